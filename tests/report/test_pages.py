@@ -13,7 +13,9 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.report import compare_page, read_run, run_page
-from shardwise.report.streams import Span, innermost
+from shardwise.report.element import el, html
+from shardwise.report.streams import Span, innermost, streams_figure
+from shardwise.report.warnings import warnings
 from shardwise.sim.chrome import chrome_trace, slices_of
 from shardwise.sim.streams import Task, run
 from tests.report.folders import records, write_run
@@ -127,10 +129,45 @@ def test_any_file_may_be_missing_or_damaged(tmp_path: Path, missing: str) -> Non
 def test_runs_of_no_step_and_of_one_step_and_resumed_ones(tmp_path: Path) -> None:
     assert "no step has been recorded" in page_of(write_run(tmp_path / "none", steps=0)).text
     one = page_of(write_run(tmp_path / "one", steps=1))
-    assert "Mean of 1 steps." in one.text
+    assert "Measured: mean of 1 step. " in one.text
     assert "circle" in one.tags
     resumed = page_of(write_run(tmp_path / "resumed", first=301))
     assert "The first recorded step is 301: what came before is not in metrics.jsonl." in resumed.text
+    again = read_run(write_run(tmp_path / "again", timed_steps=7))
+    assert [record["step"] for record in again.steady] == list(range(54, 61))
+    assert "Measured: mean of 7 steps. 53 before them are left out." in Page(run_page(again)).text
+
+
+def test_what_went_wrong_is_said_before_the_figures(tmp_path: Path) -> None:
+    fine = read_run(write_run(tmp_path / "fine", predicted_step_time_s=0.22, step_time_s=0.225))
+    assert warnings(fine) == []
+    folder = write_run(
+        tmp_path / "run", predicted_step_time_s=0.1, step_time_s=0.225, predicted_peak_memory_bytes=20_429_228,
+        failed_saves=["step 20: the disk is full"],
+    )  # fmt: skip
+    lines = records(folder)
+    for index, line in enumerate(lines):
+        line["loss_scale"] = 65536.0
+        line["grad_norm"] = float("inf") if index < 2 else line["grad_norm"]
+    lines[4]["loss"] = float("nan")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sentences = [
+        "Loss scaling skipped 2 steps: a gradient was not finite.",
+        "1 step recorded no finite loss.",
+        "1 checkpoint could not be saved: step 20: the disk is full.",
+        "Peak memory was 2.00 times the prediction.",
+        "A step took 2.25 times the predicted time.",
+    ]
+    assert warnings(read_run(folder)) == sentences
+    assert " ".join(sentences) in page_of(folder).text
+    assert f"Note on A: {sentences[0]}" in Page(compare_page([read_run(folder), fine])).text
+
+
+def test_bytes_that_were_sent_are_beside_those_that_were_predicted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    predicted = json.loads((folder / "predicted.json").read_text())
+    (folder / "predicted.json").write_text(json.dumps(predicted | {"sent_bytes": 3_470_340}))
+    assert "bytes that rank 0 sends in a step 3.5 MB 6.9 MB 2.00" in page_of(folder).text
 
 
 def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
@@ -175,6 +212,10 @@ def test_a_profile_is_drawn_where_there_is_one(tmp_path: Path) -> None:
     assert "compute 3 ms 100.0% all-gather 1 ms 33.3%" in text
     outer, first, second = (Span("compute", *at) for at in ((0.0, 9.0, "root"), (1.0, 2.0, "a"), (2.0, 8.0, "b")))
     assert innermost([second, outer, first]) == [first, second]
+    shown = streams_figure(
+        [Span("gather", 0, 3, "a"), Span("gather", 1, 4, "b"), Span("compute", 0, 5, "c")], "x", waits={}
+    )
+    assert "all-gather4 s80.0%" in "".join(Page(html(el("div", shown))).words)  # overlapping spans count once
     (folder / "profile" / "rank-0.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     assert "Measured streams: no steps were profiled" in page_of(folder).text
 

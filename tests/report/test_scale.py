@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.report.scale import linear, logarithmic, seconds, short, thin, whole
+from shardwise.report.scale import (
+    Scale,
+    linear,
+    logarithmic,
+    num_bytes,
+    seconds,
+    short,
+    thin,
+    tick_texts,
+    time_unit,
+    whole,
+)
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)
 
@@ -90,3 +101,20 @@ def test_numbers_of_an_axis_are_short(value: float, shown: str) -> None:
 )
 def test_times_have_the_unit_that_suits_them(value: float, shown: str) -> None:
     assert seconds(value) == shown
+
+
+@given(st.floats(1e-6, 1e6))
+def test_an_axis_of_times_has_one_unit_and_round_ticks(most: float) -> None:
+    unit_s, name = time_unit(most)
+    scaled = linear(0.0, most / unit_s, num_ticks=6)
+    scale = Scale(0.0, scaled.high * unit_s, tuple(tick * unit_s for tick in scaled.ticks))
+    zero, *texts = tick_texts(scale, seconds)
+    assert zero == "0"
+    assert len({text.split()[1] for text in texts}) == 1
+    assert all(len(text.split()[0]) <= 5 for text in texts), (name, texts)
+
+
+def test_ticks_of_bytes_share_a_unit() -> None:
+    assert tick_texts(linear(0.0, 1.9e9), num_bytes) == ["0", "0.5 GB", "1 GB", "1.5 GB", "2 GB"]
+    assert tick_texts(linear(0.0, 4.1e9), num_bytes) == ["0", "2 GB", "4 GB", "6 GB"]
+    assert tick_texts(linear(0.0, 3000.0), short) == ["0", "1k", "2k", "3k"]

@@ -24,18 +24,22 @@ def _pairs(run: Run) -> list[tuple[str, float | None, float | None, Callable[[fl
     def predicted(key: str) -> float | None:
         return first(key, run.summary, run.plan)
 
-    measured_peak = first("peak_memory_bytes", run.summary) or run.last("peak_memory_bytes")
     return [
-        ("peak memory of tensors", predicted("predicted_peak_memory_bytes"), measured_peak, num_bytes),
+        ("peak memory of tensors", predicted("predicted_peak_memory_bytes"), peak_bytes(run), num_bytes),
         ("time of a step", predicted("predicted_step_time_s"), step_time(run), seconds),
-        ("bytes that rank 0 sends in a step", predicted("predicted_collective_bytes"),
+        ("bytes that rank 0 sends in a step", finite(run.predicted.get("sent_bytes")),
          run.median("collective_bytes"), num_bytes),
     ]  # fmt: skip
 
 
+def peak_bytes(run: Run) -> float | None:
+    """Measured bytes of tensors at the peak, of the fullest rank."""
+    return first("peak_memory_bytes", run.summary) or run.last("peak_memory_bytes")
+
+
 def step_time(run: Run) -> float | None:
-    """Measured seconds of a step: the median after the first ones."""
-    return first("step_time_s", run.summary) or run.median("step_time_s")
+    """Measured seconds of a step: the mean after the first ones."""
+    return first("step_time_s", run.summary) or run.mean("step_time_s")
 
 
 def first(key: str, *places: Mapping[str, Any]) -> float | None:

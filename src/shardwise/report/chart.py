@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.report.element import Content, Element, el, number
-from shardwise.report.scale import Scale, linear, logarithmic, short, thin, whole
+from shardwise.report.scale import Scale, linear, logarithmic, short, thin, tick_texts, whole
 from shardwise.report.svg import CHARACTER, NUM_STROKES, fill, stroke, text, texture
 
 #: Units across the box that curves are drawn in, and columns that a curve is thinned to.
@@ -102,9 +102,9 @@ def frame(title: str, parts: Sequence[Content], *, height: float = HEIGHT, class
     return el("svg", el("title", title), parts, width="100%", height=f"{height:g}", role="img", class_=class_)
 
 
-def _scaled(high: float, unit: float, *, num_ticks: int = 5) -> Scale:
+def _scaled(high: float, unit: float) -> Scale:
     """An axis from 0 with ticks at round multiples of ``unit``."""
-    scale = linear(0.0, high / unit, num_ticks=num_ticks)
+    scale = linear(0.0, high / unit, num_ticks=6)
     return Scale(0.0, scale.high * unit, tuple(tick * unit for tick in scale.ticks))
 
 
@@ -115,10 +115,10 @@ def percent(share: float) -> str:
 
 def _grid(scale: Scale, shown: Callable[[float], str]) -> list[Content]:
     made: list[Content] = []
-    for tick in scale.ticks:
+    for tick, words in zip(scale.ticks, tick_texts(scale, shown), strict=True):
         y = HEIGHT * (1 - scale.share(tick))
         made.append(el("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
-        made.append(text(-6, y + 4, shown(tick), class_="faint", anchor="end"))
+        made.append(text(-6, y + 4, words, class_="faint", anchor="end"))
     return made
 
 
@@ -131,8 +131,9 @@ def _below(scale: Scale, name: str) -> list[Content]:
 
 def _ticks_below(scale: Scale, shown: Callable[[float], str], y: float) -> list[Content]:
     """Labels under an axis; where they are too many for a phone, every other one is for wide screens only."""
-    words = [shown(tick) for tick in scale.ticks]
-    is_crowded = sum(len(each) * CHARACTER + 8 for each in words) > NARROW - 40
+    words = tick_texts(scale, shown)
+    widths = [len(each) * CHARACTER + 8 for each in words]
+    is_crowded = sum(widths) + max(widths) > NARROW - 40
     made: list[Content] = []
     for index, (tick, each) in enumerate(zip(scale.ticks, words, strict=True)):
         share = scale.share(tick)
@@ -163,19 +164,20 @@ def _mark(share: float, y: float, index: int) -> Element:
 
 
 def _end_labels(lines: Sequence[Line], x_scale: Scale, y_scale: Scale) -> list[Content]:
-    """Each line's name behind its last point, moved apart where they would lie on each other."""
+    """Each line's name behind its last point, moved up where it would lie on another or on the axis."""
     ends: list[tuple[float, float, Line]] = []
     for line in lines:
         points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None and math.isfinite(y)]
         if points:
             x, y = points[-1]
             ends.append((HEIGHT * (1 - y_scale.share(y)), x_scale.share(x), line))
-    ends.sort(key=operator.itemgetter(0))
+    ends.sort(key=operator.itemgetter(0), reverse=True)
     made: list[Content] = []
-    least = -math.inf
-    for y, share, line in ends:
-        least = max(y, least + 13)
-        made.append(text(percent(share), least + 4, f"\u2002{line.name}", class_=f"label t{line.index % NUM_STROKES}"))
+    placed: list[tuple[float, float]] = []
+    for end, share, line in ends:
+        y = min([end, HEIGHT - 4.0, *(below - 13 for below, near in placed if abs(near - share) < 0.08)])
+        placed.append((y, share))
+        made.append(text(percent(share), y + 4, f"\u2002{line.name}", class_=f"label t{line.index % NUM_STROKES}"))
     return made
 
 
@@ -308,25 +310,27 @@ def stacked_bars(
     *,
     title: str,
     limit: tuple[float, str] | None = None,
+    longest: float = math.inf,
     unit: float = 1.0,
     shown: Callable[[float], str] = short,
 ) -> Element | None:
     """Horizontal bars under each other, all to one scale.
 
-    Where there is a limit, the axis ends at no more than twice it: longer bars are cut off, with an arrow at their end.
+    A bar that is longer than the axis is cut off, with an arrow at its end.
 
     Args:
         stacks: The bars.
         fills: Class of each part's colour, from left to right.
         title: What the picture shows.
         limit: A value that is marked in every bar, and what it is called.
+        longest: Where the axis ends at the latest.
         unit: Ticks are at round multiples of it.
         shown: Text of a tick and of a part.
     """
     most = max([sum(stack.parts.values()) for stack in stacks] + ([limit[0]] if limit else []), default=0)
     if not most > 0:
         return None
-    scale = _scaled(min(most, 2 * limit[0]) if limit else most, unit)
+    scale = _scaled(min(most, longest), unit)
     made: list[Content] = []
     y = 0.0
     for stack in stacks:
@@ -348,7 +352,7 @@ def stacked_bars(
             made += [cut, text("100%", y + 17, "\u25b6", anchor="end")]
         if limit:
             x = percent(scale.share(limit[0]))
-            made.append(el("line", x1=x, x2=x, y1=y - 4, y2=y + 28, class_="limit"))
+            made.append(el("line", x1=x, x2=x, y1=y - 2, y2=y + 28, class_="limit"))
         y += 38
     made.append(el("line", x1=0, x2="100%", y1=y, y2=y, class_="axis"))
     made += _ticks_below(scale, shown, y + 16)

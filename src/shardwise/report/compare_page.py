@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os.path
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.report import beside
 from shardwise.report.chart import Stack, fills_of, stacked_bars
-from shardwise.report.curves import CURVES, LOSS, curve_figure
+from shardwise.report.curves import CURVES, HELD_OUT, LOSS, curve_figure
 from shardwise.report.element import Content, el
 from shardwise.report.memory_parts import CATEGORIES
-from shardwise.report.page import Section, figure, legend, page, table
+from shardwise.report.page import Section, figure, left_out, legend, page, table
 from shardwise.report.run import Run, finite
 from shardwise.report.run_page import flat, state, strategy
-from shardwise.report.scale import num_bytes, seconds
+from shardwise.report.scale import loss, num_bytes, seconds
 from shardwise.report.svg import NUM_STROKES, stroke
-
-_HELD_OUT = dataclasses.replace(LOSS, key="eval_loss", title="Held-out loss", is_sparse=True)
+from shardwise.report.warnings import warnings
 
 
 def compare_page(runs: Sequence[Run]) -> str:
@@ -32,19 +30,18 @@ def compare_page(runs: Sequence[Run]) -> str:
         Section("Memory", _memory(runs, names, letters, missing)),
         Section("What differs", _differences(runs, letters)),
     ]
-    if missing:
-        sections.append(Section("Left out", [el("ul", [el("li", sentence) for sentence in missing])]))
+    sections += left_out(missing)
     key = table(
         "The runs",
-        ["", "run", "model", "strategy", "ranks", "how it ended"],
+        ["run", "model", "strategy", "ranks", "how it ended"],
         [_row(run, name, letter) for run, name, letter in zip(runs, names, letters, strict=True)],
-        numbers=[4],
-        words=[5],
+        numbers=[3],
+        words=[4],
     )
     notes = [
-        el("p", f"Note on {letter}: {text}.")
+        el("p", f"Note on {letter}: {words}")
         for run, letter in zip(runs, letters, strict=True)
-        for text in run.problems
+        for words in (*warnings(run), *(f"{problem}." for problem in run.problems))
     ]
     return page(
         f"{len(runs)} runs compared",
@@ -72,11 +69,11 @@ def _row(run: Run, name: str, letter: str) -> list[Content]:
     model = run.config.get("model", {})
     named = (model.get("preset") or model.get("hf") or "n/a") if isinstance(model, dict) else "n/a"
     ranks = run.summary.get("world_size") or run.plan.get("world_size") or "n/a"
-    return [letter, name, str(named), strategy(run) or "n/a", str(ranks), state(run)[0]]
+    return [f"{letter} {name}", str(named), strategy(run) or "n/a", str(ranks), state(run)[0]]
 
 
 def _training(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str]) -> list[Content]:
-    figures = [curve_figure(runs, curve, letters) for curve in (LOSS, _HELD_OUT, *CURVES)]
+    figures = [curve_figure(runs, curve, letters) for curve in (LOSS, HELD_OUT, *CURVES)]
     entries = [(f"{letter}: {name}", stroke(i)) for i, (letter, name) in enumerate(zip(letters, names, strict=True))]
     if not any(item is not None for item in figures):
         return [el("p", "No run has recorded a step.")]
@@ -94,20 +91,20 @@ def _results(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str]) 
     base = beside.step_time(runs[0])
     rows: list[list[Content]] = []
     for run, name, letter in zip(runs, names, letters, strict=True):
-        pace = finite(run.summary.get("tokens_per_s")) or run.median("tokens_per_s")
+        pace = finite(run.summary.get("tokens_per_s")) or run.mean("tokens_per_s")
         time_s = beside.step_time(run)
-        peak = beside.first("peak_memory_bytes", run.summary) or run.last("peak_memory_bytes")
+        peak = beside.peak_bytes(run)
         rows.append([
             f"{letter} {name}",
-            _or_not(run.steps[-1] if run.records else None, "{:,}"),
-            _or_not(run.last("loss"), "{:.4f}"),
-            _or_not(run.last("eval_loss"), "{:.4f}"),
-            _or_not(pace, "{:,.0f}"),
-            "n/a" if time_s is None else seconds(time_s),
+            _or_not(run.steps[-1] if run.records else None, "{:,}".format),
+            _or_not(run.last("loss"), loss),
+            _or_not(run.last("eval_loss"), loss),
+            _or_not(pace, "{:,.0f}".format),
+            _or_not(time_s, seconds),
             f"{time_s / base:.2f}" if time_s and base else "n/a",
-            _or_not(None if (mfu := run.median("mfu")) is None else 100 * mfu, "{:.1f}%"),
-            "n/a" if peak is None else num_bytes(peak),
-            _bytes(run.median("collective_bytes")),
+            _or_not(run.median("mfu"), "{:.1%}".format),
+            _or_not(peak, num_bytes),
+            _or_not(run.median("collective_bytes"), num_bytes),
         ])  # fmt: skip
     columns = [
         "run",
@@ -121,15 +118,11 @@ def _results(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str]) 
         "peak memory",
         "sent per step",
     ]
-    return table("Newest losses, median speed, peak memory", columns, rows)
+    return table("Newest losses, mean speed, peak memory", columns, rows)
 
 
-def _or_not(value: float | None, form: str) -> str:
-    return "n/a" if value is None else form.format(value)
-
-
-def _bytes(value: float | None) -> str:
-    return "n/a" if value is None else num_bytes(value)
+def _or_not(value: float | None, shown: Callable[[float], str]) -> str:
+    return "n/a" if value is None else shown(value)
 
 
 def _beside(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str], missing: list[str]) -> list[Content]:
@@ -155,7 +148,7 @@ def _memory(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str], m
     for run, name, letter, parts in zip(runs, names, letters, held, strict=True):
         if isinstance(parts, dict):
             stacks.append(Stack(f"{letter} {name}, predicted", parts, num_bytes(sum(parts.values()))))
-        peak = beside.first("peak_memory_bytes", run.summary) or run.last("peak_memory_bytes")
+        peak = beside.peak_bytes(run)
         if peak:
             stacks.append(Stack(f"{letter} {name}, measured", {"measured": peak}, num_bytes(peak)))
     bars = stacked_bars(
@@ -166,7 +159,10 @@ def _memory(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str], m
         return []
     entries = [(name, fills[name]) for name in order]
     rows = [
-        [f"{letter} {name}", *(_bytes(parts.get(category)) if isinstance(parts, dict) else "n/a" for category in order)]
+        [
+            f"{letter} {name}",
+            *(_or_not(parts.get(category), num_bytes) if isinstance(parts, dict) else "n/a" for category in order),
+        ]
         for name, letter, parts in zip(names, letters, held, strict=True)
     ]
     return [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwise.report.chart import Line, line_chart
 from shardwise.report.element import Content, Element, el
 from shardwise.report.page import figure, folded, legend, table
-from shardwise.report.run import Run
+from shardwise.report.run import Run, finite
 from shardwise.report.scale import seconds, short
 from shardwise.report.svg import stroke
 
@@ -27,7 +27,7 @@ class Curve:
         from_zero: Its axis begins at 0.
         may_be_log: Its axis may be logarithmic.
         caption: Words below.
-        is_sparse: Most records lack it: its points are marked and joined.
+        is_sparse: It is the held-out loss: most records lack it, and its first value, of step 0, is in summary.json.
     """
 
     key: str
@@ -44,6 +44,7 @@ def _share(value: float) -> str:
 
 
 LOSS = Curve("loss", "Loss")
+HELD_OUT = Curve("eval_loss", "Held-out loss", is_sparse=True)
 CURVES = (
     Curve("lr", "Learning rate", from_zero=True),
     Curve("tokens_per_s", "Throughput, tokens per second", from_zero=True),
@@ -57,28 +58,16 @@ CURVES = (
 def loss_figure(run: Run) -> Element | None:
     """Training loss and, where it was taken, the held-out loss."""
     lines = [Line("training", run.steps, run.values("loss"), 0)]
-    held_out = _held_out(run)
-    if held_out:
-        lines.append(
-            Line("held out", [step for step, _ in held_out], [loss for _, loss in held_out], 1, has_marks=True)
-        )
+    held_out = Line("held out", *_points(run, HELD_OUT), 1, has_marks=True)
+    if held_out.xs:
+        lines.append(held_out)
     chart = line_chart(lines, title=_described(run, LOSS), has_names=False)
     if chart is None:
         return None
     entries = [(line.name, stroke(line.index)) for line in lines]
-    key = legend(entries, is_lines=True) if held_out else None
-    rows = [(str(step), _exact(loss)) for step, loss in held_out]
-    return el(
-        "div",
-        figure("Loss", [chart, key]),
-        folded("Values", _values([run], LOSS), table("Held-out loss", ["step", "loss"], rows) if rows else None),
-    )
-
-
-def _held_out(run: Run) -> list[tuple[int, float]]:
-    found = [(s, v) for s, v in zip(run.steps, run.values("eval_loss"), strict=True) if v is not None]
-    first = run.summary.get("eval_loss_first")
-    return ([(0, float(first))] if isinstance(first, int | float) else []) + found
+    key = legend(entries, is_lines=True) if held_out.xs else None
+    tables = [_values([run], curve) for curve in (LOSS, HELD_OUT) if _points(run, curve)[0]]
+    return el("div", figure("Loss", [chart, key]), folded("Values", tables))
 
 
 def curve_figure(runs: Sequence[Run], curve: Curve, names: Sequence[str] = ()) -> Element | None:
@@ -100,10 +89,11 @@ def curve_figure(runs: Sequence[Run], curve: Curve, names: Sequence[str] = ()) -
 
 
 def _points(run: Run, curve: Curve) -> tuple[list[int], list[float | None]]:
-    values = run.values(curve.key)
+    """Steps and values; of a sparse curve only those that there are."""
     if not curve.is_sparse:
-        return run.steps, values
-    found = [(step, value) for step, value in zip(run.steps, values, strict=True) if value is not None]
+        return run.steps, run.values(curve.key)
+    before = [(0, finite(run.summary.get("eval_loss_first")))]
+    found = [(s, v) for s, v in (*before, *zip(run.steps, run.values(curve.key), strict=True)) if v is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
@@ -122,7 +112,7 @@ def _values(runs: Sequence[Run], curve: Curve, names: Sequence[str] = ()) -> Ele
     """Some of the steps, evenly spread, the first and the last among them."""
     steps = sorted({step for run in runs for step in _points(run, curve)[0]})
     shown = steps if len(steps) <= ROWS else [steps[index * (len(steps) - 1) // (ROWS - 1)] for index in range(ROWS)]
-    by_step = [dict(zip(run.steps, run.values(curve.key), strict=True)) for run in runs]
+    by_step = [dict(zip(*_points(run, curve), strict=True)) for run in runs]
     rows: list[list[Content]] = [[str(step), *(_exact(values.get(step)) for values in by_step)] for step in shown]
     some = f", {len(shown)} of {len(steps):,} steps" if len(shown) < len(steps) else ""
     return table(f"{curve.title}{some}", ["step", *(names or [curve.key])], rows)

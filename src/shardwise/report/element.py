@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from xml.etree.ElementTree import Element, SubElement, tostring
+from xml.etree.ElementTree import Element, tostring
 
 from shardwise.spec.text import printable
 
 #: What can stand inside an element: text, elements, or several of them. ``None`` is left out.
 Content = str | int | Element | None | Iterable[Any]
 
-__all__ = ["Content", "Element", "SubElement", "add", "el", "html", "svg_file"]
+__all__ = ["Content", "Element", "add", "el", "html", "svg_file"]
 
 
 def el(tag: str, *content: Content, **attributes: str | float | bool | None) -> Element:

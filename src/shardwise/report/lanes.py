@@ -92,7 +92,7 @@ class Lanes:
         scale = linear(0.0, self.end / factor, num_ticks=8, is_tight=True)
         for tick in scale.ticks:
             x = self.x(tick * factor)
-            words = f"{tick:g} {unit}" if tick == scale.ticks[-1] else f"{tick:g}"
+            words = f"{tick:g} {unit}" if tick else "0"
             made.append(
                 text(x, self.bottom + 20, words, class_="faint", anchor="end" if x > self.width - 40 else "middle")
             )

@@ -20,15 +20,10 @@ CATEGORIES = (
 MB = 1e6
 
 
-def all_of_it(run: Run, missing: list[str]) -> list[Content]:
-    """The peak, and a step as predicted and as measured."""
-    return [*peak(run, missing), *predicted_over_a_step(run, missing), *over_a_step(run, missing)]
-
-
 def peak(run: Run, missing: list[str]) -> list[Content]:
     """The peak of the fullest rank by category, and what was measured."""
     predicted = run.plan.get("predicted_bytes_per_rank")
-    peak = beside.first("peak_memory_bytes", run.summary) or run.last("peak_memory_bytes")
+    peak = beside.peak_bytes(run)
     if not isinstance(predicted, dict) or not any(predicted.values()):
         missing.append("Memory by category: plan.json holds no prediction.")
         return []
@@ -75,11 +70,9 @@ def memory_timeline(
     names = ordered(list(dict.fromkeys(n for _, parts in found for n, held in parts.items() if held > 0)), CATEGORIES)
     fills = fills_of(names, CATEGORIES)
     most = max(range(len(found)), key=lambda index: sum(found[index][1].values()))
-    words = (
-        f"{heading}: {len(found)} moments; the peak is {shown(sum(found[most][1].values()))} at moment {most + 1},"
-        f" {found[most][0]}."
-    )
-    chart = stacked_columns(found, fills, title=words, unit=unit, shown=shown)
+    peak, when = shown(sum(found[most][1].values())), f"moment {most + 1}, {found[most][0]}"
+    words = f"Bytes of tensors at {len(found)} moments of a step. The peak is {peak}, at {when}."
+    chart = stacked_columns(found, fills, title=f"{heading}. {words}", unit=unit, shown=shown)
     rows = [
         [f"{index + 1}. {name}", *(shown(parts.get(n, 0)) for n in names), shown(sum(parts.values()))]
         for index, (name, parts) in enumerate(found)

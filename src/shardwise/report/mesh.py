@@ -33,11 +33,10 @@ def mesh_of(sizes: Mapping[str, Any], ep: int = 1) -> Mesh | None:
 def axes_table(mesh: Mesh) -> Element:
     """Every axis with more than one rank."""
     rows: list[Sequence[Content]] = [
-        (axis, str(size), words, " ".join(map(str, mesh.group(axis, 0))))
+        (axis, str(size), words, _cut(", ".join(map(str, mesh.group(axis, 0)))))
         for axis, words in AXIS_WORDS.items()
         if (size := mesh.sizes[axis]) > 1
     ]
-    rows = [(*row[:3], _cut(str(row[3]))) for row in rows]
     if mesh.ep > 1:
         rows.append(("ep", str(mesh.ep), "parts of the experts, inside dp_shard and cp", ""))
     if not rows:
@@ -71,7 +70,8 @@ def ownership(units: Sequence[Mapping[str, Any]]) -> list[Content]:
     left = 16 + CHARACTER * max(len(str(unit["name"])) for unit in drawn)
     each = max(14.0, min(120.0, (1060 - left) / ranks))
     parts: list[Content] = [
-        text(left + (rank + 0.5) * each, 14, str(rank), class_="faint", anchor="middle") for rank in range(ranks)
+        text(left + (rank + 0.5) * each, 14, f"{'rank ' * (each > 60)}{rank}", class_="faint", anchor="middle")
+        for rank in range(ranks)
     ]
     for row, unit in enumerate(drawn):
         y = 22 + row * 26

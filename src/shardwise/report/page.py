@@ -75,6 +75,16 @@ def _section(section: Section) -> Element:
     return el("section", heading, section.content, id=section.key, aria_labelledby=f"{section.key}-title")
 
 
+def left_out(sentences: Sequence[str]) -> list[Section]:
+    """The section that says what the page lacks and why; none where nothing is lacking."""
+    return [Section("Left out", [el("ul", [el("li", prose(words)) for words in sentences])])] if sentences else []
+
+
+def prose(words: str) -> list[Content]:
+    """A sentence in which commands stand between backticks."""
+    return [el("code", part) if place % 2 else part for place, part in enumerate(words.split("`"))]
+
+
 def figure(title: str, content: Sequence[Content], caption: str | None = None) -> Element:
     """A picture with a heading above and words below."""
     return el("figure", el("h3", title), content, el("figcaption", caption) if caption else None)

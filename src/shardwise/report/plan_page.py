@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardwise.report import mesh
 from shardwise.report.chart import Stack, fills_of, stacked_bars
 from shardwise.report.element import Content, Element, el
 from shardwise.report.memory_parts import CATEGORIES, memory_timeline, ordered
-from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
+from shardwise.report.page import Section, figure, folded, left_out, legend, page, table, tiles
 from shardwise.report.pipeline import simulated_chart
 from shardwise.report.run_page import flat
 from shardwise.report.scale import seconds as spent
@@ -51,8 +52,7 @@ def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) 
         Section("What was asked", _asked(best)),
     ]
     sections = [section for section in sections if section.content]
-    if missing:
-        sections.append(Section("Left out", [el("ul", [el("li", sentence) for sentence in missing])]))
+    sections += left_out(missing)
     cluster = best.cluster
     heading = f"{_model(best)} on {cluster.num_gpus:,} x {cluster.gpu}"
     words = f"First plan: {name_of(best)}. " + ("It fits." if best.fits else f"It does not fit: {best.reason}.")
@@ -75,6 +75,20 @@ def name_of(estimate: Estimate) -> str:
     work = estimate.workload
     recomputed = f", recompute {work.recompute}" if work.recompute not in {"none", 0} else ""
     return f"{title(estimate)}, micro {work.micro_batch}{recomputed}"
+
+
+def _bars_name(index: int, estimate: Estimate) -> str:
+    """A plan's place in the table and its title: short enough for a bar on a phone."""
+    return f"{index + 1}. {title(estimate)}"
+
+
+def _bound(estimate: Estimate) -> str:
+    """The largest parts of a step's time; of a plan that does not fit, what it needs."""
+    if not estimate.fits:
+        return estimate.reason
+    shares = {name: held / estimate.step_time_s for name, held in estimate.time.by_category.items()}
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {share:.0%}" for name, share in largest if share >= 0.005)
 
 
 def _model(estimate: Estimate) -> str:
@@ -102,26 +116,42 @@ def _table(estimates: Sequence[Estimate]) -> Content:
             speed = [seconds(each.step_time_s), *per_gpu, mfu]
         memory, sent = gib(each.memory.device_bytes), size(sum(each.time.sent_bytes.values()))
         rows.append([
-            f"{index + 1}. {name_of(each)}", "yes" if each.fits else "no", *speed, memory, sent, each.reason
+            f"{index + 1}. {name_of(each)}", "yes" if each.fits else "no", *speed, memory, sent, _bound(each)
         ])  # fmt: skip
-    columns = ["plan", "fits", "step time", "tokens/s", "TFLOP/s", "MFU", "memory", "sent", "what bounds it"]
+    columns = [
+        "plan",
+        "fits",
+        "step time",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "memory",
+        "sent per step",
+        "where the time goes",
+    ]
     some = f", the first {ROWS} of {len(estimates)}" if len(estimates) > ROWS else ""
     return table(f"Plans, best first{some}; per GPU", columns, rows, numbers=[2, 3, 4, 5, 6, 7], words=[0, 8])
 
 
 def _time(estimates: Sequence[Estimate]) -> list[Content]:
-    numbered = [(f"{index + 1}. {name_of(each)}", each) for index, each in enumerate(estimates[:BARS])]
+    numbered = [(_bars_name(index, each), each) for index, each in enumerate(estimates[:BARS])]
     numbered = [(name, each) for name, each in numbered if each.fits] or numbered[:1]
     shown = [each for _, each in numbered]
     found = list(dict.fromkeys(name for each in shown for name, held in each.time.by_category.items() if held > 0))
     names = ordered(found, TIME)
     fills = fills_of(names, TIME)
     stacks = [Stack(name, each.time.by_category, seconds(each.step_time_s)) for name, each in numbered]
-    bars = stacked_bars(stacks, fills, title="Parts of the predicted time of a step, by plan.", shown=spent)
+    longest = 2 * statistics.median(each.step_time_s for each in shown)
+    bars = stacked_bars(
+        stacks, fills, title="Parts of the predicted time of a step, by plan.", longest=longest, shown=spent
+    )
     rows = [[name, *(seconds(each.time.by_category.get(n, 0.0)) for n in names)] for name, each in numbered]
-    only = "Plans that fit." if len(shown) < min(BARS, len(estimates)) else None
+    notes = ["Plans that fit."] * (len(shown) < min(BARS, len(estimates)))
+    notes += ["A bar with an arrow is longer than the axis; its time is above it."] * (
+        max(each.step_time_s for each in shown) > longest
+    )
     return [
-        figure("Predicted time of a step", [bars, legend(fills.items())], only),
+        figure("Predicted time of a step", [bars, legend(fills.items())], " ".join(notes)),
         folded("Values", table("Seconds by category", ["plan", *names], rows, words=[0])),
     ]
 
@@ -133,7 +163,7 @@ def _memory(estimates: Sequence[Estimate]) -> list[Content]:
     fills = fills_of(names, (*CATEGORIES, *BESIDE))
     limit = shown[0].cluster.device.memory_bytes
     stacks = [
-        Stack(f"{index + 1}. {name_of(each)}", part, gib(each.memory.device_bytes))
+        Stack(_bars_name(index, each), part, gib(each.memory.device_bytes))
         for index, (each, part) in enumerate(zip(shown, parts, strict=True))
     ]
     capacity = f"capacity {gib(limit)}"
@@ -142,12 +172,13 @@ def _memory(estimates: Sequence[Estimate]) -> list[Content]:
         fills,
         title="Bytes of the fullest rank, by plan.",
         limit=(limit, capacity),
+        longest=2 * limit,
         unit=GIB,
         shown=gib,
     )
     rows = [
         [
-            f"{index + 1}. {name_of(each)}",
+            _bars_name(index, each),
             *(gib(part.get(name, 0)) for name in names),
             gib(each.memory.allocated_bytes),
             gib(each.memory.reserved_bytes),

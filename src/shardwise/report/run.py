@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,13 +67,24 @@ class Run:
 
     @property
     def steady(self) -> list[dict[str, Any]]:
-        """The records without the first, slow steps, where there are others."""
+        """The records without the first, slow steps, where there are others.
+
+        With a summary these are the steps that it timed: of a resumed run, steps since it was resumed.
+        """
+        timed = self.summary.get("timed_steps")
+        if isinstance(timed, int) and 0 < timed <= len(self.records):
+            return self.records[-timed:]
         return self.records[SLOW_STEPS:] or self.records
 
     def median(self, key: str) -> float | None:
         """The median of a number over the steady steps."""
         found = [value for record in self.steady if (value := finite(record.get(key))) is not None]
         return statistics.median(found) if found else None
+
+    def mean(self, key: str) -> float | None:
+        """The mean of a number over the steady steps."""
+        found = [value for record in self.steady if (value := finite(record.get(key))) is not None]
+        return statistics.fmean(found) if found else None
 
     def last(self, key: str) -> float | None:
         """The newest value of a number."""
@@ -110,11 +120,6 @@ def read_run(directory: Path) -> Run:
         model=_text(directory / MODEL, problems),
         problems=tuple(problems),
     )
-
-
-def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Several runs."""
-    return [read_run(directory) for directory in directories]
 
 
 def _text(path: Path, problems: list[str]) -> str:

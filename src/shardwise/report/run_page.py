@@ -9,11 +9,12 @@ from typing import Any
 from shardwise.report import beside, memory_parts, mesh, time_parts
 from shardwise.report.curves import CURVES, curve_figure, loss_figure
 from shardwise.report.element import Content, el
-from shardwise.report.page import Section, folded, page, table, tiles
+from shardwise.report.page import Section, folded, left_out, page, prose, table, tiles
 from shardwise.report.pipeline import pipeline_chart
 from shardwise.report.run import Run, finite
-from shardwise.report.scale import num_bytes, seconds
+from shardwise.report.scale import loss, num_bytes, seconds
 from shardwise.report.streams import measured_streams, predicted_streams
+from shardwise.report.warnings import warnings
 from shardwise.spec.errors import PlanError
 from shardwise.spec.schedule.builders import pipeline_policy
 
@@ -40,14 +41,18 @@ def run_page(run: Run) -> str:
         Section("Environment", _environment(run, missing)),
     ]
     sections = [section for section in sections if any(item is not None for item in section.content)]
-    if missing:
-        sections.append(Section("Left out", [el("ul", [el("li", sentence) for sentence in missing])]))
-    lead = [_state(run), [el("p", f"Note: {problem}.") for problem in run.problems], tiles(_facts(run))]
+    sections += left_out(missing)
+    notes = [*warnings(run), *(f"{problem[0].upper()}{problem[1:]}." for problem in run.problems)]
+    lead = [
+        _state(run),
+        el("ul", [el("li", note) for note in notes], class_="notes") if notes else None,
+        tiles(_facts(run)),
+    ]
     return page(f"Run {run.name}", lead, sections, foot="Written by shardwise from the files of the run's folder.")
 
 
 def state(run: Run) -> tuple[str, bool | None]:
-    """How the run ended, in words, and whether well; ``None``: it has not ended."""
+    """How the run ended, in words, and whether well; ``None``: it has not ended, or it was stopped and can go on."""
     if not run.summary:
         newest = f" The newest recorded step is {run.steps[-1]:,}." if run.records else ""
         return f"No end is recorded: the run is still going, or it was killed.{newest}", None
@@ -55,7 +60,9 @@ def state(run: Run) -> tuple[str, bool | None]:
     steps = run.summary.get("steps")
     if code == 0:
         return f"Finished after {steps:,} steps." if isinstance(steps, int) else "Finished.", True
-    return f"Ended with exit code {code} after step {steps}: {reason}", code == 75
+    if code == 75:
+        return f"Stopped after step {steps} with exit code 75: {reason}", None
+    return f"Ended with exit code {code} after step {steps}: {reason}", False
 
 
 def _state(run: Run) -> Content:
@@ -67,6 +74,9 @@ def _state(run: Run) -> Content:
     what += [f"strategy {s}"] if (s := run.summary.get("strategy") or strategy(run)) else []
     world = run.summary.get("world_size") or run.plan.get("world_size")
     what += [f"{world} ranks"] if world else []
+    batch, data = run.plan.get("batch"), run.config.get("data")
+    if isinstance(batch, dict) and isinstance(data, dict) and batch.get("global") and data.get("seq_len"):
+        what.append(f"{batch['global']} sequences of {data['seq_len']} tokens a step")
     return [el("p", words, class_=class_), el("p", ", ".join(what), class_="faint") if what else None]
 
 
@@ -87,21 +97,26 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     if final is None:
         final = run.last("loss")
     if final is not None:
-        facts.append(("training loss", f"{final:.4f}", f"{first:.4f} at the first step" if first is not None else ""))
+        facts.append(("training loss", loss(final), f"from {loss(first)}" if first is not None else ""))
     first, final = _number(summary, "eval_loss_first"), _number(summary, "eval_loss_final")
     if final is not None:
-        facts.append(("held-out loss", f"{final:.4f}", f"{first:.4f} at first" if first is not None else ""))
+        facts.append(("held-out loss", loss(final), f"from {loss(first)}" if first is not None else ""))
     pace = _number(summary, "tokens_per_s")
-    pace = run.median("tokens_per_s") if pace is None else pace
+    pace = run.mean("tokens_per_s") if pace is None else pace
     if pace is not None:
         facts.append(("tokens per second", f"{pace:,.0f}", "over all ranks"))
     time_s = beside.step_time(run)
     if time_s is not None:
         predicted = beside.first("predicted_step_time_s", summary, run.plan)
-        facts.append(("time of a step", seconds(time_s), f"predicted {seconds(predicted)}" if predicted else "median"))
+        facts.append(
+            ("time of a step", seconds(time_s), f"mean; predicted {seconds(predicted)}" if predicted else "mean")
+        )
+    whole, waited = run.mean("step_time_s"), run.mean("exposed_time_s")
+    if whole and waited is not None:
+        facts.append(("communication", f"{waited / whole:.1%}", "of a step, exposed"))
     if (mfu := run.median("mfu")) is not None:
         facts.append(("MFU", f"{100 * mfu:.1f}%", "median, per GPU"))
-    peak = beside.first("peak_memory_bytes", summary) or run.last("peak_memory_bytes")
+    peak = beside.peak_bytes(run)
     if peak is not None:
         predicted = beside.first("predicted_peak_memory_bytes", summary, run.plan)
         facts.append(("peak memory", num_bytes(peak), f"predicted {num_bytes(predicted)}" if predicted else ""))
@@ -133,11 +148,13 @@ def _beside(run: Run, missing: list[str]) -> list[Content]:
     if not any(row[1] != "n/a" for row in rows):
         missing.append("Predicted beside measured: the run's files hold no prediction.")
         return []
-    return [
-        table(
-            "What the planner said, and what was measured", ["", "predicted", "measured", "measured / predicted"], rows
-        )
-    ]
+    caption, columns = (
+        "What the planner said, and what was measured",
+        ["", "predicted", "measured", "measured / predicted"],
+    )
+    is_timed = beside.first("predicted_step_time_s", run.summary, run.plan) is not None
+    why = None if is_timed else el("p", prose(f"No time was predicted: {memory_parts.why_not(run)}."), class_="faint")
+    return [table(caption, columns, rows), why]
 
 
 def _pipeline(run: Run, missing: list[str]) -> list[Content]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwise.spec.text import size
@@ -118,10 +118,17 @@ def short(value: float) -> str:
     """A number for an axis: ``0``, ``0.25``, ``1.5k``, ``20M``, ``1e-05``."""
     if value == 0:
         return "0"
+    if abs(value) >= 1e15:
+        return f"{value:.3g}"
     for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor * 0.9999999:
             return f"{value / factor:.4g}{suffix}"
     return f"{value:.4g}" if abs(value) >= 0.001 else f"{value:.2g}"
+
+
+def loss(value: float) -> str:
+    """A loss: four decimals, unless it has exploded."""
+    return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def seconds(value: float) -> str:
@@ -135,9 +142,26 @@ def seconds(value: float) -> str:
     return f"{value:g} s"
 
 
+#: Units that :func:`tick_texts` knows; several ticks of one axis are written in the same one.
+UNITS = {
+    "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0,
+    "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "GiB": 2.0**30,
+}  # fmt: skip
+
+
+def tick_texts(scale: Scale, shown: Callable[[float], str]) -> list[str]:
+    """Texts of an axis' ticks: ``0``, ``500 MB``, ``1000 MB``; all in the unit that the middle of the axis has."""
+    _, _, unit = shown(scale.high / 2).rpartition(" ")
+    if scale.is_log or unit not in UNITS:
+        return [shown(tick) for tick in scale.ticks]
+    return [f"{tick / UNITS[unit]:.6g} {unit}" if tick else "0" for tick in scale.ticks]
+
+
 def time_unit(value: float) -> tuple[float, str]:
-    """The unit for times up to ``value``: its seconds and its name."""
-    return next(((factor, unit) for factor, unit in ((1.0, "s"), (1e-3, "ms")) if value >= factor), (1e-6, "µs"))
+    """The unit of an axis of times up to ``value``: its seconds and its name."""
+    units = ((12_000.0, "h"), (200.0, "min"), (1.0, "s"), (1e-3, "ms"))
+    name = next((name for least, name in units if value >= least), "µs")
+    return UNITS[name], name
 
 
 def num_bytes(value: float) -> str:

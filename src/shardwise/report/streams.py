@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ FILLS = {
     "up": "k8",
     "down": "k8",
     "host": "k10",
+    "wait": "k10",
 }
 WORDS = {
     "gather": "all-gather",
@@ -38,6 +40,7 @@ WORDS = {
     "up": "from the host",
     "down": "to the host",
     "host": "launches of the host",
+    "wait": "host waits",
 }
 #: Pixels of a drawing, at most, and pixels that a computation is given if there is room.
 WIDEST, EACH = 5000, 16
@@ -87,7 +90,7 @@ def streams_figure(spans: Sequence[Span], title: str, *, waits: Mapping[str, flo
     factor, unit = time_unit(end)
     words = f"{title}: {len(names)} streams over {seconds(end)}. The table below says how long each is busy."
     chart = picture(width, lanes.bottom + 28, words, [lanes.parts(bars), lanes.axis(unit, factor=factor)])
-    busy = {name: sum(span.end_s - span.begin_s for span in spans if span.stream == name) for name in names}
+    busy = {name: _busy_s([span for span in spans if span.stream == name]) for name in names}
     rows = [(WORDS.get(name, name), seconds(held), f"{held / end:.1%}") for name, held in busy.items()]
     rows += [(f"computation waits: {name}", seconds(held), f"{held / end:.1%}") for name, held in waits.items() if held]
     entries = [(WORDS.get(name, name), FILLS.get(name, "k8")) for name in names]
@@ -96,6 +99,15 @@ def streams_figure(spans: Sequence[Span], title: str, *, waits: Mapping[str, flo
         figure(title, [scroll(chart, title), legend(entries, is_plain=True)], caption),
         folded("Values", table(f"Streams: {title}", ["stream", "busy", "share of the time"], rows)),
     ]
+
+
+def _busy_s(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one of the spans runs: on a CPU several collectives of one stream overlap."""
+    busy_s, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        busy_s += max(0.0, span.end_s - max(span.begin_s, until))
+        until = max(until, span.end_s)
+    return busy_s
 
 
 def _bar(span: Span, first: float) -> Bar:

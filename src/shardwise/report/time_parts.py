@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardwise.report.chart import Stack, fills_of, stacked_bars
 from shardwise.report.element import Content
 from shardwise.report.memory_parts import ordered, why_not
 from shardwise.report.page import figure, folded, legend, table
 from shardwise.report.run import Run, finite
-from shardwise.report.scale import seconds
+from shardwise.report.scale import seconds, time_unit
 
 #: Parts of a step in metrics.jsonl, in the order in which they are drawn; what they leave is computation.
 STEP = {"exposed_time_s": "exposed communication", "optimizer_time_s": "optimizer", "data_time_s": "data"}
@@ -21,12 +20,11 @@ RUN = {"steps_time_s": "steps", "eval_time_s": "held-out loss", "checkpoint_time
 TIME = (
     "compute", "exposed gather", "exposed reduce", "tp", "pp bubble", "cp", "ep", "optimizer", "offload", "host",
 )  # fmt: skip
+#: Colours of what is measured, or left over; a predicted category has the colour of its place in :data:`TIME`.
 FILLS = {
-    "compute": "k0",
     "compute and communication": "k0",
     "exposed communication": "k1",
-    "optimizer": "k7",
-    "data": "k4",
+    "data": "k10",
     "steps": "k0",
     "held-out loss": "k5",
     "checkpoints": "k2",
@@ -39,26 +37,30 @@ class Parts:
     """A time and its parts.
 
     Attributes:
-        title: What is divided.
+        name: What stands above its bar, and before its table.
         caption: Over what it is taken.
-        whole: Seconds.
         parts: Seconds by name.
     """
 
-    title: str
+    name: str
     caption: str
-    whole: float
     parts: Mapping[str, float]
+
+    @property
+    def whole(self) -> float:
+        """Seconds."""
+        return sum(self.parts.values())
 
 
 def bars(run: Run, missing: list[str]) -> list[Content]:
-    """A bar for the mean step and one for the run."""
-    found = [parts for parts in (predicted_parts(run), step_parts(run), run_parts(run)) if parts is not None]
-    if not found:
+    """A step as predicted and as measured, to one scale, and the run."""
+    step = [parts for parts in (predicted_parts(run), step_parts(run)) if parts is not None]
+    whole = run_parts(run)
+    if not step and whole is None:
         missing.append("Where the time went: the run's files hold no times.")
     if predicted_parts(run) is None:
         missing.append(f"Predicted time of a step: {why_not(run)}.")
-    return [_drawn(parts) for parts in found]
+    return [*_drawn("Parts of a step", step), *_drawn("Parts of the run", [whole] if whole else [])]
 
 
 def predicted_parts(run: Run) -> Parts | None:
@@ -69,22 +71,22 @@ def predicted_parts(run: Run) -> Parts | None:
     )
     if not parts:
         return None
-    caption = f"By the planner, before the first step, for {run.predicted.get('device', 'this machine')}."
-    return Parts(
-        "Predicted parts of a step", caption, sum(parts.values()), {n: parts[n] for n in ordered(list(parts), TIME)}
-    )
+    caption = f"Predicted: by the planner, before the first step, for {run.predicted.get('device', 'this machine')}."
+    return Parts("predicted", caption, {name: parts[name] for name in ordered(list(parts), TIME)})
 
 
 def step_parts(run: Run) -> Parts | None:
     """Parts of the mean step, the first ones left out."""
-    whole = _mean(run.steady, "step_time_s")
+    whole = run.mean("step_time_s")
     if not whole:
         return None
-    known = {name: held for key, name in STEP.items() if (held := _mean(run.steady, key)) is not None}
+    known = {name: held for key, name in STEP.items() if (held := run.mean(key)) is not None}
     rest = "compute" if "exposed communication" in known else "compute and communication"
     skipped = len(run.records) - len(run.steady)
-    caption = f"Mean of {len(run.steady):,} steps." + (f" The first {skipped} are left out." if skipped else "")
-    return Parts("Parts of a step", caption, whole, {rest: max(0.0, whole - sum(known.values())), **known})
+    count = len(run.steady)
+    caption = f"Measured: mean of {count:,} step{'s' * (count != 1)}."
+    caption += f" {skipped:,} before them are left out." * (skipped > 0)
+    return Parts("measured", caption, {rest: max(0.0, whole - sum(known.values())), **known})
 
 
 def run_parts(run: Run) -> Parts | None:
@@ -95,23 +97,28 @@ def run_parts(run: Run) -> Parts | None:
     known = {name: held for key, name in RUN.items() if (held := finite(run.summary.get(key))) is not None}
     rest = {"start and the rest": max(0.0, whole - sum(known.values()))}
     caption = "From the start of training on rank 0 to its end; of a resumed run, since it was resumed."
-    return Parts("Parts of the run", caption, whole, known | rest)
+    return Parts("measured", caption, known | rest)
 
 
-def _mean(records: list[dict[str, Any]], key: str) -> float | None:
-    found = [value for record in records if (value := finite(record.get(key))) is not None]
-    return sum(found) / len(found) if found else None
-
-
-def _drawn(found: Parts) -> Content:
-    fills = fills_of(list(found.parts), TIME) if "Predicted" in found.title else {n: FILLS[n] for n in found.parts}
-    kind = "predicted" if "Predicted" in found.title else "measured"
-    bar = [Stack(kind, found.parts, seconds(found.whole))]
-    chart = stacked_bars(bar, fills, title=f"{found.title}. {found.caption}", shown=seconds)
-    rows = [(name, seconds(held), f"{held / found.whole:.1%}") for name, held in found.parts.items()]
-    rows.append(("whole", seconds(found.whole), "100.0%"))
-    entries = [(f"{name}, {seconds(held)}", fills[name]) for name, held in found.parts.items()]
-    return [
-        figure(found.title, [chart, legend(entries)], found.caption),
-        folded("Values", table(found.title, ["part", "time", "share"], rows)),
-    ]
+def _drawn(title: str, found: Sequence[Parts]) -> list[Content]:
+    if not found:
+        return []
+    names = list(dict.fromkeys(name for each in found for name in each.parts))
+    fills = {
+        name: FILLS.get(name) or fills_of([name], TIME)[name] for name in ordered(names, ("compute", *FILLS, *TIME))
+    }
+    stacks = [Stack(each.name, each.parts, seconds(each.whole)) for each in found]
+    caption = " ".join(each.caption for each in found)
+    unit_s, _ = time_unit(max(each.whole for each in found))
+    chart = stacked_bars(stacks, fills, title=f"{title}. {caption}", unit=unit_s, shown=seconds)
+    tables = []
+    for each in found:
+        rows = [(name, seconds(held), f"{held / each.whole:.1%}") for name, held in each.parts.items()]
+        rows.append(("whole", seconds(each.whole), "100.0%"))
+        tables.append(table(f"{title}, {each.name}", ["part", "time", "share"], rows))
+    entries = []
+    for name, colour in fills.items():
+        held = [(each.name, seconds(each.parts[name])) for each in found if name in each.parts]
+        words = ", ".join(f"{time} {kind}" if len(found) > 1 else time for kind, time in held)
+        entries.append((f"{name}, {words}", colour))
+    return [figure(title, [chart, legend(entries)], caption), folded("Values", tables)]

@@ -453,6 +453,7 @@ class Report:
             "peak_memory_bytes": peak_bytes or None,
             "predicted_peak_memory_bytes": self.predicted_peak,
             "step_time_s": speed.step_time_s,
+            "timed_steps": speed.timed_steps,
             "predicted_step_time_s": self.predicted_step.seconds,
             "world_size": self.world_size,
             "strategy": self.resolved.config.parallel.strategy,

@@ -40,6 +40,7 @@ def _time(step: PredictedStep) -> dict[str, Any]:
         "device": made.cluster.device.name,
         "step_time_s": made.step_time_s,
         "by_category": dict(made.time.by_category),
+        "sent_bytes": sum(made.time.sent_bytes.values()) or None,  # not known on a calibrated machine
     }
     try:
         drawn = simulated(made)
