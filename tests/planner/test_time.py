@@ -13,7 +13,9 @@ from shardwise.cost.workload import Workload
 from shardwise.planner import estimate
 from shardwise.planner.estimate import Estimate
 from shardwise.planner.published import published_rows
+from shardwise.planner.simulated import simulated
 from shardwise.planner.validate import FITTED, Errors, choices, compare_times, constant_rate, held_out, resolved
+from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.spec.shape import ModelShape
 
@@ -119,8 +121,8 @@ def test_blocks_that_are_not_simulated_take_the_time_of_those_that_are(layers, m
     shape = ModelShape.decoder(layers=layers, hidden=4096, heads=32, vocab=32000, seq_len=4096)
     plan = ParallelPlan(strategy="zero3", dp_shard=16)
     steps = []
-    for simulated in (3, layers):
-        monkeypatch.setattr("shardwise.planner.time._SIMULATED", simulated)
+    for blocks in (3, layers):
+        monkeypatch.setattr("shardwise.planner.time._SIMULATED", blocks)
         for gbits in (50, 3200):
             cluster = dataclasses.replace(CLUSTER, inter_gbits_per_s_per_node=gbits)
             steps.append(estimate(shape, plan, cluster, WORKLOAD).step_time_s)
@@ -149,3 +151,53 @@ def test_fitted_and_held_out_sources_are_as_far_off_as_the_page_says_and_ahead_o
     assert errors.mean < 0.17
     assert errors.mean < statistics.fmean(abs(error) for error in constant_rate(unseen))
     assert all(len(group.rows) > 1 and -1 <= group.tau <= 1 for group in choices(compared))
+
+
+def test_experts_on_more_ranks_leave_the_update_as_long_as_it_was():
+    shape = ModelShape.from_config("qwen3-30b-a3b")
+    times = [
+        estimate(
+            shape, ParallelPlan(strategy="zero3", ep=ep, offload_policy=offload), CLUSTER, WORKLOAD
+        ).time.by_category
+        for offload in ("none", "cpu")
+        for ep in (1, 8)
+    ]
+    updates = [time["optimizer"] for time in times]
+    assert updates[0] == pytest.approx(updates[1])
+    assert updates[2] == pytest.approx(updates[3])
+
+
+def test_updates_inside_backward_take_their_time_there():
+    plain, inside = (made(global_batch=16, micro_batch=1, in_backward=value) for value in (False, True))
+    assert inside.time.by_category["optimizer"] == 0
+    assert inside.step_time_s == pytest.approx(plain.step_time_s, rel=0.02)
+
+
+def test_gradients_are_sent_in_the_dtype_that_memory_counts():
+    dtypes = {None: 4, "fp32": 4, "bf16": 2}
+    plans = [ParallelPlan(strategy="ddp")]
+    plans += [ParallelPlan(strategy="ddp", mp_policy=PrecisionPolicy(reduce_dtype=name)) for name in dtypes]
+    sent = [made(plan, num_gpus=16, global_batch=16).time.sent_bytes["dp_shard"] for plan in plans]
+    assert sent == pytest.approx([2 * size * SHAPE.num_parameters * 15 / 16 for size in (4, *dtypes.values())])
+
+
+def test_accumulation_decides_how_often_gradients_are_sent():
+    plans = [ParallelPlan(strategy=s, accumulation=a) for s in ("ddp", "zero2") for a in ("sharded", "unsharded")]
+    sent = [made(plan, global_batch=64).time.sent_bytes["dp_shard"] for plan in plans]
+    whole = 4 * SHAPE.num_parameters * 15 / 16
+    gathered = 2 * SHAPE.num_parameters * 15 / 16
+    assert sent == pytest.approx([4 * 2 * whole, 2 * whole, 4 * whole + gathered, whole + gathered])
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB-SXM", "H100-80GB-SXM", "MI300X", "RTX4090", "V100-32GB-SXM2"])
+def test_no_precision_computes_faster_than_its_peak(gpu):
+    for precision in ("fp32", "fp16"):
+        made_ = made(gpu=gpu, precision=precision)
+        assert made_.mfu is not None
+        assert made_.mfu < 1
+
+
+def test_a_drawing_is_of_the_software_that_was_assumed():
+    plan = ParallelPlan(strategy="zero1", pp=4, pipeline=PipelinePolicy("1f1b", 16))
+    found = estimate(SHAPE, plan, CLUSTER, WORKLOAD, software="megatron-core")
+    assert simulated(found).seconds == pytest.approx(found.step_time_s, rel=1e-6)

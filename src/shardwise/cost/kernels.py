@@ -146,7 +146,7 @@ def _rate(gpu: Gpu, software: Software, precision: str) -> float:
     """Operations per second of a large product."""
     share = software.products.get(gpu.arch, 0.6) * _LIMITED.get(gpu.name, 1.0)
     if precision == "fp32":
-        return gpu.peaks.get("tf32", gpu.peaks.get("fp32", 1e12)) * share
+        return gpu.peaks.get("fp32", 1e12) * share  # TF32 is off unless asked for (torch.backends.cuda.matmul)
     if precision == "fp8" and "fp8" in gpu.peaks:
         return _wide_peak(gpu) * share * software.fp8
     return gpu.peaks.get(precision, _wide_peak(gpu)) * share

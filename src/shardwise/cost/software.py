@@ -71,6 +71,7 @@ SOFTWARE = {
             attention={"Ampere": 0.41, "Hopper": 0.22, "Blackwell": 0.2, "Volta": 0.3},
             launch_s=8e-6,
             elementwise=1.04,
+            gradient_bytes=4,
         ),
         Software(  # as pytorch; "selective op" computes every second product again (torchtitan, activation_checkpoint)
             name="torchtitan",

@@ -31,6 +31,7 @@ class Estimate:
         workload: What it trains.
         memory: Bytes of the fullest rank.
         time: Seconds of a step.
+        software: Whose speed of kernels and overlap is assumed (``cost.software``).
     """
 
     shape: ModelShape
@@ -39,6 +40,7 @@ class Estimate:
     workload: Workload
     memory: MemoryEstimate
     time: TimeEstimate
+    software: str = "pytorch"
 
     @property
     def fits(self) -> bool:
@@ -124,6 +126,7 @@ def estimate(
         workload=workload,
         memory=estimate_memory(shape, plan, cluster, workload),
         time=estimate_time(shape, plan, cluster, workload, software),
+        software=software,
     )
 
 

@@ -175,7 +175,7 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
 
 def _again(made: Estimate) -> Estimate:
     """The estimate of what has been replaced in another one."""
-    return estimate(made.shape, made.plan, made.cluster, made.workload)
+    return estimate(made.shape, made.plan, made.cluster, made.workload, software=made.software)
 
 
 def headroom(made: Estimate) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.spec.shape import ModelShape
 
@@ -49,6 +50,11 @@ FRAMEWORKS = (
 
 #: Names of GPUs in the table that the hardware table has under another one, and why that one.
 SAME_GPU = {"Ampere(unnamed)": "A100-80GB-SXM", "V100-32GB-SXM3": "V100-32GB-SXM2"}
+
+
+#: Sources that reduce gradients in 16 bit where their software does not by itself: foundation-model-stack's FSDP uses
+#: its policy ``bfSixteen`` (fms_fsdp/policies/mixed_precision.py).
+_REDUCES_BF16 = ("foundation-model-stack",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +173,7 @@ def _plan(row: Mapping[str, str], degrees: Mapping[str, int], num_microbatches: 
         sequence_parallel=divides,
         activation_checkpointing="full" if row["act_ckpt"] == "full" else "none",
         offload_policy="cpu" if "param-cpu" in row["offload"] else "none",
+        mp_policy=PrecisionPolicy(reduce_dtype="bf16") if row["source"].startswith(_REDUCES_BF16) else None,
         **options,
     )
 

@@ -18,5 +18,5 @@ def simulated(made: Estimate) -> SimulatedStep | SimulatedPipeline:
     shape, plan, cluster, workload = made.shape, made.plan, made.cluster, made.workload
     if cluster.device.measured is not None:
         return calibrated_step(shape, plan, cluster, workload)
-    timing = Timing(shape, plan, cluster, workload, find_software("pytorch"))
+    timing = Timing(shape, plan, cluster, workload, find_software(made.software))
     return timing.step() if plan.pp == 1 else timing.pipeline(MOST_MICROBATCHES)

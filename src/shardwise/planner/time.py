@@ -140,7 +140,14 @@ class Timing:
             return 4
         if self.plan.mp_policy is None:
             return self.software.gradient_bytes
-        return item_size(self.plan.precision.reduce_dtype or self.plan.precision.param_dtype or "fp32")
+        return item_size(self.plan.precision.reduce_dtype or "fp32")
+
+    @property
+    def _accumulation(self) -> str:
+        """As ``ParallelPlan.accumulation``, decided."""
+        if self.plan.accumulation != "auto":
+            return self.plan.accumulation
+        return "sharded" if self.plan.placements.pools_gradients and self.plan.pp == 1 else "unsharded"
 
     def _seconds(self, work: UnitWork) -> UnitSeconds:
         return unit_seconds(work, self.cluster.device, self.software, self.workload)
@@ -172,6 +179,7 @@ class Timing:
             host_backward_s=spent.launch_s * (1 + launches),
             up_s=offload,
             down_s=offload,
+            update_s=self._optimizer_s(work) if self.workload.in_backward else 0.0,
             is_trained=work.num_trained > 0,
         )
 
@@ -226,16 +234,27 @@ class Timing:
         """Seconds of the copy of a unit's master, or of its gradients, between host and device."""
         if self.plan.offload is None:
             return 0.0
-        held = work.num_parameters / (self.plan.dp_shard * self.plan.cp)
-        return 4 * held / self.cluster.device.host_bandwidth
+        return 4 * self._held(work, is_sharded=True) / self.cluster.device.host_bandwidth
 
-    def _optimizer_s(self, numel: float) -> float:
-        """The optimizer's step on parameters that a rank holds: reads and writes of masters, moments, gradients."""
-        held = numel / (self.plan.dp_shard * self.plan.cp if self.plan.placements.shards_optimizer else 1)
+    def _held(self, work: UnitWork, *, is_sharded: bool) -> float:
+        """Trained parameters of a unit that a rank holds."""
+        groups = self._groups(work, self.links["dp_shard"])
+        return sum(trained / (link.kind_size if is_sharded else 1) for _, trained, link in groups)
+
+    def _optimizer_s(self, work: UnitWork) -> float:
+        """The optimizer's step on what a rank holds of a unit: reads and writes of masters, moments, gradients."""
+        held = self._held(work, is_sharded=self.plan.placements.shards_optimizer)
         tensors = {"adamw": 7, "adam": 7, "sgd": 5}.get(self.workload.optimizer, 7)
         if self.plan.offload is not None:
             return 4 * tensors * held / 20e9  # the host's memory, shared by the GPUs of a node
         return copy_seconds(4 * tensors * held, self.cluster.device)
+
+    @property
+    def _last_update_s(self) -> float:
+        """The optimizer's step after the last backward."""
+        if self.workload.in_backward:
+            return 0.0
+        return sum(work.count * self._optimizer_s(work) for work in self.works) / self.plan.pp
 
     def _recomputes(self, blocks: Sequence[UnitWork]) -> list[str]:
         """For each block what backward computes again."""
@@ -266,6 +285,7 @@ class Timing:
             forward_exchanges=first.forward_exchanges,
             up_s=first.up_s + last.up_s,
             down_s=first.down_s + last.down_s,
+            update_s=first.update_s + last.update_s,
             is_trained=first.is_trained or last.is_trained,
         )
 
@@ -280,7 +300,6 @@ class Timing:
                 made[key] = self._step_unit(work, recomputes=again)
             units.append(made[key])
         root = self._root()
-        total = sum(work.count * work.num_trained for work in self.works)
         if len(made) == 1 and len(units) > _SIMULATED + 2:
             short, longer = (self._simulate([root, *units[:n]]) for n in (_SIMULATED, _SIMULATED + 2))
             more = (len(units) - _SIMULATED) / 2
@@ -291,23 +310,20 @@ class Timing:
             found = {name: max(spent, 0.0) for name, spent in found.items()}
         else:
             found = self._simulate([root, *units])
-        found["optimizer"] = found.get("optimizer", 0.0) + self._optimizer_s(total)
+        found["optimizer"] = found.get("optimizer", 0.0) + self._last_update_s
         return self._with_waits(found)
 
     def _simulate(self, units: Sequence[StepUnit]) -> dict[str, float]:
         return dict(self._simulated(units).by_category)
 
     def _simulated(self, units: Sequence[StepUnit]) -> SimulatedStep:
-        row = self.plan.placements
-        accumulation = self.plan.accumulation
-        if accumulation == "auto":
-            accumulation = "sharded" if row.pools_gradients else "unsharded"
         return simulate_step(
             units,
-            row,
+            self.plan.placements,
             reshards_after_forward=False if self.plan.reshard_after_forward is False else None,
             num_microbatches=self.num_microbatches,
-            accumulation=accumulation,
+            accumulation=self._accumulation,
+            num_gradient_buffers=self.plan.gradient_buffers,
             slowdown=self._slowdown,
         )
 
@@ -316,8 +332,7 @@ class Timing:
         blocks = [work for work in self.works[1:-1] for _ in range(work.count)]
         chain = zip(blocks, self._recomputes(blocks), strict=True)
         units = [self._step_unit(work, recomputes=again) for work, again in chain]
-        optimizer_s = self._optimizer_s(sum(work.count * work.num_trained for work in self.works))
-        return dataclasses.replace(self._simulated([self._root(), *units]), optimizer_s=optimizer_s)
+        return dataclasses.replace(self._simulated([self._root(), *units]), optimizer_s=self._last_update_s)
 
     def _with_waits(self, found: dict[str, float]) -> dict[str, float]:
         """Add what is reduced and gathered after the backward."""
@@ -357,8 +372,7 @@ class Timing:
         # The simulation lets messages travel beside each other; on a link one waits for the one before it.
         wire = max(sum(stages[stage].message_s for stage in step.schedule.stages(rank)) for rank in range(pp))
         found["pp bubble"] += max(count * wire - sum(found.values()), 0.0)
-        total = sum(work.count * work.num_trained for work in self.works) / pp
-        found["optimizer"] = found.get("optimizer", 0.0) + self._optimizer_s(total)
+        found["optimizer"] = found.get("optimizer", 0.0) + self._last_update_s
         return self._with_waits(found)
 
     def pipeline(self, most_microbatches: int) -> SimulatedPipeline:
@@ -371,7 +385,12 @@ class Timing:
             count = max(pp, most_microbatches // pp * pp)
         stages = self._stages(self._split(pp * virtual))
         return simulate_pipeline(
-            policy.schedule, pp, count, stages, num_virtual_stages=virtual if virtual > 1 else None
+            policy.schedule,
+            pp,
+            count,
+            stages,
+            num_virtual_stages=virtual if virtual > 1 else None,
+            optimizer_s=self._last_update_s,
         )
 
     def _split(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
@@ -460,12 +479,13 @@ class Timing:
             gathers = item * held * self._times_gathered(part)
         elif row.shards_optimizer:
             gathers = item * held * part
-        reductions = m if row.pools_gradients and self.plan.pp == 1 else 1
+        reductions = 1 if self._accumulation == "unsharded" else m
         reduces = grad * trained * part * reductions * (1 if row.shards_optimizer else 2)
         sent = {"dp_shard": gathers + reduces}
         if replicate > 1:
             own = trained / shard if row.shards_optimizer else trained
-            sent["dp_replicate"] = 2 * grad * own * (replicate - 1) / replicate * reductions
+            sums = m if self._accumulation == "sharded" else 1
+            sent["dp_replicate"] = 2 * grad * own * (replicate - 1) / replicate * sums
         for work in self.works:
             for each in work.exchanges:
                 size = self.links[each.axis].kind_size
