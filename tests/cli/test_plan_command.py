@@ -188,3 +188,21 @@ def test_a_driver_s_name_of_a_gpu_is_found_in_the_table_or_nothing_is(
     name: str, gib: float, expected: str | None
 ) -> None:
     assert match_gpu(name, int(gib * GIB)) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--gpus", "0"], "--gpus 0: expected a number above 0"),
+        (["--gpus", "12"], "Set --gpus 8 or 16, or --gpus-per-node to a divisor of 12"),
+        (["--gpus", "8", "--global-batch", "0"], "global_batch=0; expected a whole number of at least 1"),
+        (["--gpus", "8", "--seq", "0"], "--seq 0: expected a whole number of at least 1"),
+        (["--gpus", "8", "--optimizer", "lion"], "expected adamw, adam or sgd"),
+    ],
+)
+def test_numbers_that_no_cluster_or_step_has_are_refused(
+    capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    code, out, err = run(capsys, "gpt2", "--gpu", "L4", *more)
+    assert (code != 0, out) == (True, "")
+    assert said in err

@@ -100,11 +100,15 @@ def plan(  # noqa: PLR0917  typer's form
         "compile": compiled or None,
     }
     fixed |= {name: value for name, value in options.items() if value is not None}
-    tokens = seq or subject.seq_len or min(subject.shape.seq_len, 2048)
+    tokens = (subject.seq_len or min(subject.shape.seq_len, 2048)) if seq is None else seq
     _check_length(tokens, subject.shape)
+    if optimizer not in {None, "adamw", "adam", "sgd"}:
+        raise ConfigError(
+            f"--optimizer {optimizer}: expected adamw, adam or sgd.\n  The states of others are not known."
+        )
     workload = Workload(
         seq_len=tokens,
-        global_batch=global_batch or subject.global_batch or cluster.num_gpus * max(1, _TOKENS_PER_GPU // tokens),
+        global_batch=_given(global_batch, subject.global_batch, cluster.num_gpus * max(1, _TOKENS_PER_GPU // tokens)),
         precision=precision or subject.precision,
         optimizer=optimizer or subject.optimizer,
         compile=bool(fixed.get("compile", False)),
@@ -346,7 +350,16 @@ def read_fixed(given: list[str]) -> dict[str, Any]:
     return fixed
 
 
+def _given(*values: int | None) -> int:
+    """The first that is there."""
+    return next(value for value in values if value is not None)
+
+
 def _check_length(tokens: int, shape: ModelShape) -> None:
+    if tokens < 1:
+        raise ConfigError(
+            f"--seq {tokens}: expected a whole number of at least 1.\n  Set --seq {shape.seq_len} or less."
+        )
     if tokens > shape.seq_len and shape.family in {"gpt", "gpt2", "opt", "bert", "vit"}:  # positions are learned
         raise ConfigError(
             f"--seq {tokens}: {shape.name} has {shape.seq_len:,} learned positions.\n"
@@ -360,6 +373,16 @@ def _check_length(tokens: int, shape: ModelShape) -> None:
 def _cluster(gpu: str | None, num_gpus: int | None, per_node: int, network: float | None) -> Cluster:
     from shardwise.cost.hardware import Cluster
 
+    numbers = {"--gpus": (num_gpus, 8), "--gpus-per-node": (per_node, 8), "--network": (network, 400)}
+    for name, (given, usual) in numbers.items():
+        if given is not None and given <= 0:
+            raise ConfigError(f"{name} {given}: expected a number above 0.\n  Set for example {name} {usual}.")
+    if num_gpus is not None and num_gpus > per_node and num_gpus % per_node:
+        below = num_gpus // per_node * per_node
+        raise ConfigError(
+            f"--gpus {num_gpus}: {num_gpus} GPUs do not fill nodes of {per_node}.\n"
+            f"  Set --gpus {below} or {below + per_node}, or --gpus-per-node to a divisor of {num_gpus}."
+        )
     held = 0
     if gpu is None:
         gpu, held = this_gpu()

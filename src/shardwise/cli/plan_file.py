@@ -20,8 +20,8 @@ def command(made: Estimate, path: str) -> str:
     if gpus == node:
         return f"torchrun --nproc-per-node {node} -m shardwise train {path}"
     return (
-        f"torchrun --nnodes {gpus // node} --nproc-per-node {node} --rdzv-backend c10d"
-        f" --rdzv-endpoint HOST:29500 \\\n    -m shardwise train {path}"
+        f"torchrun --nnodes {gpus // node} --nproc-per-node {node} --rdzv-backend c10d \\\n"
+        f"    --rdzv-endpoint HOST:29500 -m shardwise train {path}"
     )
 
 

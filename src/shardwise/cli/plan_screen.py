@@ -16,7 +16,8 @@ from shardwise.spec.policies import FULL_PRECISION
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import aligned
 
-WIDTH = 80
+WIDTH, HEIGHT = 80, 40
+_LEAST_ROWS = 3
 _BAR = 34
 GIB = 1 << 30
 
@@ -81,9 +82,10 @@ def memory_bars(made: Estimate) -> list[str]:
     parts = {name: held for name, held in made.memory.by_category.items() if held > 0}
     parts["beside tensors"] = made.memory.device_bytes - made.memory.allocated_bytes
     parts["free"] = capacity - made.memory.device_bytes
+    whole = max(capacity, made.memory.device_bytes)
     lines = []
     for name, held in parts.items():
-        bar = ("." if name == "free" else "\N{FULL BLOCK}") * round(_BAR * max(held, 0) / capacity)
+        bar = ("." if name == "free" else "\N{FULL BLOCK}") * round(_BAR * max(held, 0) / whole)
         lines.append(f"  {name:<15}{held / GIB:>7.1f}  {bar}".rstrip())
     if made.memory.host_bytes:
         lines.append(f"  {'host':<15}{made.memory.host_bytes / GIB:>7.1f}  of each rank, in the host's memory")
@@ -102,16 +104,20 @@ def screen(
     """The page."""
     best, rows = plans[0], table_rows(plans)
     shown = [made for made in rows if made.fits] or rows
-    lines = [*heading(shape, cluster, workload), "", *table(shown), ""]
+    below: list[str] = []
     if best.fits:
         capacity = gib(cluster.device.memory_bytes)
-        lines += [f"memory of plan 1 on the fullest GPU, in GiB of {capacity}", *memory_bars(best), ""]
-        lines += _wrapped([recommendation(plans), *why(best), *filter(None, [misfits(rows)])])
+        below += [f"memory of plan 1 on the fullest GPU, in GiB of {capacity}", *memory_bars(best), ""]
+        below += _wrapped([recommendation(plans), *why(best), *filter(None, [misfits(rows)])])
     else:
-        lines += [f"Nothing fits. Nearest is {title(best)}: {best.reason}.", *memory_bars(best), ""]
-        lines.append("It fits with" if found else "Neither more GPUs nor shorter sequences were found to help.")
-        lines += _wrapped([f"- {remedy.change}: {_shown(remedy.plan)}" for remedy in found])
-    return "\n".join([*lines, *(["", command] if command else [])])
+        below += [*_wrapped([f"Nothing fits. Nearest is {title(best)}: {best.reason}."]), *memory_bars(best), ""]
+        below.append("It fits with" if found else "Neither more GPUs nor shorter sequences were found to help.")
+        below += _wrapped([f"- {remedy.change}: {_shown(remedy.plan)}" for remedy in found])
+    below += ["", *command.splitlines()] if command else []
+    above = heading(shape, cluster, workload)
+    while len(lines := [*above, "", *table(shown), "", *below]) > HEIGHT and len(shown) > _LEAST_ROWS:
+        shown = shown[:-1]
+    return "\n".join(lines)
 
 
 def _shown(made: Estimate) -> str:

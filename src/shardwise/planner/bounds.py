@@ -206,6 +206,7 @@ class TimeBound:
             *(layout.tp, layout.cp, layout.ep, layout.pp, layout.sequence_parallel),
             *(candidate.micro_batch, candidate.accumulation, candidate.recompute),
             *(candidate.schedule, candidate.virtual_stages, self._sums(candidate)),
+            layout.pp > 1 and self._once_of_stage(candidate),
         )
         if key not in self._steps:
             embedding, *blocks, head = self._seconds(candidate)
@@ -215,16 +216,18 @@ class TimeBound:
                 waited = sum(count * unit.waited for count, unit in units)
                 self._steps[key] = candidate.accumulation * whole, candidate.accumulation * waited
             else:
-                self._steps[key] = self._pipelined(candidate, embedding, blocks, head), 0.0
+                whole = self._pipelined(candidate, embedding, blocks, head)
+                self._steps[key] = whole, whole  # how much of it is computing is not known
         return self._steps[key]
 
     def _pipelined(self, candidate: Candidate, embedding: _Spent, blocks: list[_Spent], head: _Spent) -> float:
         """No rank begins before a microbatch has come to it, nor is the step over before the last one is back.
 
-        A rank computes ``m`` times what its stages take. The ranks before it have passed the first microbatch on, and
-        take the last one back. Where backwards are split, a rank may put off the gradients of its weights until it has
-        passed the last microbatch back, so they take no time beside what the ranks before it still do; and under
-        ``zb-v``, whose last stage is on the first rank, nothing has to come back.
+        A rank computes ``m`` times what its stages take; a stage's first forward waits until it is gathered.
+        The ranks before it have passed the first microbatch on, and take the last one back. Where backwards are
+        split, a rank may put off the gradients of its weights until it has passed the last microbatch back, so
+        they take no time beside what the ranks before it still do; and under ``zb-v``, whose last stage is on
+        the first rank, nothing has to come back.
 
         Under ``1f1b`` and ``zb-h1`` at most ``pp - r`` microbatches are on their way from rank ``r`` to the last rank
         and back at the same time, each for as long as the stages and the messages take.
@@ -237,20 +240,28 @@ class TimeBound:
             ranks = [stages[rank].whole + stages[2 * pp - 1 - rank].whole for rank in range(pp)]
         else:
             ranks = [sum(stage.whole for stage in stages[rank::pp]) for rank in range(pp)]
+        gathered = self._once_of_stage(candidate)
+        late = [max(0.0, gathered - stage.forward) for stage in stages]  # of a stage's first forward
         before = forwards = most = 0.0
         for rank in range(pp):
-            own = count * ranks[rank]
+            own = count * ranks[rank] + late[rank]
             most = max(most, own + (forwards if is_split else before))
             if candidate.schedule == "zb-h1":
-                most = max(most, count * way[rank] + before)
-            before += way[rank]
-            forwards += stages[rank].forward
+                most = max(most, count * way[rank] + late[rank] + before)
+            before += way[rank] + late[rank]
+            forwards += stages[rank].forward + late[rank]
         if candidate.schedule in {"1f1b", "zb-h1"}:
             back = 0.0
             for rank, message in zip(reversed(range(pp)), [0.0, *reversed(self._message(candidate))], strict=True):
                 back += way[rank] + 2 * message
                 most = max(most, count * back / (pp - rank))
         return most
+
+    def _once_of_stage(self, candidate: Candidate) -> float:
+        """Seconds in which a stage is gathered, which its first forward waits for."""
+        if not PRESETS[candidate.strategy].shards_optimizer:
+            return 0.0
+        return self._once(candidate)[0] / candidate.virtual_stages
 
     def _split(self, candidate: Candidate, embedding: _Spent, blocks: list[_Spent], head: _Spent) -> list[_Spent]:
         """Seconds of each stage."""
@@ -356,7 +367,7 @@ class TimeBound:
         row, layout = PRESETS[candidate.strategy], candidate.layout
         is_alone = layout.pp == 1
         gathers = 0.0
-        if row.shards_parameters and is_alone:
+        if row.shards_parameters and (is_alone or candidate.releases_units):
             is_kept = row.keeps_gathered or self._reshards not in {"auto", True}
             gathers = candidate.accumulation * (1 if is_kept else 2)
         elif row.shards_optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from shardwise.cost.hardware import Cluster
@@ -18,6 +19,10 @@ _GIB = 1 << 30
 #: Share of a device's memory that a recommended plan leaves free. Predicted peaks of published runs that nothing was
 #: fitted on are wrong by 3.9% in the mean (`make validate`): a plan with less to spare may well run out.
 MARGIN = 0.05
+
+
+#: Memory of a node's host that offloading may take: today's nodes of eight GPUs have 1 to 2 TiB.
+HOST_BYTES = 2 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +49,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank's device memory suffices."""
-        return self.memory.device_bytes <= self.cluster.device.memory_bytes
+        """Whether the fullest rank's device memory suffices, and :data:`HOST_BYTES` of each node."""
+        return needed_bytes(self.memory, self.cluster) <= self.cluster.device.memory_bytes
 
     @property
     def is_tight(self) -> bool:
@@ -63,6 +68,8 @@ class Estimate:
         parts = sorted(self.memory.by_category.items(), key=lambda item: -item[1])
         shown = [f"{name} {held / _GIB:.1f} GiB" for name, held in parts if held > 0][:3]
         needed = f"{self.memory.device_bytes / _GIB:.1f} GiB of a device's {capacity / _GIB:.1f} GiB"
+        if self.memory.device_bytes <= capacity:
+            return f"needs {self.memory.host_bytes / _GIB:,.0f} GiB of its host's memory for each rank"
         return f"needs {needed}: {', '.join(shown)}"
 
     @property
@@ -85,6 +92,12 @@ class Estimate:
         """Share of the dense peak of the products' dtype; ``None`` where the peak is not known."""
         peak = self.cluster.device.peaks.get(self.workload.precision)
         return self.tflops_per_gpu * 1e12 / peak if peak else None
+
+
+def needed_bytes(memory: MemoryEstimate, cluster: Cluster) -> float:
+    """Bytes of a device that a plan needs: infinitely many where a node's host cannot hold what is offloaded."""
+    on_host = memory.host_bytes * min(cluster.gpus_per_node, cluster.num_gpus)
+    return memory.device_bytes if on_host <= HOST_BYTES else math.inf
 
 
 def usable_bytes(cluster: Cluster) -> float:

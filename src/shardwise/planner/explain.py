@@ -38,10 +38,12 @@ def title(made: Estimate) -> str:
     ``4x8`` are four groups of eight ranks, of ``dp_shard`` and ``cp``, that share parameters.
     """
     plan = made.plan
-    words = [str(plan.strategy)]
+    axes = [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "cp", "ep", "pp") if getattr(plan, axis) > 1]
+    is_alone = plan.dp_replicate * plan.dp_shard * plan.cp == 1  # no data parallelism, so the strategy says nothing
+    words = ([] if axes else ["one GPU"]) if is_alone else [str(plan.strategy)]
     if plan.dp_replicate > 1:
         words.append(f"{plan.dp_replicate}x{plan.dp_shard * plan.cp}")
-    words += [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "cp", "ep", "pp") if getattr(plan, axis) > 1]
+    words += axes
     policy = plan.pipeline_policy
     if policy is not None:
         is_interleaved = policy.schedule == "interleaved-1f1b"
@@ -102,12 +104,12 @@ def recommendation(plans: Sequence[Estimate]) -> str:
 
 def _words(made: Estimate) -> list[str]:
     """What a plan consists of."""
-    strategy, *others = title(made).split()
+    words = title(made).split()
     if made.plan.dp_replicate > 1:
-        strategy = f"{strategy} {others.pop(0)}"
+        words[:2] = [" ".join(words[:2])]
     recompute = made.workload.recompute
     recomputed = "nothing recomputed" if recompute == "none" else f"recompute {recompute}"
-    return [strategy, *others, recomputed, f"microbatches of {made.workload.micro_batch}"]
+    return [*words, recomputed, f"microbatches of {made.workload.micro_batch}"]
 
 
 #: How the categories of a step's time are called in a sentence.

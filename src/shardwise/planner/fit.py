@@ -11,7 +11,7 @@ from shardwise.cost.hardware import Cluster, gpus
 from shardwise.cost.workload import Workload
 from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.candidate import Candidate, bases, candidates, check_fixed, savings
-from shardwise.planner.estimate import Estimate, estimate, usable_bytes
+from shardwise.planner.estimate import Estimate, estimate, needed_bytes, usable_bytes
 from shardwise.planner.memory import estimate_memory
 from shardwise.spec.shape import Attention, Block, Experts, Mlp, ModelShape
 
@@ -39,7 +39,7 @@ def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Ma
         on_device = [choice for choice in every if choice.offload == "none"]
         for choice in [choices[-1] for choices in (on_device, every) if choices]:
             plan, chosen = choice.plan(workload, held), choice.workload(workload)
-            if estimate_memory(shape, plan, cluster, chosen).device_bytes <= capacity:
+            if needed_bytes(estimate_memory(shape, plan, cluster, chosen), cluster) <= capacity:
                 return estimate(shape, plan, cluster, chosen)
     return None
 
@@ -207,7 +207,7 @@ def _largest(
         choices = [c for c in candidates(model, cluster, workload, fixed) if allows(c)]
         for choice in reversed(choices):
             plan, chosen = choice.plan(workload, fixed), choice.workload(workload)
-            if estimate_memory(model, plan, cluster, chosen).device_bytes <= usable_bytes(cluster):
+            if needed_bytes(estimate_memory(model, plan, cluster, chosen), cluster) <= usable_bytes(cluster):
                 return choice
         return None
 

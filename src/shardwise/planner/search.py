@@ -8,7 +8,7 @@ A candidate goes through four stages, and the first that refuses it spares it th
 4. its memory does not suffice, as :func:`planner.memory.estimate_memory` says.
 
 What is left is estimated in full, in the order of the bounds of time, so that good plans are found early. Stages 2 and
-3 use bounds from below: the fastest plan that is found is the fastest legal one, or at most 1% slower, and the best of
+3 use bounds from below: the fastest plan that is found is the fastest legal one, or at most 2% slower, and the best of
 a kind at most 5%; the tests compare with estimating every legal plan. Stage 4 asks less often than once for each
 candidate: a larger microbatch holds no less; where a plan does not fit, no more does the same one that saves less; and
 where a plan fits, the same one with recomputation or offloading is no faster.
@@ -34,7 +34,7 @@ from shardwise.planner.candidate import (
     savings,
     ways_to_save,
 )
-from shardwise.planner.estimate import Estimate, estimate, usable_bytes
+from shardwise.planner.estimate import Estimate, estimate, needed_bytes, usable_bytes
 from shardwise.planner.legal import schedules
 from shardwise.planner.memory import estimate_memory
 from shardwise.planner.plainness import EQUALLY_FAST, order, plainness
@@ -46,7 +46,7 @@ from shardwise.spec.shape import ModelShape
 NUM_BEST = 3
 
 #: How much faster a plan must be for certain not to be passed over: than the best, and than the best of its kind.
-SLACK, SLACK_OF_KIND = 0.01, 0.05
+SLACK, SLACK_OF_KIND = 0.02, 0.05
 
 
 def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> list[Estimate]:
@@ -134,7 +134,7 @@ class _Search:
         self.num_estimates = self.num_memory = 0
         self.least_bytes = MemoryBound(shape, cluster, workload)
         self.least_time = TimeBound(shape, cluster, workload, fixed)
-        self._bytes: dict[Candidate, int] = {}
+        self._bytes: dict[Candidate, float] = {}
         self._plans: dict[Candidate, ParallelPlan] = {}
         self._made: dict[Candidate, Estimate] = {}
 
@@ -178,12 +178,13 @@ class _Search:
         most = [choices[-1] for choices in (every, on_device) if choices]
         return self.estimate(min(most, key=self.device_bytes))
 
-    def device_bytes(self, candidate: Candidate) -> int:
-        """What the fullest rank's device holds."""
+    def device_bytes(self, candidate: Candidate) -> float:
+        """What the fullest rank's device needs."""
         if candidate not in self._bytes:
             self.num_memory += 1
             plan, workload = self.plan(candidate), candidate.workload(self.workload)
-            self._bytes[candidate] = estimate_memory(self.shape, plan, self.cluster, workload).device_bytes
+            memory = estimate_memory(self.shape, plan, self.cluster, workload)
+            self._bytes[candidate] = needed_bytes(memory, self.cluster)
         return self._bytes[candidate]
 
     def estimate(self, candidate: Candidate) -> Estimate:
