@@ -88,10 +88,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+#: How many modules a test may import before what it imported is put out of the collector's sight too.
+FEW_MODULES = 100
+_num_frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
+    _keep_what_is_imported()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if len(sys.modules) > _num_frozen_modules + FEW_MODULES:
+        _keep_what_is_imported()
+
+
+def _keep_what_is_imported() -> None:
     """What was imported stays: no test has to look through it at each collection, or where it asks what is alive."""
+    global _num_frozen_modules
     gc.collect()
     gc.freeze()
+    _num_frozen_modules = len(sys.modules)
 
 
 def _why_no_gpu() -> str | None:
