@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.cost.workload import Workload
@@ -26,6 +27,8 @@ CASES = [
     (FEW_WORDS, {"strategy": "zero3", "activation_checkpointing": "full"}, 4, 1, "bf16"),
     (FEW_WORDS, {"strategy": "zero3", "activation_checkpointing": "selective"}, 4, 1, "bf16"),
     (MODEL, {"strategy": "zero3", "offload_policy": "cpu"}, 1, 1, "bf16"),
+    (MODEL, {"strategy": "zero3", "offload_policy": {"ratio": 0.5}}, 1, 1, "bf16"),
+    (MODEL, {"strategy": "zero3", "quantized_gather": "int8"}, 1, 1, "bf16"),
     (MODEL, {"strategy": "zero3", "reshard_after_forward": 2}, 1, 1, "bf16"),
     (FEW_WORDS, {"strategy": "zero3", "tp": 2, "sequence_parallel": True}, 4, 1, "bf16"),
     (FEW_WORDS, {"strategy": "zero3", "cp": 2}, 4, 1, "bf16"),
@@ -68,3 +71,43 @@ def test_the_peak_from_the_shape_is_that_of_the_dry_run(overrides, options, micr
     found = memory_on("cuda", sw.ModelShape.from_config(config), resolved, workload)
     predicted = max(sum(held.values()) for moment, held in found.timeline if moment != "optimizer")
     assert predicted == pytest.approx(max(peaks), rel=0.02), found.by_category
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer beside a low-rank adapter."""
+
+    def __init__(self, inner: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, rank, bias=False, device="meta")
+        self.up = nn.Linear(rank, inner.out_features, bias=False, device="meta")
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.inner(x_BTD) + self.up(self.down(x_BTD))
+
+
+def adapted(config: object) -> nn.Module:
+    """A GPT in bf16 whose blocks train adapters of rank 8 alone."""
+    model = sw.models.gpt(config, device="meta").requires_grad_(requires_grad=False).to(torch.bfloat16)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "blocks" in name]
+    for name in linear:
+        model.set_submodule(name, Adapted(model.get_submodule(name), 8))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "strategy", "form"),
+    [(FEW_WORDS, "zero3", "none"), (MODEL, "zero3", "int8"), (FEW_WORDS, "zero1", "int8")],
+)
+def test_the_peak_with_adapters_beside_frozen_layers_is_that_of_the_dry_run(overrides, strategy, form):
+    config = sw.models.gpt("gpt-tiny", device="meta", **overrides).config
+    policy = sw.PrecisionPolicy(param_dtype="bf16")
+    plan = sw.ParallelPlan(strategy=strategy, dp_shard=WORLD, mp_policy=policy, quantize_frozen=form)
+    tokens_BT = torch.empty(4, config.seq_len, dtype=torch.int64, device="meta")
+    run = sw.dry_run(
+        lambda: adapted(config), plan, world_size=WORLD, rank=0, batch=(tokens_BT, tokens_BT), backend="nccl"
+    )
+    workload = Workload(seq_len=config.seq_len, global_batch=4 * WORLD, micro_batch=4, lora_rank=8)
+    found = memory_on("cuda", sw.ModelShape.from_config(config), plan, workload)
+    predicted = max(sum(held.values()) for moment, held in found.timeline if moment != "optimizer")
+    assert predicted == pytest.approx(run.peak_bytes, rel=0.02), found.by_category

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.planner.states import Parameters, Rules, _footprint, merged_runs, states
+from shardwise.planner.states import Parameters, Rules, _footprint, _Run, merged_runs, states
 from shardwise.spec.placement import PRESETS
 
 ROWS = ["ddp", "zero1", "zero2", "shard_grad_op", "zero3"]
@@ -52,7 +52,7 @@ def test_a_few_units_give_the_footprint_of_all(  # noqa: PLR0917 - what hypothes
     root = Parameters(1000)
     runs = tuple((count, Parameters(numel, experts)) for count, numel in zip(counts, numels, strict=False))
     merged = merged_runs(root, runs, rules)
-    whole = _footprint(root, [unit for _, _, unit in merged], [count for count, _, _ in merged], rules)
+    whole = _footprint((root, rules), [_Run(*run, rules) for run in merged], [count for count, _, _ in merged])
     assert dataclasses.asdict(states(root, runs, rules).footprint) == dataclasses.asdict(whole)
 
 

@@ -43,6 +43,7 @@ class Around:
         tp: Tensor-parallel ranks.
         cp: Context-parallel ranks.
         routes_tokens: Mixtures send tokens to the ranks that have their experts.
+        is_adapted: Frozen layers have adapters beside them.
     """
 
     family: str
@@ -52,6 +53,7 @@ class Around:
     tp: int = 1
     cp: int = 1
     routes_tokens: bool = False
+    is_adapted: bool = False
 
     @classmethod
     def of(cls, shape: ModelShape, plan: ParallelPlan, workload: Workload) -> Around:
@@ -64,6 +66,7 @@ class Around:
             tp=plan.tp,
             cp=plan.cp,
             routes_tokens=plan.routes_tokens,
+            is_adapted=workload.lora_rank is not None,
         )
 
     @property
@@ -112,11 +115,13 @@ def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
 def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float, float]:
     """What a feed-forward adds to outputs of products and to what is saved, and what its backward needs at once.
 
-    Experts run one after another. In the dense form of our GPT every one of them sees every token.
+    The last projection and its adapter each give a gradient of their input, which are then added. Experts run one after
+    another. In the dense form of our GPT every one of them sees every token.
     """
     feed = block.feed_forward
     if not isinstance(feed, Experts):
-        return 0.0, 0.0, unit.inner_bytes
+        width = unit.inner_bytes / (2 if feed.is_gated else 1)
+        return 0.0, 0.0, unit.inner_bytes + width * around.is_adapted
     if around.family != "gpt" or around.routes_tokens:
         return 0.0, 0.0, (2 * feed.per_token + 1) * around.stream
     others = feed.count - feed.per_token

@@ -107,6 +107,7 @@ def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
         inner_size=plan.inner_size or 0,
         in_backward=workload.in_backward,
         offload=plan.offload,
+        quantization=plan.quantization,
         optimizer_tensors={"sgd": 0}.get(workload.optimizer, 2),
         num_gradient_buffers=plan.gradient_buffers,
         accumulation=_accumulation(plan, workload),
@@ -147,7 +148,8 @@ def _parameters(unit: UnitWork, workload: Workload) -> Parameters:
     if workload.lora_rank is None:
         experts = unit.num_expert_parameters
         return Parameters(unit.num_parameters - experts, experts)
-    return Parameters(unit.num_trained, frozen=unit.num_parameters - unit.num_trained)
+    frozen = unit.num_parameters - unit.num_trained
+    return Parameters(unit.num_trained, frozen=frozen, packed=0 if unit.name == "embedding" else frozen)
 
 
 def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _Inputs) -> Rank:
@@ -157,7 +159,7 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
     if stage.has_head:
         end = _parameters(head, workload)
         again = shape.vocab * shape.hidden // plan.tp if shape.is_tied and not stage.has_embedding else 0
-        root = Parameters(root.trained + end.trained + again, 0, root.frozen + end.frozen)
+        root = Parameters(root.trained + end.trained + again, 0, root.frozen + end.frozen, root.packed + end.packed)
     runs = tuple(
         (count, _parameters(unit, workload)) for unit, count in zip(blocks, stage.blocks, strict=True) if count
     )

@@ -10,14 +10,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from shardwise.spec.chain import Mergeable, default_limit, merge
 from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.memory.footprint import SLOTS_PER_CLASS, Footprint, Replicas, footprint, stage_bytes
+from shardwise.spec.memory.footprint import (
+    SLOTS_PER_CLASS,
+    Footprint,
+    Replicas,
+    footprint,
+    packed_buffer_bytes,
+    stage_bytes,
+)
 from shardwise.spec.placement import PRESETS, Placements
-from shardwise.spec.policies import OffloadPolicy
+from shardwise.spec.policies import OffloadPolicy, choose
 from shardwise.spec.precision import item_bytes
+from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +37,13 @@ class Parameters:
         trained: Elements that get gradients, routed experts left out.
         experts: Elements of routed experts.
         frozen: Elements that get none.
+        packed: Those of linear layers among them, which ``quantize_frozen`` holds in fewer bytes.
     """
 
     trained: int
     experts: int = 0
     frozen: int = 0
+    packed: int = 0
 
     @property
     def numel(self) -> int:
@@ -41,7 +52,7 @@ class Parameters:
 
     def times(self, count: int) -> Parameters:
         """Those of ``count`` such units together."""
-        return Parameters(self.trained * count, self.experts * count, self.frozen * count)
+        return Parameters(self.trained * count, self.experts * count, self.frozen * count, self.packed * count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +73,7 @@ class Rules:
         inner_size: Ranks over which they then stay sharded; 0: none.
         in_backward: The optimizer steps inside backward.
         offload: What is kept on the host.
+        quantization: What is held or sent in fewer bytes.
         optimizer_tensors: State tensors per parameter.
         num_gradient_buffers: Most gradient buffers for each size class.
         accumulation: How microbatches are added up; ``None``: there is one.
@@ -83,6 +95,7 @@ class Rules:
     inner_size: int = 0
     in_backward: bool = False
     offload: OffloadPolicy | None = None
+    quantization: Quantization = NO_QUANTIZATION
     optimizer_tensors: int = 2
     num_gradient_buffers: int = 2
     accumulation: str | None = None
@@ -133,7 +146,8 @@ class States:
         footprint: The most of each category, as ``spec.memory.footprint`` says.
         root: The root unit.
         units: The other units, in order.
-        landing: Bytes of the device's buffers for masters from the host before their cast.
+        landing: Bytes of the device's buffers for masters from the host before their cast, and of the buffers in which
+            packed gathers are received.
     """
 
     footprint: Footprint
@@ -151,24 +165,61 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
         runs: The blocks in order.
         rules: How they are placed.
     """
-    merged = merged_runs(root, runs, rules)
+    of_root, placed = _placed(root, merged_runs(root, runs, rules), rules)
     few = max(SLOTS_PER_CLASS, rules.num_gradient_buffers) + 2
     if rules.receives and rules.num_gradient_buffers > 2:  # receive buffers are then made in turns that never settle
-        few = max((count for count, _, _ in merged), default=0)
-    counts = [count for count, _, _ in merged]
-    parts = [unit for _, _, unit in merged]
-    least = [min(count, few) for count in counts]
-    held = base = _footprint(root, parts, least, rules)
-    for place, count in enumerate(counts):
-        if count > few:
+        few = max((run.count for run in placed), default=0)
+    least = [min(run.count, few) for run in placed]
+    ends = (root, of_root)
+    held = base = _footprint(ends, placed, least)
+    for place, run in enumerate(placed):
+        if run.count > few:
             fewer = [number - (index == place) for index, number in enumerate(least)]
-            held = _plus(held, base, _footprint(root, parts, fewer, rules), count - few)
+            held = _plus(held, base, _footprint(ends, placed, fewer), run.count - few)
+    different = [ends, *((run.unit, run.rules) for run in placed)]
+    groups = [group for number, (unit, how) in enumerate(different) for group in _groups(unit, how, unit=number)]
     return States(
         footprint=held,
-        root=_unit(1, 0, root, rules, depth=0),
-        units=tuple(_unit(count, blocks, unit, rules, depth=1) for count, blocks, unit in merged),
-        landing=stage_bytes([group for unit in (root, *parts) for group in _groups(unit, rules, unit=0)], rank=0),
+        root=_unit(1, 0, root, of_root, depth=0),
+        units=tuple(_unit(run.count, run.blocks, run.unit, run.rules, depth=1) for run in placed),
+        landing=stage_bytes(groups, rank=0) + packed_buffer_bytes(groups),
     )
+
+
+class _Run(NamedTuple):
+    """Equal units in a row that are held in one way."""
+
+    count: int
+    blocks: int
+    unit: Parameters
+    rules: Rules
+
+
+def _placed(
+    root: Parameters, merged: Sequence[tuple[int, int, Parameters]], rules: Rules
+) -> tuple[Rules, tuple[_Run, ...]]:
+    """The rules of the root, and the runs of units: neighbours are in one run if both are offloaded or neither is."""
+    policy = rules.offload
+    if policy is None or policy.ratio == 1:
+        return rules, tuple(_Run(*run, rules) for run in merged)
+    on_device = replace(rules, offload=None)
+    every = [(blocks, unit) for count, blocks, unit in merged for _ in range(count)]
+    sizes = [_covered_bytes(unit, rules, policy) for unit in (root, *(unit for _, unit in every))]
+    first, *chosen = (rules if is_chosen else on_device for is_chosen in choose(sizes, policy.ratio))
+    found: list[_Run] = []
+    for (blocks, unit), how in zip(every, chosen, strict=True):
+        if found and found[-1][1:] == (blocks, unit, how):
+            found[-1] = found[-1]._replace(count=found[-1].count + 1)
+        else:
+            found.append(_Run(1, blocks, unit, how))
+    return first, tuple(found)
+
+
+def _covered_bytes(unit: Parameters, rules: Rules, policy: OffloadPolicy) -> int:
+    """Bytes of a unit's parameters that the policy keeps on the host where it chooses the unit."""
+    trained, frozen = unit.trained + unit.experts, unit.frozen
+    covers = [policy.covers(rules.row, is_trainable=is_trainable) for is_trainable in (True, False)]
+    return covers[0] * trained * item_bytes(rules.master_dtype) + covers[1] * frozen * item_bytes(rules.frozen_dtype)
 
 
 def merged_runs(root: Parameters, runs: Runs, rules: Rules) -> tuple[tuple[int, int, Parameters], ...]:
@@ -193,10 +244,12 @@ def merged_runs(root: Parameters, runs: Runs, rules: Rules) -> tuple[tuple[int, 
     return tuple(found)
 
 
-def _footprint(root: Parameters, units: Sequence[Parameters], counts: Sequence[int], rules: Rules) -> Footprint:
-    groups = list(_groups(root, rules, unit=0))
-    for unit, count in zip(units, counts, strict=True):
-        first = _groups(unit, rules, unit=1)
+def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Sequence[int]) -> Footprint:
+    """The footprint of the root and of so many units of each run."""
+    rules = root[1]
+    groups = list(_groups(*root, unit=0))
+    for run, count in zip(runs, counts, strict=True):
+        first = _groups(run.unit, run.rules, unit=1)
         number = groups[-1].unit if groups else 0
         for index in range(count):
             groups += [replace(group, unit=number + 1 + index) for group in first]
@@ -214,28 +267,38 @@ def _footprint(root: Parameters, units: Sequence[Parameters], counts: Sequence[i
 
 
 def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[GroupFacts, ...]:
-    """The groups of a unit: trained parameters, routed experts, frozen ones."""
+    """The groups of a unit: trained parameters, routed experts, frozen ones, those of linear layers by themselves."""
+    packed_as = rules.quantization.frozen
+    is_smaller = packed_as != "none" and (packed_as != "bf16" or item_bytes(rules.frozen_dtype) > 2)
+    packed = unit_parameters.packed if is_smaller else 0
     found = []
-    for numel, ep, is_trainable in (
-        (unit_parameters.trained, 1, True),
-        (unit_parameters.experts, rules.ep, True),
-        (unit_parameters.frozen, 1, False),
+    for numel, ep, is_trainable, frozen_as in (
+        (unit_parameters.trained, 1, True, "none"),
+        (unit_parameters.experts, rules.ep, True, "none"),
+        (unit_parameters.frozen - packed, 1, False, "none"),
+        (packed, 1, False, packed_as),
     ):
         if numel:
-            found.append(_group(numel, ep, rules, unit=unit, is_trainable=is_trainable))
+            found.append(_group(numel, ep, rules, unit=unit, is_trainable=is_trainable, frozen_as=frozen_as))
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)
-def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool) -> GroupFacts:
+def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, frozen_as: str) -> GroupFacts:
     master = rules.master_dtype if is_trainable else rules.frozen_dtype
     row = rules.row if is_trainable or rules.row.shards_parameters else PRESETS["ddp"]
     offload, reshards = rules.offload, rules.reshards and (unit > 0 or rules.inner_size > 0)
     is_offloaded = offload is not None and offload.covers(row, is_trainable=is_trainable)
+    held_as, sent_as, reduced_as = rules.quantization.forms(
+        frozen_as=frozen_as, is_float=True, compute_dtype=rules.compute_dtype, is_sharded=row.shards_optimizer
+    )
+    packed_in = {held_as, sent_as, reduced_as} - {None}
     # One tensor stands for all: padding between tensors of multiples of 64 elements is nothing.
     spec = ParamSpec("all", (numel,), master, is_trainable)
     layout = GroupLayout.build(
-        [spec], max(rules.shard_size // ep, 1), dtypes=[master, rules.compute_dtype, rules.reduce_dtype]
+        [spec],
+        max(rules.shard_size // ep, 1),
+        dtypes=[master, rules.compute_dtype, rules.reduce_dtype, *sorted(filter(None, packed_in))],
     )
     return GroupFacts(
         unit=unit,
@@ -246,10 +309,13 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool) 
         is_trainable=is_trainable,
         compute_dtype=rules.compute_dtype,
         reduce_dtype=rules.reduce_dtype,
+        held_as=held_as,
+        sent_as=sent_as,
+        reduced_as=reduced_as,
         inner_size=rules.inner_size if reshards else 0,
         updates_in_backward=rules.in_backward and is_trainable,
         is_offloaded=is_offloaded,
-        keeps_shard=is_offloaded and offload is not None and offload.keeps_shard(row),
+        keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(row),
         ep=ep,
     )
 
