@@ -170,6 +170,21 @@ def test_bytes_that_were_sent_are_beside_those_that_were_predicted(tmp_path: Pat
     assert "bytes that rank 0 sends in a step 3.5 MB 6.9 MB 2.00" in page_of(folder).text
 
 
+def test_numbers_that_are_none_and_numbers_beyond_all_measure_make_a_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=6, final_loss=1e30)
+    assert "1e+30" in page_of(folder).text
+    (folder / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(line | {"step_time_s": 1e308, "loss": 1e30 + line["step"]}) + "\n" for line in records(folder)
+        )
+    )
+    assert "1e+30" in page_of(folder).text
+    summary = json.loads((folder / "summary.json").read_text())
+    for odd in ("<script>", [], None, True):
+        (folder / "summary.json").write_text(json.dumps(dict.fromkeys(summary, odd)))
+        assert "training loss" in page_of(folder).text
+
+
 def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", exit_code=80, reason="step 41: the loss is nan")
     lines = records(folder)

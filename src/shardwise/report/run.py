@@ -84,7 +84,7 @@ class Run:
     def mean(self, key: str) -> float | None:
         """The mean of a number over the steady steps."""
         found = [value for record in self.steady if (value := finite(record.get(key))) is not None]
-        return statistics.fmean(found) if found else None
+        return sum(value / len(found) for value in found) if found else None  # a sum could overflow
 
     def last(self, key: str) -> float | None:
         """The newest value of a number."""

@@ -88,7 +88,7 @@ def strategy(run: Run) -> str | None:
 
 def _facts(run: Run) -> list[tuple[str, str, str]]:
     summary, facts = run.summary, []
-    steps = summary.get("steps") if summary else (run.steps[-1] if run.records else None)
+    steps = _number(summary, "steps") if summary else (run.steps[-1] if run.records else None)
     train = run.config.get("train")
     planned = train.get("steps") if isinstance(train, dict) else None
     if steps is not None:
