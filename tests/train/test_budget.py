@@ -67,6 +67,8 @@ def test_the_planner_is_asked_about_the_run_itself():
     resolved = run("optimizer.name=sgd", "optimizer.momentum=0.0", "parallel.activation_checkpointing=selective")
     workload = workload_of(resolved)
     assert (workload.precision, workload.optimizer, workload.recompute) == ("bf16", "sgd", "selective")
+    assert workload.optimizer_tensors == 0
+    assert workload_of(run("optimizer.name=sgd")).optimizer_tensors == 1  # its momentum is 0.9 unless said
     assert (workload.micro_batch, workload.global_batch) == (8, 64)
     assert shape_of(resolved).num_layers == 48
 

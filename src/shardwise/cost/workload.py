@@ -19,7 +19,7 @@ class Workload:
         global_batch: Sequences of a step, over all ranks and microbatches.
         micro_batch: Sequences of one forward on one data-parallel rank.
         precision: Dtype that products run in. Masters, gradients' sums and optimizer state are fp32.
-        optimizer: ``adamw``, ``sgd``, or another name of the trainer's.
+        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum) or ``sgd-momentum``.
         recompute: What backward computes again: ``"none"``; ``"selective"``, all but products and attention;
             ``"full"``, every block; or the number of blocks of which everything is recomputed.
         compile: The model is compiled, so that element-wise operations are fused.
@@ -41,6 +41,11 @@ class Workload:
     in_backward: bool = False
     lora_rank: int | None = None
     decoder_seq_len: int | None = None
+
+    @property
+    def optimizer_tensors(self) -> int:
+        """State tensors that the optimizer keeps for each parameter."""
+        return {"sgd": 0, "sgd-momentum": 1}.get(self.optimizer, 2)
 
     def __post_init__(self) -> None:
         problems = [

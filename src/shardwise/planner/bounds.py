@@ -77,7 +77,7 @@ class MemoryBound:
         dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
         routed = experts / (layout.tp * layout.pp * layout.ep)
         shard = layout.dp_shard * layout.cp
-        state = 4.0 if self._workload.optimizer == "sgd" else 12.0  # master, two moments
+        state = 4.0 * (1 + self._workload.optimizer_tensors)  # master, moments
         gradient = 0.0 if candidate.in_backward else 4.0
         if candidate.offload != "none":
             state = gradient = 0.0

@@ -108,7 +108,7 @@ def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
         in_backward=workload.in_backward,
         offload=plan.offload,
         quantization=plan.quantization,
-        optimizer_tensors={"sgd": 0}.get(workload.optimizer, 2),
+        optimizer_tensors=workload.optimizer_tensors,
         num_gradient_buffers=plan.gradient_buffers,
         accumulation=_accumulation(plan, workload),
         is_pipeline=plan.pp > 1,

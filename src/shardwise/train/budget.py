@@ -129,13 +129,12 @@ def workload_of(resolved: RunConfig) -> Workload:
     """What a step of the run computes, for the planner."""
     plan, section = resolved.plan, resolved.config.optimizer
     dtype = plan.precision.param_dtype if plan.mp_policy is not None else None
-    keeps_moments = section.name != "sgd" or section.momentum
     return Workload(
         seq_len=resolved.seq_len,
         global_batch=resolved.batch.total,
         micro_batch=resolved.batch.micro,
         precision={"auto": "bf16", "fp64": "fp32", None: "fp32"}.get(dtype, dtype or "fp32"),
-        optimizer=section.name if keeps_moments else "sgd",
+        optimizer="sgd-momentum" if section.name == "sgd" and section.momentum else section.name,
         recompute=_recompute(plan.recompute, resolved),
         compile=plan.compile,
         in_backward=section.in_backward,
