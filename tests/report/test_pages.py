@@ -181,6 +181,8 @@ def test_numbers_that_are_none_and_numbers_beyond_all_measure_make_a_page(tmp_pa
     assert "1e+30" in page_of(folder).text
     summary = json.loads((folder / "summary.json").read_text())
     for odd in ("<script>", [], None, True):
+        plan = {"predicted_bytes_per_rank": {"parameters": odd, "optimizer": 5e6}, "units": [odd]}
+        (folder / "plan.json").write_text(json.dumps(plan))
         (folder / "summary.json").write_text(json.dumps(dict.fromkeys(summary, odd)))
         assert "training loss" in page_of(folder).text
 

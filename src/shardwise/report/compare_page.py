@@ -9,7 +9,7 @@ from shardwise.report import beside
 from shardwise.report.chart import Stack, fills_of, stacked_bars
 from shardwise.report.curves import CURVES, HELD_OUT, LOSS, curve_figure
 from shardwise.report.element import Content, el
-from shardwise.report.memory_parts import CATEGORIES
+from shardwise.report.memory_parts import CATEGORIES, ordered
 from shardwise.report.page import Section, figure, left_out, legend, page, table
 from shardwise.report.run import Run, finite
 from shardwise.report.run_page import flat, state, strategy
@@ -140,13 +140,12 @@ def _beside(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str], m
 
 
 def _memory(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str], missing: list[str]) -> list[Content]:
-    held = [run.plan.get("predicted_bytes_per_rank") for run in runs]
-    found = list(dict.fromkeys(name for part in held if isinstance(part, dict) for name in part if part[name]))
-    order = [name for name in CATEGORIES if name in found] + [name for name in found if name not in CATEGORIES]
+    held = [run.predicted_bytes for run in runs]
+    order = ordered(list(dict.fromkeys(name for parts in held for name in parts)), CATEGORIES)
     fills = fills_of(order, CATEGORIES) | {"measured": "k8"}
     stacks = []
     for run, name, letter, parts in zip(runs, names, letters, held, strict=True):
-        if isinstance(parts, dict):
+        if parts:
             stacks.append(Stack(f"{letter} {name}, predicted", parts, num_bytes(sum(parts.values()))))
         peak = beside.peak_bytes(run)
         if peak:
@@ -159,10 +158,7 @@ def _memory(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str], m
         return []
     entries = [(name, fills[name]) for name in order]
     rows = [
-        [
-            f"{letter} {name}",
-            *(_or_not(parts.get(category), num_bytes) if isinstance(parts, dict) else "n/a" for category in order),
-        ]
+        [f"{letter} {name}", *(num_bytes(parts.get(category, 0)) if parts else "n/a" for category in order)]
         for name, letter, parts in zip(names, letters, held, strict=True)
     ]
     return [

@@ -22,13 +22,12 @@ MB = 1e6
 
 def peak(run: Run, missing: list[str]) -> list[Content]:
     """The peak of the fullest rank by category, and what was measured."""
-    predicted = run.plan.get("predicted_bytes_per_rank")
+    predicted = run.predicted_bytes
     peak = beside.peak_bytes(run)
-    if not isinstance(predicted, dict) or not any(predicted.values()):
+    if not predicted:
         missing.append("Memory by category: plan.json holds no prediction.")
         return []
-    names = [name for name in (*CATEGORIES, *predicted) if predicted.get(name)]
-    names = list(dict.fromkeys(names))
+    names = ordered(list(predicted), CATEGORIES)
     fills = fills_of(names, CATEGORIES)
     stacks = [Stack("predicted", predicted, num_bytes(sum(predicted.values())))]
     if peak:

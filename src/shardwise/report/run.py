@@ -57,6 +57,14 @@ class Run:
         """The step of each record."""
         return [record["step"] for record in self.records]
 
+    @property
+    def predicted_bytes(self) -> dict[str, float]:
+        """Predicted bytes of the fullest rank by category, without categories that hold none."""
+        given = self.plan.get("predicted_bytes_per_rank")
+        return (
+            {name: held for name, value in given.items() if (held := finite(value))} if isinstance(given, dict) else {}
+        )
+
     def values(self, key: str) -> list[float | None]:
         """A number of each record; ``None`` where it is missing or not finite."""
         return [finite(record.get(key)) for record in self.records]

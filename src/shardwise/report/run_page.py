@@ -187,7 +187,7 @@ def _mesh(run: Run, missing: list[str]) -> list[Content]:
         return []
     units = run.plan.get("units")
     made: list[Content] = [mesh.axes_table(found)]
-    if isinstance(units, list) and units:
+    if isinstance(units, list) and units and all(isinstance(unit, dict) for unit in units):
         made += mesh.ownership(units)
     else:
         missing.append("Who owns what: plan.json does not say.")
