@@ -154,7 +154,7 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
         (["gpt2", "--gpu", "L4", "--fix", "tp"], "--fix tp: expected field=value"),
         (["gpt2", "--gpu", "L4", "--strategy", "zero4"], "unknown strategy 'zero4'"),
         (["gpt2", "--gpu", "L4", "--tp", "5"], "is legal with tp=5"),
-        (["gpt2", "--gpu", "L4", "--gpus", "0"], "num_gpus=0"),
+        (["gpt2", "--gpu", "L4", "--gpus", "0"], "--gpus 0: expected a number above 0"),
         (["gpt2", "--gpu", "L4", "--seq", "4096"], "--seq 4096: gpt2 has 1,024 learned positions"),
         (["gpt2", "--gpu", "L4", "--precision", "bf17"], "precision='bf17'"),
         (["gpt2", "--gpu", "L4", "--activation-checkpointing", "some"], "activation_checkpointing='some'"),

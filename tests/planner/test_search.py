@@ -2,7 +2,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import shardwise as sw
 from shardwise.cost import hardware
 from shardwise.planner import Cluster, Estimate, Workload, estimate, search
 from shardwise.planner.candidate import Candidate, candidates, check_fixed
@@ -13,6 +16,7 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import check_plan
 from shardwise.spec.shape import find_shape
 
+CLUSTER = Cluster(gpu="A100-80GB-SXM", num_gpus=8)
 SMALL = {"llama-3.2-1b": 2048, "qwen2.5-0.5b": 1024, "gpt2": 1024}
 
 
@@ -128,3 +132,48 @@ def test_fp8_is_refused_as_the_engine_has_none() -> None:
     workload = dataclasses.replace(Workload(seq_len=128, global_batch=8), precision="fp8")
     with pytest.raises(ConfigError, match="fp8"):
         search(find_shape("gpt2"), Cluster(gpu="H100-80GB-SXM", num_gpus=8), workload)
+
+
+def test_a_traced_model_is_searched_for_as_its_shape_is() -> None:
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    blocks = nn.Sequential(nn.Sequential(*layers[:1]), *(nn.Sequential(layer, nn.ReLU()) for layer in layers[1:]))
+    for model in (blocks, nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2))):
+        batch = torch.zeros(2, 64) if model is blocks else torch.zeros(2, 3, 8, 8)
+        traced = sw.trace_model(model, batch, loss_fn=lambda output, _: output.sum())
+        found = search(traced, Cluster(gpu="A100-80GB-SXM", num_gpus=8), Workload(seq_len=1, global_batch=16))
+        assert {made.plan.strategy for made in found} >= {"ddp", "zero3"}
+        assert all(made.fits and made.plan.tp == made.plan.pp == made.plan.cp == 1 for made in found)
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "bert-base", "qwen3-30b-a3b", "gpt2-xl"])
+def test_compiled_plans_have_no_axis_that_compiled_units_break_at(name: str) -> None:
+    cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=16)
+    found = search(find_shape(name), cluster, Workload(seq_len=512, global_batch=32, compile=True))
+    assert found[0].fits
+    assert all(made.plan.compile and made.plan.tp == made.plan.cp == made.plan.ep == 1 for made in found)
+
+
+def test_one_gpu_brings_units_from_the_host_one_at_a_time() -> None:
+    cluster = Cluster(gpu="A100-40GB-SXM", num_gpus=1)
+    first = search(find_shape("llama-2-7b"), cluster, Workload(seq_len=2048, global_batch=8))[0]
+    assert first.fits
+    assert first.plan.strategy == "zero3"
+    assert first.plan.offload is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed", "reason"),
+    [
+        ("llama-2-7b", {"tp": 3}, "tp=3 does not divide 8 GPUs"),
+        ("gpt2", {"tp": 8}, "tp=8 does not divide the heads"),
+        ("gpt2", {"pp": 8, "tp": 3}, "tp=3 does not divide 8 GPUs"),
+        ("bert-base", {"pp": 2}, "the engine does not divide bert models by pp"),
+        ("t5-3b", {"cp": 2}, "the engine does not divide t5 models by cp"),
+        ("llama-2-7b", {"micro_batch": 3}, "micro_batch=3 does not divide a global batch of 64"),
+    ],
+)
+def test_a_value_that_no_plan_has_is_refused_with_its_reason(name: str, fixed: dict[str, int], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        search(
+            find_shape(name), Cluster(gpu="A100-80GB-SXM", num_gpus=8), Workload(seq_len=512, global_batch=64), **fixed
+        )

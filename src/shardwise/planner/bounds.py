@@ -39,7 +39,7 @@ class MemoryBound:
         self._shape, self._workload = shape, workload
         self._item = item_bytes(workload)
         self._is_gpu = cluster.device.device_type != "cpu"
-        self._num_layers = shape.num_layers
+        self._num_layers = max(shape.num_layers, 1)
         self._work: dict[tuple[object, ...], tuple[float, float]] = {}
         self._held: dict[tuple[object, ...], float] = {}
 
@@ -99,7 +99,7 @@ class MemoryBound:
         if key not in self._work:
             workload = dataclasses.replace(self._workload, micro_batch=candidate.micro_batch)
             blocks = model_work(self._shape, degrees_of(layout), workload)[1:-1]
-            largest = max(unit.num_parameters for unit in blocks)
+            largest = max((unit.num_parameters for unit in blocks), default=0)
             self._work[key] = largest, sum(unit.count * unit.kept_bytes(kind) for unit in blocks)
         block, kept = self._work[key]
         stages = layout.pp * candidate.virtual_stages
@@ -166,7 +166,7 @@ class TimeBound:
         self._shape, self._cluster, self._workload = shape, cluster, workload
         self._reshards = (fixed or {}).get("reshard_after_forward", "auto")
         self._software = find_software("pytorch")  # what an estimate assumes
-        self._counts = [count for count, _ in shape.stacks]
+        self._counts = [unit.count for unit in model_work(shape, ParallelPlan(strategy="ddp"), workload)[1:-1]]
         self._units: dict[tuple[object, ...], tuple[_Spent, ...]] = {}
         self._steps: dict[tuple[object, ...], tuple[float, float]] = {}
         self._collectives: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -385,8 +385,8 @@ class TimeBound:
             kind, item = "reduce_scatter" if row.shards_optimizer else "all_reduce", item_bytes(self._workload)
             works = model_work(self._shape, degrees_of(layout), self._workload)[1:-1]
             gather = reduce = 0.0
-            for (count, _), unit in zip(self._shape.stacks, works, strict=True):
-                number = max(0, (count - 1) // layout.pp - 1)
+            for unit in works:
+                number = max(0, (unit.count - 1) // layout.pp - 1)
                 dense = unit.num_parameters - unit.num_expert_parameters
                 gather += number * link.seconds("all_gather", item * dense)
                 reduce += number * link.seconds(kind, 2 * dense * unit.num_trained / unit.num_parameters)

@@ -170,6 +170,7 @@ def ways_to_save(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) 
         in_backward=fixed.get("in_backward"),
         is_compiled=workload.compile or bool(fixed.get("compile")),
         offloads="offload_policy" not in fixed,
+        must_offload=shards and base.layout.dp_shard * base.layout.cp == 1 and "strategy" not in fixed,
         shards=shards,
         can_update=not is_pipeline and base.accumulation == 1 and workload.precision != "fp16",
         can_release=is_pipeline and shards and "reshard_after_forward" not in fixed,
@@ -183,6 +184,7 @@ def _ways(
     in_backward: bool | None,
     is_compiled: bool,
     offloads: bool,
+    must_offload: bool,
     shards: bool,
     can_update: bool,
     can_release: bool,
@@ -190,6 +192,7 @@ def _ways(
     """As :func:`ways_to_save`."""
     values = recompute or [r for r in RECOMPUTE if not (is_compiled and r == "selective")]
     kept = [o for o in OFFLOADS if shards or o != "optimizer"] if offloads else ["none"]
+    kept = ["cpu"] if must_offload and offloads else kept
     found: list[Way] = []
     for offload in kept:
         may_update = can_update and offload == "none" and offloads

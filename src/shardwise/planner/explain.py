@@ -39,7 +39,8 @@ def title(made: Estimate) -> str:
     """
     plan = made.plan
     axes = [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "cp", "ep", "pp") if getattr(plan, axis) > 1]
-    is_alone = plan.dp_replicate * plan.dp_shard * plan.cp == 1  # no data parallelism, so the strategy says nothing
+    # Without data parallelism ddp says nothing.
+    is_alone = plan.dp_replicate * plan.dp_shard * plan.cp == 1 and plan.strategy == "ddp"
     words = ([] if axes else ["one GPU"]) if is_alone else [str(plan.strategy)]
     if plan.dp_replicate > 1:
         words.append(f"{plan.dp_replicate}x{plan.dp_shard * plan.cp}")

@@ -151,6 +151,8 @@ def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapp
     ``tp`` stays inside a node, and ``cp`` leaves each rank :data:`LEAST_TOKENS`, unless they are fixed; a value in
     ``fixed`` is the only one of its axis.
     """
+    if workload.compile or fixed.get("compile"):
+        fixed = {"tp": 1, "cp": 1, "ep": 1, **fixed}  # a compiled unit would break at every collective
     for p, t, c in _model_parallel(shape, cluster, workload.seq_len, fixed):
         data = cluster.num_gpus // (p * t * c)
         if workload.global_batch % data:
@@ -162,6 +164,38 @@ def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapp
             for e in _chosen(fixed, "ep", expert_degrees(shape, shard * c)):
                 for divides in _sequence_choices(shape, workload, fixed, t=t, c=c, e=e):
                     yield Layout(replicate, shard, c, t, p, e, divides)
+
+
+def why_none(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> list[str]:
+    """What of the fixed values no plan can have, in words; empty where each could be had by itself."""
+    world, support = cluster.num_gpus, support_of(shape)
+    possible = {
+        "tp": tensor_degrees(shape, world),
+        "pp": stage_degrees(shape, world),
+        "cp": context_degrees(shape, world, workload.seq_len, least_tokens=2),
+        "ep": expert_degrees(shape, world),
+    }
+    needed = {
+        "tp": f"divide the heads, key-value heads and feed-forward of {shape.name}",
+        "pp": f"leave each rank one of {shape.name}'s {shape.num_layers} layers",
+        "cp": f"leave each rank two of {workload.seq_len:,} tokens",
+        "ep": f"divide the experts of {shape.name}",
+    }
+    found = []
+    for axis, values in possible.items():
+        wanted = fixed.get(axis, 1)
+        if not isinstance(wanted, int) or wanted == 1:
+            continue
+        if not getattr(support, axis):
+            found.append(f"{axis}={wanted}: the engine does not divide {shape.family or 'such'} models by {axis}")
+        elif world % wanted:
+            found.append(f"{axis}={wanted} does not divide {world} GPUs")
+        elif wanted not in values:
+            found.append(f"{axis}={wanted} does not {needed[axis]}")
+    micro = fixed.get("micro_batch")
+    if isinstance(micro, int) and workload.global_batch % micro:
+        found.append(f"micro_batch={micro} does not divide a global batch of {workload.global_batch}")
+    return found
 
 
 def _model_parallel(
@@ -204,11 +238,15 @@ STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hybrid_shard_g
 def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
     """The strategies that mean something of their own on a layout, or the one that is fixed.
 
-    One rank shards nothing. With ``dp_replicate`` above 1 sharded parameters are ``hsdp``'s; ``ddp`` has one group.
+    One rank shards nothing, but ``zero3`` brings it one unit at a time from the host. With ``dp_replicate`` above 1
+    sharded parameters are ``hsdp``'s; ``ddp`` has one group.
     """
     wanted = fixed.get("strategy")
     is_alone = layout.dp_shard * layout.cp == 1
-    found = ["ddp"] if is_alone else [n for n in STRATEGIES if PRESETS[n].is_hybrid == (layout.dp_replicate > 1)]
+    is_hybrid, offloads = layout.dp_replicate > 1, fixed.get("offload_policy", "cpu") not in {"none", None}
+    found = [n for n in STRATEGIES if PRESETS[n].is_hybrid == is_hybrid]
+    if is_alone:
+        found = ["ddp", "zero3"] if offloads else ["ddp"]
     if is_alone and layout.dp_replicate > 1:
         found = []
     elif layout.dp_replicate > 1:

@@ -35,7 +35,7 @@ from shardwise.planner.candidate import (
     ways_to_save,
 )
 from shardwise.planner.estimate import Estimate, estimate, needed_bytes, usable_bytes
-from shardwise.planner.legal import schedules
+from shardwise.planner.legal import schedules, why_none
 from shardwise.planner.memory import estimate_memory
 from shardwise.planner.plainness import EQUALLY_FAST, order, plainness
 from shardwise.spec.errors import ConfigError, PlanError
@@ -358,6 +358,9 @@ class _Pass:
 def _nothing_legal(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any]) -> str:
     given = ", ".join(f"{name}={value!r}" for name, value in fixed.items())
     what = f" with {given}" if given else ""
+    reasons = why_none(shape, cluster, workload, fixed)
+    if reasons:
+        return f"no plan for {shape.name} on {cluster.num_gpus} GPUs is legal{what}:\n  " + ";\n  ".join(reasons) + "."
     return (
         f"no plan for {shape.name} on {cluster.num_gpus} GPUs is legal{what}, for a global batch of"
         f" {workload.global_batch} sequences of {workload.seq_len} tokens.\n"
