@@ -243,7 +243,7 @@ def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
     """
     wanted = fixed.get("strategy")
     is_alone = layout.dp_shard * layout.cp == 1
-    is_hybrid, offloads = layout.dp_replicate > 1, fixed.get("offload_policy", "cpu") not in {"none", None}
+    is_hybrid, offloads = layout.dp_replicate > 1, fixed.get("offload_policy", "cpu") not in ("none", None)
     found = [n for n in STRATEGIES if PRESETS[n].is_hybrid == is_hybrid]
     if is_alone:
         found = ["ddp", "zero3"] if offloads else ["ddp"]
