@@ -48,6 +48,14 @@ def test_the_first_command_fills_one_screen_of_80_by_40(capsys: pytest.CaptureFi
     assert "\x1b" not in out
 
 
+def test_adapters_are_named_and_need_less_than_training_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["gpt2", *TINY[1:], "--strategy", "ddp", "--activation-checkpointing", "none", "--micro-batch", "1"]
+    whole, tuned = as_json(capsys, *fixed), as_json(capsys, *fixed, "--lora", "16")
+    assert (tuned["workload"]["lora_rank"], tuned["command"]) == (16, None)
+    assert tuned["plans"][0]["memory"]["device_bytes"] < whole["plans"][0]["memory"]["device_bytes"]
+    assert "adamw, LoRA of rank 16" in run(capsys, *fixed, "--lora", "16")[1]
+
+
 def test_json_has_what_the_screen_shows_under_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     held = as_json(capsys, *FIRST)
     assert list(held) == [
@@ -114,7 +122,8 @@ def test_a_configuration_fixes_what_it_says_and_stays_as_it_is(capsys: pytest.Ca
     )
     held = as_json(capsys, "run.yaml", "--gpus", "4", "--gpu", "L4", "--out", "plan.yaml")
     assert held["model"]["layers"] == 8
-    assert held["workload"] == {"seq_len": 32, "global_batch": 16, "precision": "fp32", "optimizer": "sgd"}
+    asked = {"seq_len": 32, "global_batch": 16, "precision": "fp32", "optimizer": "sgd"}
+    assert held["workload"] == {**asked, "lora_rank": None}
     assert {(made["plan"]["strategy"], made["plan"]["tp"], made["micro_batch"]) for made in held["plans"]} == {
         ("zero1", 2, 2)
     }
@@ -155,6 +164,10 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
         (["gpt2", "--gpu", "L4", "--strategy", "zero4"], "unknown strategy 'zero4'"),
         (["gpt2", "--gpu", "L4", "--tp", "5"], "is legal with tp=5"),
         (["gpt2", "--gpu", "L4", "--gpus", "0"], "--gpus 0: expected a number above 0"),
+        (["gpt2", "--gpu", "A100"], "A100 is one of A100-40GB-SXM, A100-80GB-SXM"),
+        (["gpt2", "--gpu", "L4", "--fix", "recompute=4"], "the search tries none, selective, full"),
+        (["gpt2", "--gpu", "L4", "--lora", "0"], "--lora 0: expected a rank of at least 1"),
+        (["gpt2", "--gpu", "L4", "--lora", "8", "--out", "p.yaml"], "adds no adapters"),
         (["gpt2", "--gpu", "L4", "--seq", "4096"], "--seq 4096: gpt2 has 1,024 learned positions"),
         (["gpt2", "--gpu", "L4", "--precision", "bf17"], "precision='bf17'"),
         (["gpt2", "--gpu", "L4", "--activation-checkpointing", "some"], "activation_checkpointing='some'"),
@@ -195,7 +208,7 @@ def test_a_driver_s_name_of_a_gpu_is_found_in_the_table_or_nothing_is(
     [
         (["--gpus", "0"], "--gpus 0: expected a number above 0"),
         (["--gpus", "12"], "Set --gpus 8 or 16, or --gpus-per-node to a divisor of 12"),
-        (["--gpus", "8", "--global-batch", "0"], "global_batch=0; expected a whole number of at least 1"),
+        (["--gpus", "8", "--global-batch", "0"], "global_batch=0: expected a whole number of at least 1"),
         (["--gpus", "8", "--seq", "0"], "--seq 0: expected a whole number of at least 1"),
         (["--gpus", "8", "--optimizer", "lion"], "expected adamw, adam or sgd"),
     ],

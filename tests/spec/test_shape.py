@@ -168,3 +168,42 @@ def test_sizes_that_make_no_decoder_are_refused(changes: dict[str, Any], words: 
     sizes = {"layers": 2, "hidden": 64, "heads": 8, "vocab": 100, "seq_len": 32, **changes}
     with pytest.raises(ConfigError, match=words):
         sw.ModelShape.decoder(**sizes)
+
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+
+
+#: A published file leaves out heads, vocabulary and which layers have the window.
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "sliding_window": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),  # as transformers' language model of that configuration has them
+    [
+        ({"model_type": "gemma3", "text_config": _GEMMA3}, 19_668_288),
+        ({"model_type": "qwen2_vl", **_SMALL, "vision_config": {}}, 78_400),
+        ({"model_type": "qwen2_5_vl", "text_config": _SMALL, "tie_word_embeddings": True}, 70_208),
+    ],
+)
+def test_of_text_and_pictures_the_language_model_is_taken_and_named_so(config: dict[str, Any], parameters: int) -> None:
+    shape = sw.ModelShape.from_config(config)
+    assert shape.name == f"{config['model_type']} (language model alone)"
+    assert shape.num_parameters == parameters
+
+
+def test_attention_of_gpt_oss_has_biases_where_the_file_does_not_say() -> None:
+    config = {**_SMALL, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    assert sw.ModelShape.from_config({**config, "intermediate_size": 32}).num_parameters == 92_368

@@ -66,6 +66,9 @@ def plan(  # noqa: PLR0917  typer's form
     micro_batch: Annotated[int | None, typer.Option(help="Only this many sequences a forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="What products compute in: bf16 (default), fp16, fp32.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw (default), adam or sgd.")] = None,
+    lora: Annotated[
+        int | None, typer.Option(help="Train adapters of this rank on every linear layer of the blocks, nothing else.")
+    ] = None,
     strategy: Annotated[str | None, typer.Option(help="Only this strategy.")] = None,
     tp: Annotated[int | None, typer.Option(help="Only this many tensor-parallel ranks.")] = None,
     pp: Annotated[int | None, typer.Option(help="Only this many pipeline ranks.")] = None,
@@ -85,6 +88,13 @@ def plan(  # noqa: PLR0917  typer's form
     """Plan."""
     from shardwise.cost.workload import Workload
 
+    if lora is not None and lora < 1:
+        raise ConfigError(f"--lora {lora}: expected a rank of at least 1.\n  Set for example --lora 16.")
+    if lora is not None and out is not None:
+        raise ConfigError(
+            f"--lora {lora} with --out: the train command adds no adapters to a model.\n  Leave --out out, and give"
+            " the plan to sw.parallelize() in the script that adds them."
+        )
     check_writable(out)
     check_writable(report)
     check_writable(trace)
@@ -112,6 +122,7 @@ def plan(  # noqa: PLR0917  typer's form
         precision=precision or subject.precision,
         optimizer=optimizer or subject.optimizer,
         compile=bool(fixed.get("compile", False)),
+        lora_rank=lora,
     )
     if largest:
         _show_largest(subject.shape, cluster, workload, fixed, is_json=json_output)
@@ -151,11 +162,11 @@ def _show_plans(
     if best.fits and out is not None:
         plan_file.write_plan(out, best, subject.written(out), subject.base)
         line = f"written to {out}; start it with\n  {plan_file.command(best, str(out))}"
-    elif best.fits:
+    elif best.fits and workload.lora_rank is None:
         line = f"next: add --out plan.yaml, then\n  {plan_file.command(best, 'plan.yaml')}"
     if is_json:
         content = plan_screen.as_json(shape, cluster, workload, plans, found)
-        content["command"] = plan_file.command(best, str(out or "plan.yaml")) if best.fits else None
+        content["command"] = plan_file.command(best, str(out or "plan.yaml")) if line else None
         show(json.dumps(content, indent=1))
         return
     show(plan_screen.screen(shape, cluster, workload, plans, found=found, command=line))
@@ -238,7 +249,7 @@ class Subject:
             return self.model
         folder = out.parent / self.shape.name
         write_model_folder(folder, self.config or {})
-        return {"hf": str(folder)}
+        return {"hf": str(folder.resolve())}
 
 
 def find_subject(model: str | None, world_size: int, local_size: int) -> Subject:
@@ -260,7 +271,7 @@ def find_subject(model: str | None, world_size: int, local_size: int) -> Subject
         return _from_file(path, world_size, local_size)
     if path.is_dir() or path.suffix == ".json":
         folder = path if path.is_dir() else path.parent
-        return Subject(_shape(path), {"hf": str(folder)})
+        return Subject(_shape(path), {"hf": str(folder.resolve())})
     if model in PRESETS:
         return Subject(_shape(model), {"preset": model})
     if model.lower() in KNOWN:
@@ -356,15 +367,13 @@ def _given(*values: int | None) -> int:
 
 
 def _check_length(tokens: int, shape: ModelShape) -> None:
+    from shardwise.planner.estimate import check_positions
+
     if tokens < 1:
         raise ConfigError(
             f"--seq {tokens}: expected a whole number of at least 1.\n  Set --seq {shape.seq_len} or less."
         )
-    if tokens > shape.seq_len and shape.family in {"gpt", "gpt2", "opt", "bert", "vit"}:  # positions are learned
-        raise ConfigError(
-            f"--seq {tokens}: {shape.name} has {shape.seq_len:,} learned positions.\n"
-            f"  Set --seq {shape.seq_len} or less."
-        )
+    check_positions(shape, tokens, f"--seq {tokens}", "--seq ")
 
 
 # -- the cluster

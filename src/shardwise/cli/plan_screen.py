@@ -37,8 +37,13 @@ def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str
     return [
         f"{shape.name}, {count(shape.num_parameters)} parameters{active}",
         f"on {where}",
-        f"a step: {batch}, {workload.precision}, {workload.optimizer}",
+        f"a step: {batch}, {workload.precision}, {_trained(workload)}",
     ]
+
+
+def _trained(workload: Workload) -> str:
+    adapters = "" if workload.lora_rank is None else f", LoRA of rank {workload.lora_rank}"
+    return workload.optimizer + adapters
 
 
 def count(number: float) -> str:
@@ -144,7 +149,7 @@ def largest_page(shape: ModelShape, cluster: Cluster, workload: Workload, found:
     return [
         f"largest models of {shape.name}'s proportions on {cluster.num_gpus} x {cluster.gpu}",
         "parameters (layers x hidden); data parallelism alone, unless --fix says more",
-        f"sequences of {workload.seq_len:,} tokens, one a forward, {workload.precision}, {workload.optimizer}",
+        f"sequences of {workload.seq_len:,} tokens, one a forward, {workload.precision}, {_trained(workload)}",
         "",
         *aligned(rows),
     ]
@@ -184,6 +189,7 @@ def as_json(
             "global_batch": workload.global_batch,
             "precision": workload.precision,
             "optimizer": workload.optimizer,
+            "lora_rank": workload.lora_rank,
         },
         "plans": [plan_as_json(made) for made in plans],
         "recommended": 0 if plans[0].fits else None,

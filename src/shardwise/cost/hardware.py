@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,7 +100,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, in any case, or of a calibrated file.
+    """The GPU of that name, or that torch calls so, in any case, or of a calibrated file.
 
     Raises:
         ConfigError: The table has none of that name, or the file is none of ``shardwise calibrate``.
@@ -108,9 +110,14 @@ def find_gpu(name: str) -> Gpu:
         return _calibrated(path, path.stat().st_mtime_ns if path.exists() else 0)
     gpu = _named(name.lower())
     if gpu is None:
-        hint = did_you_mean(name, gpus()) or f"Known are: {', '.join(gpus())}."
+        meant = [known for known in gpus() if re.split(r"[-_ ]", known.lower())[0] == name.lower()]
+        hint = (
+            f" {name} is one of {', '.join(meant)}: name the one that is meant."
+            if meant
+            else did_you_mean(name.upper(), gpus())
+        ) or f" Known are: {', '.join(gpus())}."
         raise ConfigError(
-            f"gpu={name!r} is not known.\n  {hint}\n  `shardwise calibrate` writes the figures of this machine to a"
+            f"gpu={name!r} is not known.\n {hint}\n  `shardwise calibrate` writes the figures of this machine to a"
             " file that can be given instead."
         )
     return gpu
@@ -118,7 +125,9 @@ def find_gpu(name: str) -> Gpu:
 
 @functools.lru_cache(maxsize=64)
 def _named(lower: str) -> Gpu | None:
-    return next((gpu for known, gpu in gpus().items() if known.lower() == lower), None)
+    return next(
+        (gpu for known, gpu in gpus().items() if lower in {known.lower(), gpu.device_name.lower()} - {""}), None
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -152,7 +161,17 @@ class Cluster:
         for name in ("num_gpus", "gpus_per_node"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"cluster: {name}={value!r}; expected a whole number of at least 1.")
+                raise ConfigError(
+                    f"cluster: {name}={value!r}: expected a whole number of at least 1.\n  Set for example {name}=8."
+                )
+        gbits = self.inter_gbits_per_s_per_node
+        if gbits is not None and (
+            isinstance(gbits, bool) or not isinstance(gbits, int | float) or not 0 < gbits < math.inf
+        ):
+            raise ConfigError(
+                f"cluster: inter_gbits_per_s_per_node={gbits!r}: expected Gbit/s above 0.\n"
+                "  Set for example 400, or leave it out for what is usual with this GPU."
+            )
         find_gpu(self.gpu)
 
     @property

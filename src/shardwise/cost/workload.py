@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import did_you_mean
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 RECOMPUTE = ("none", "selective", "full")
+
+#: State tensors that each optimizer keeps for a parameter.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +49,33 @@ class Workload:
     @property
     def optimizer_tensors(self) -> int:
         """State tensors that the optimizer keeps for each parameter."""
-        return {"sgd": 0, "sgd-momentum": 1}.get(self.optimizer, 2)
+        return OPTIMIZERS[self.optimizer]
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name}={value!r}; expected a whole number of at least 1"
-            for name in ("seq_len", "global_batch", "micro_batch")
-            if isinstance(value := getattr(self, name), bool) or not isinstance(value, int) or value < 1
+            f"{name}={value!r}: expected a whole number of at least 1.\n    Set for example {name}={usual}."
+            for name, usual in {
+                "seq_len": 2048,
+                "global_batch": 64,
+                "micro_batch": 1,
+                "decoder_seq_len": 512,
+                "lora_rank": 16,
+            }.items()
+            if not _is_count(value := getattr(self, name), least=1)
+            and not (value is None and name in {"decoder_seq_len", "lora_rank"})
         ]
-        if self.precision not in PRECISIONS:
-            problems.append(f"precision={self.precision!r}; expected one of {', '.join(PRECISIONS)}")
-        if not isinstance(self.recompute, int) and self.recompute not in RECOMPUTE:
-            problems.append(f"recompute={self.recompute!r}; expected {', '.join(RECOMPUTE)} or a number of blocks")
+        for name, known in {"precision": PRECISIONS, "optimizer": tuple(OPTIMIZERS)}.items():
+            if (word := getattr(self, name)) not in known:
+                hint = did_you_mean(str(word), known) or f" Set {name} to one of them."
+                problems.append(f"{name}={word!r}: expected {', '.join(known)}.\n   {hint}")
+        if self.recompute not in RECOMPUTE and not _is_count(self.recompute, least=0):
+            hint = did_you_mean(str(self.recompute), RECOMPUTE) or " Set for example recompute='full'."
+            problems.append(
+                f"recompute={self.recompute!r}: expected {', '.join(RECOMPUTE)} or a number of blocks.\n   {hint}"
+            )
         if problems:
             raise ConfigError("workload:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _is_count(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

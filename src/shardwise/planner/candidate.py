@@ -118,7 +118,13 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
         held.setdefault("recompute", held.pop("activation_checkpointing"))
     elif "activation_checkpointing" in held:  # a policy of modules' names: what it saves depends on the modules
         held.setdefault("recompute", "full")
-    if not isinstance(wanted := held.get("recompute", "none"), int) and wanted not in RECOMPUTE:
+    if isinstance(wanted := held.get("recompute", "none"), int):
+        raise ConfigError(
+            f"recompute={wanted} cannot be fixed: the search tries {', '.join(RECOMPUTE)}.\n"
+            "  Fix one of these. sw.planner.estimate tells what a plan needs that recomputes a number of blocks:"
+            f" Workload(recompute={wanted})."
+        )
+    if wanted not in RECOMPUTE:
         recompute_policy(wanted)  # refuses it
     if (pipeline := held.pop("pipeline", None)) is not None:
         policy = pipeline_policy(pipeline)

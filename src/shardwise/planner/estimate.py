@@ -10,7 +10,7 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import MemoryEstimate, estimate_memory
 from shardwise.planner.time import TimeEstimate, estimate_time
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
@@ -20,6 +20,8 @@ _GIB = 1 << 30
 #: fitted on are wrong by 3.9% in the mean (`make validate`): a plan with less to spare may well run out.
 MARGIN = 0.05
 
+#: Families whose positions are learned, one vector each.
+_LEARNED = frozenset({"gpt", "gpt2", "opt", "bert", "vit"})
 
 #: Memory of a node's host that offloading may take: today's nodes of eight GPUs have 1 to 2 TiB.
 HOST_BYTES = 2 << 40
@@ -123,7 +125,13 @@ def estimate(
     Raises:
         PlanError: The plan cannot run on so many GPUs, or with such a batch.
         MeshError: Its degrees do not make the cluster's GPUs.
+        ConfigError: The model has fewer blocks than are to be recomputed.
     """
+    if isinstance(workload.recompute, int) and workload.recompute > shape.num_layers:
+        raise ConfigError(
+            f"recompute={workload.recompute}: {shape.name} has {shape.num_layers} blocks.\n"
+            f"  Set recompute={shape.num_layers} or less."
+        )
     mesh = plan.mesh(cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus))
     _check_batch(plan, workload, mesh.data_parallel_size)
     recompute = _recompute(shape, plan, workload)
@@ -141,6 +149,24 @@ def estimate(
         time=estimate_time(shape, plan, cluster, workload, software),
         software=software,
     )
+
+
+def check_positions(shape: ModelShape, tokens: int, given: str, option: str) -> None:
+    """Refuse sequences that have no position; rotary and relative ones go on beyond what the model was trained with.
+
+    Args:
+        shape: The model.
+        tokens: Tokens of a sequence.
+        given: Their number as it was given.
+        option: What it is set with.
+
+    Raises:
+        ConfigError: The model has fewer learned positions.
+    """
+    if getattr(shape, "family", "") in _LEARNED and tokens > shape.seq_len:
+        raise ConfigError(
+            f"{given}: {shape.name} has {shape.seq_len:,} learned positions.\n  Set {option}{shape.seq_len} or less."
+        )
 
 
 def _check_batch(plan: ParallelPlan, workload: Workload, num_replicas: int) -> None:

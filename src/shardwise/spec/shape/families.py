@@ -18,7 +18,8 @@ def from_config(config: Config, name: str = "") -> ModelShape:
     """The shape of the model that a ``config.json`` describes.
 
     The head is that of ``architectures`` where the file names one, else that of language modelling (ViT: of
-    classification). Fields that a file leaves out have transformers' defaults.
+    classification). Fields that a file leaves out have transformers' defaults. Of a model of text and pictures only the
+    language model is taken, and its name says so: what encodes the pictures is not counted.
 
     Args:
         config: The file's content.
@@ -28,6 +29,8 @@ def from_config(config: Config, name: str = "") -> ModelShape:
         ConfigError: The family is not known, or a field is missing.
     """
     family = str(config.get("model_type", ""))
+    if family not in FAMILIES and (text := _language_model(config, family)) is not None:
+        return from_config(text, f"{name or family} (language model alone)")
     if family not in FAMILIES:
         hint = did_you_mean(family, FAMILIES) or f" Known are: {', '.join(FAMILIES)}."
         raise ConfigError(
@@ -41,6 +44,45 @@ def from_config(config: Config, name: str = "") -> ModelShape:
             f"the configuration of {name or family} has no field {error.args[0]!r}.\n"
             "  Save it with config.to_json_file(path, use_diff=False), which writes every field."
         ) from None
+
+
+#: Families of text and pictures by the family of their language model, where their files do not name it.
+_LANGUAGE_FAMILIES = {"gemma3": "gemma3_text", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
+
+#: What ``text_config`` of a published gemma3 leaves out, as transformers' ``Gemma3TextConfig`` has it.
+_GEMMA3: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+
+
+def _language_model(config: Config, family: str) -> Config | None:
+    """The configuration of the language model in one of text and pictures; ``None``: it has none that is known."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):  # older files have the fields of the language model beside vision_config
+        text = config if "vision_config" in config else {}
+    language = _LANGUAGE_FAMILIES.get(family) or str(text.get("model_type", ""))
+    if language not in FAMILIES or not text:
+        return None
+    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    found: dict[str, Any] = {**tied, **text, "model_type": language}
+    if language != "gemma3_text":
+        return found
+    found = {**_GEMMA3, **found}
+    if not found.get("layer_types"):
+        pattern = found.get("sliding_window_pattern", 6)
+        found["layer_types"] = [
+            "full_attention" if layer % pattern == 0 else "sliding_attention"
+            for layer in range(1, found["num_hidden_layers"] + 1)
+        ]
+    return found
 
 
 def _runs(blocks: Iterable[Block]) -> tuple[tuple[int, Block], ...]:
@@ -103,6 +145,7 @@ def _llama_like(
 
     Args:
         qkv_bias: Whether queries, keys and values have biases, or the field that says so; the next two likewise.
+            gpt_oss's attention has biases where the field is not there, every other family's has none.
         out_bias: Of the output projection.
         mlp_bias: Of the feed-forward.
         qk_norm: ``"head"``: a norm over each head of queries and keys; ``"all"``: over all of them; ``""``: none.
@@ -115,7 +158,8 @@ def _llama_like(
     """
 
     def says(config: Config, what: object) -> bool:
-        return bool(config.get(what, False)) if isinstance(what, str) else bool(what)
+        usual = what == "attention_bias" and config["model_type"] == "gpt_oss"
+        return bool(config.get(what, usual)) if isinstance(what, str) else bool(what)
 
     def shape(config: Config, name: str) -> ModelShape:
         h, heads = config["hidden_size"], config["num_attention_heads"]
