@@ -79,6 +79,13 @@ def test_adapters_need_no_gradients_of_frozen_weights():
     assert 0.6 < adapters / whole < 0.85
 
 
+def test_frozen_weights_cost_no_operations_of_their_gradients():
+    full, adapted = made("ddp"), made("ddp", lora_rank=8)
+    attention = 12 * SHAPE.num_layers * SHAPE.hidden * WORKLOAD.seq_len**2 * WORKLOAD.global_batch
+    products = full.time.model_flops - attention
+    assert adapted.time.model_flops == pytest.approx(attention + products * 2 / 3, rel=0.01)
+
+
 def test_selective_recomputation_of_torchtitan_repeats_half_of_the_products():
     every = [
         estimate(SHAPE, PLANS["zero3"], CLUSTER, dataclasses.replace(WORKLOAD, recompute=what), software=software)

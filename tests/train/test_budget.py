@@ -6,9 +6,10 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.spec.errors import MemoryBudgetError
-from shardwise.train.budget import Device, check_budget, find_device, shape_of, workload_of
+from shardwise.train.budget import Device, check_budget, find_device
 from shardwise.train.config import read_config
 from shardwise.train.resolve import RunConfig, resolve
+from shardwise.train.workload import flops_per_token, shape_of, workload_of
 
 GIB = 1 << 30
 A100 = Device("cuda", 40 * GIB)
@@ -85,3 +86,14 @@ def test_train_refuses_before_it_starts_a_process(tmp_path, capsys):
     assert main(["train", "--nproc", "2", "--run-dir", str(tmp_path / "run"), *words]) == 78
     assert "MemoryBudgetError: gpt-1t under zero3 on 2 ranks needs" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_flops_of_a_token_are_known_for_presets_and_mixtures():
+    dense = run("model.preset=gpt2", "data.seq_len=1024")
+    shape = dense.model
+    assert shape is not None
+    active = shape.num_parameters - shape.seq_len * shape.hidden
+    assert flops_per_token(dense) == pytest.approx(6 * active + 12 * 12 * 768 * 1024, rel=0.01)  # PaLM, appendix B
+    mixture = flops_per_token(run("model.preset=gpt2", "model.num_experts=8", "data.seq_len=1024"))
+    assert mixture is not None
+    assert mixture > 1.5 * active

@@ -135,6 +135,13 @@ class UnitWork:
         return sum(product.flops for product in self.products) + sum(work.flops for work in self.attention)
 
     @property
+    def step_flops(self) -> float:
+        """Operations of forward and backward, nothing recomputed."""
+        return (
+            self.flops + sum(each.backward_flops for each in self.products) + 2 * sum(a.flops for a in self.attention)
+        )
+
+    @property
     def saved_bytes(self) -> float:
         """Bytes that autograd keeps until backward where nothing is recomputed and attention is one kernel."""
         return sum(part.saved_bytes for part in self.parts)

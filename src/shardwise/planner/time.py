@@ -70,9 +70,12 @@ def estimate_time(
 
 
 def model_flops(shape: ModelShape, workload: Workload) -> float:
-    """Operations that the model needs for one step: three times the forward's, full attention, the head included."""
+    """Operations that the model needs for one step, full attention and the head included.
+
+    Backward needs twice the forward's, but for frozen weights, which get no gradient, once.
+    """
     units = model_work(shape, ParallelPlan(strategy="ddp"), workload)
-    return 3.0 * sum(unit.count * unit.flops for unit in units) * workload.global_batch / workload.micro_batch
+    return sum(unit.count * unit.step_flops for unit in units) * workload.global_batch / workload.micro_batch
 
 
 @dataclass(frozen=True)

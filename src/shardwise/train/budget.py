@@ -6,7 +6,6 @@ whose memory is not known, are not judged.
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,12 +14,12 @@ from typing import Any
 
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import MemoryEstimate, memory_on
-from shardwise.spec.errors import ConfigError, MemoryBudgetError, ShardwiseError
+from shardwise.spec.errors import MemoryBudgetError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.policies import RecomputePolicy
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import size
 from shardwise.train.resolve import RunConfig
+from shardwise.train.workload import resolved_plan, shape_of, workload_of
 
 #: Bytes of a process on a CPU besides tensors: 240 MiB are resident once torch (2.13) and the trainer are loaded.
 PROCESS_BYTES = 240 << 20
@@ -108,53 +107,6 @@ def _gpu() -> Device | None:
         return Device("cuda", min(int(line) for line in answer.stdout.split()) << 20)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-def shape_of(resolved: RunConfig) -> ModelShape:
-    """The shape of the run's model.
-
-    Raises:
-        ConfigError: No arithmetic knows it.
-    """
-    if resolved.model is not None:
-        return ModelShape.from_config(resolved.model, resolved.config.model.preset or "the model")
-    folder = Path(resolved.config.model.hf or "").expanduser()
-    try:
-        return ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder.name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: {error}") from None
-
-
-def workload_of(resolved: RunConfig) -> Workload:
-    """What a step of the run computes, for the planner."""
-    plan, section = resolved.plan, resolved.config.optimizer
-    dtype = plan.precision.param_dtype if plan.mp_policy is not None else None
-    return Workload(
-        seq_len=resolved.seq_len,
-        global_batch=resolved.batch.total,
-        micro_batch=resolved.batch.micro,
-        precision={"auto": "bf16", "fp64": "fp32", None: "fp32"}.get(dtype, dtype or "fp32"),
-        optimizer="sgd-momentum" if section.name == "sgd" and section.momentum else section.name,
-        recompute=_recompute(plan.recompute, resolved),
-        compile=plan.compile,
-        in_backward=section.in_backward,
-    )
-
-
-def _recompute(policy: RecomputePolicy | None, resolved: RunConfig) -> str | int:
-    """Recomputation in the planner's words; modules named by hand count as all."""
-    if policy is None:
-        return "full" if resolved.model is not None and resolved.model.activation_checkpointing else "none"
-    if policy.save:
-        return "selective"
-    layers = shape_of(resolved).num_layers
-    return "full" if policy.every == 1 else -(-layers // policy.every)
-
-
-def resolved_plan(resolved: RunConfig) -> ParallelPlan:
-    """The run's plan with every degree filled in."""
-    mesh = resolved.mesh
-    return replace(resolved.plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
 
 
 def _needed(found: MemoryEstimate, device: Device) -> int:

@@ -34,7 +34,6 @@ from shardwise.spec.run_files import (
     SUMMARY,
     WANDB_ID,
 )
-from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import printable, size
 from shardwise.train.config import Config
 from shardwise.train.folder import replace_json, replace_text
@@ -133,17 +132,6 @@ def to_line(record: Record) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             values[key] = None  # JSON has no infinity
     return json.dumps(values) + "\n"
-
-
-def flops_per_token(shape: GPTConfig, seq_len: int) -> float:
-    """Forward and backward FLOPs per token: ``6 N + 12 L h s`` (Chowdhery et al., PaLM, 2022, appendix B).
-
-    ``N`` leaves out position embeddings, which are only looked up, and counts the token embedding once, for the output
-    projection.
-    """
-    lookups = shape.seq_len * shape.hidden + (0 if shape.tied else shape.vocab_size * shape.hidden)
-    active = shape.num_parameters - lookups
-    return 6.0 * active + 12.0 * shape.num_layers * shape.hidden * seq_len
 
 
 def peak_flops(device_name: str, dtype: str, *, uses_tf32: bool) -> float | None:

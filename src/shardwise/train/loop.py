@@ -50,7 +50,6 @@ from shardwise.train.log import (
     Recorder,
     Report,
     Speed,
-    flops_per_token,
     peak_flops,
 )
 from shardwise.train.owned import owned_units
@@ -60,6 +59,7 @@ from shardwise.train.resolve import Batch, RunConfig, data_of
 from shardwise.train.sampler import Sampler
 from shardwise.train.step_time import predict_step
 from shardwise.train.unread import ReadStep, StepTime, StopRequest, UnreadStep, UnreadSteps, exit_code
+from shardwise.train.workload import flops_per_token
 
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
 MEASURED_STEPS = 3
@@ -163,6 +163,12 @@ def _has_checkpoint(directory: Path) -> bool:
     return find_latest(directory).path is not None
 
 
+def _mfu_of_token(resolved: RunConfig, model: nn.Module, device: torch.device, num_ranks: int) -> float | None:
+    """The share of all devices' peaks that one token a second takes."""
+    peak, needed = _peak_flops(model, device), flops_per_token(resolved)
+    return None if peak is None or needed is None else needed / (peak * num_ranks)
+
+
 def _peak_flops(model: nn.Module, device: torch.device) -> float | None:
     """The device's dense peak for the dtype that the model's matrix products run in."""
     if device.type != "cuda":
@@ -218,7 +224,7 @@ class Trainer:
                 "optimizer.in_backward=true, but the model is in fp16: its scaled gradients are looked at before the"
                 " update.\n  Set parallel.mp_policy: {param_dtype: bf16, master_dtype: fp32}, or in_backward=false."
             )
-        self.peak_flops = _peak_flops(self.model, device)
+        self.mfu_of_token = _mfu_of_token(resolved, self.model, device, control.size)
         decay = config.train.ema_decay
         self.average = None if decay is None else sw.ExponentialMovingAverage(self.model, decay)
         self.report = Report(
@@ -548,11 +554,7 @@ class Trainer:
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         """The share of the devices' dense peak; ``None`` where the model's FLOPs or the peak are not known."""
-        shape = self.resolved.model
-        if self.peak_flops is None or shape is None or shape.num_experts:
-            return None
-        needed = flops_per_token(shape, self.resolved.seq_len)
-        return tokens_per_s * needed / (self.peak_flops * self.control.size)
+        return None if self.mfu_of_token is None else tokens_per_s * self.mfu_of_token
 
     def _evaluate(self) -> float:
         """The held-out loss, of the averaged weights where there are any."""

@@ -1,0 +1,73 @@
+"""A run as the planner sees it: the model's shape, the plan with every degree, and what a step computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.cost.workload import Workload
+from shardwise.planner.time import model_flops
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import RecomputePolicy
+from shardwise.spec.shape import ModelShape
+from shardwise.train.resolve import RunConfig
+
+
+def shape_of(resolved: RunConfig) -> ModelShape:
+    """The shape of the run's model.
+
+    Raises:
+        ConfigError: No arithmetic knows it.
+    """
+    if resolved.model is not None:
+        return ModelShape.from_config(resolved.model, resolved.config.model.preset or "the model")
+    if resolved.config.model.hf is None:
+        raise ConfigError("the shape of this model is not known")
+    folder = Path(resolved.config.model.hf).expanduser()
+    try:
+        return ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder.name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: {error}") from None
+
+
+def workload_of(resolved: RunConfig) -> Workload:
+    """What a step of the run computes, for the planner."""
+    plan, section = resolved.plan, resolved.config.optimizer
+    dtype = plan.precision.param_dtype if plan.mp_policy is not None else None
+    return Workload(
+        seq_len=resolved.seq_len,
+        global_batch=resolved.batch.total,
+        micro_batch=resolved.batch.micro,
+        precision={"auto": "bf16", "fp64": "fp32", None: "fp32"}.get(dtype, dtype or "fp32"),
+        optimizer="sgd-momentum" if section.name == "sgd" and section.momentum else section.name,
+        recompute=_recompute(plan.recompute, resolved),
+        compile=plan.compile,
+        in_backward=section.in_backward,
+    )
+
+
+def flops_per_token(resolved: RunConfig) -> float | None:
+    """Operations that the model needs for a token, forward and backward; ``None`` where no arithmetic knows it."""
+    try:
+        workload = workload_of(resolved)
+        return model_flops(shape_of(resolved), workload) / (workload.global_batch * workload.seq_len)
+    except (ShardwiseError, ArithmeticError, LookupError):
+        return None
+
+
+def _recompute(policy: RecomputePolicy | None, resolved: RunConfig) -> str | int:
+    """Recomputation in the planner's words; modules named by hand count as all."""
+    if policy is None:
+        return "full" if resolved.model is not None and resolved.model.activation_checkpointing else "none"
+    if policy.save:
+        return "selective"
+    layers = shape_of(resolved).num_layers
+    return "full" if policy.every == 1 else -(-layers // policy.every)
+
+
+def resolved_plan(resolved: RunConfig) -> ParallelPlan:
+    """The run's plan with every degree filled in."""
+    mesh = resolved.mesh
+    return replace(resolved.plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
