@@ -46,7 +46,9 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
     if isinstance(pipeline, dict):
         pipeline.pop("num_microbatches", None)  # train derives them from the batch
     optimizer = dict(held.get("optimizer") or {})
-    optimizer.setdefault("name", workload.optimizer if workload.optimizer in {"adamw", "adam", "sgd"} else "adamw")
+    if "name" not in optimizer:
+        name = workload.optimizer.partition("-")[0]
+        optimizer |= {"name": name} | ({"momentum": 0.0} if workload.optimizer == "sgd" else {})
     train = {
         key: value
         for key, value in (held.get("train") or {}).items()

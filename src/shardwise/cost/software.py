@@ -1,8 +1,9 @@
 """What differs between generations of software on the same hardware: shares of peaks, what is fused, what is hidden.
 
 ``products`` and ``attention`` are shares of the dense peak that large products and kernels of attention reach, one
-number for each architecture. They and the constants below them are fitted by ``bench/fit.py`` on the sources that
-``planner.validate`` names, or are priors with a source; the comment of each generation says which.
+number for each architecture. ``python -m bench.fit`` fits them, and the constants below them, on rows of the sources
+that ``planner.validate.FITTED`` names, and prints which; what those rows do not touch is a prior, whose mean and source
+stand in ``bench/fit.py``.
 """
 
 from __future__ import annotations

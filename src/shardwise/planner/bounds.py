@@ -22,6 +22,7 @@ from shardwise.planner.candidate import Candidate
 from shardwise.planner.device import BESIDE
 from shardwise.planner.legal import Layout
 from shardwise.planner.stage import Chain, stage_blocks
+from shardwise.planner.time import HOST_UPDATE
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import Experts, ModelShape
@@ -196,8 +197,8 @@ class TimeBound:
         experts = expert_parameters(self._shape)
         dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
         shard = layout.dp_shard * layout.cp if PRESETS[candidate.strategy].shards_optimizer else 1
-        tensors = 5 if self._workload.optimizer == "sgd" else 7
-        return 4 * tensors * dense / shard / _HOST_UPDATE
+        tensors = 3 + 2 * self._workload.optimizer_tensors
+        return 4 * tensors * dense / shard / HOST_UPDATE
 
     def _computed(self, candidate: Candidate) -> tuple[float, float]:
         """Seconds of computing, of collectives inside units, and of the pipeline's fill; and of those collectives."""
@@ -392,7 +393,3 @@ class TimeBound:
                 reduce += number * link.seconds(kind, 2 * dense * unit.num_trained / unit.num_parameters)
             self._collectives[key] = gather, reduce
         return self._collectives[key]
-
-
-#: Bytes per second with which the host updates, at most.
-_HOST_UPDATE = 20e9
