@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import csv
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 
+from shardwise.cost.hardware import GIB
 from shardwise.planner.accounting import ZERO, Accounting, StateBytes
 from shardwise.planner.memory import MemoryEstimate, estimate_memory
 from shardwise.planner.published import PublishedRow, published_rows
+from shardwise.planner.validate import Errors
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.shape import Mlp
-
-GIB = 1 << 30
 
 #: The one number that is fitted here: the median, over the rows of BigScience's BLOOM chronicles, of what nvidia-smi
 #: showed beyond tensors, context and communicators (torch 1.10 to 1.12).
@@ -166,15 +165,10 @@ def table(found: Mapping[str, Sequence[float]]) -> list[str]:
     """Errors by source, one line each."""
     lines = [f"{'source':<18} {'role':<18} rows  median    mean     p90   worst"]
     for source, signed in found.items():
-        errors = sorted(abs(error) for error in signed)
-        shown = (statistics.median(errors), statistics.mean(errors), _at(errors, 0.9), errors[-1])
-        lines.append(f"{source:<18} {role(source):<18} {len(errors):>4}" + "".join(f"{e:>8.1%}" for e in shown))
+        errors = Errors.of(signed)
+        shown = (errors.median, errors.mean, errors.p90, errors.worst)
+        lines.append(f"{source:<18} {role(source):<18} {errors.count:>4}" + "".join(f"{e:>8.1%}" for e in shown))
     return lines
-
-
-def _at(ordered: Sequence[float], share: float) -> float:
-    """The nearest value of which at least ``share`` are no greater."""
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
 def main() -> None:

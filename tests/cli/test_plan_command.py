@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from shardwise.cli import main
-from shardwise.cli.plan import match_gpu
+from shardwise.cli.plan import find_subject, this_gpu
 from shardwise.cost.hardware import GIB
+from shardwise.spec.errors import ConfigError
 
 FIRST = ["llama-3-8b", "--gpus", "8", "--gpu", "H100-80GB-SXM", "--seq", "8192", "--global-batch", "64"]
 TINY = ["gpt-tiny", "--gpus", "2", "--gpu", "L4", "--gpus-per-node", "2", "--global-batch", "8"]
@@ -122,7 +123,12 @@ def test_a_configuration_fixes_what_it_says_and_stays_as_it_is(capsys: pytest.Ca
     )
     held = as_json(capsys, "run.yaml", "--gpus", "4", "--gpu", "L4", "--out", "plan.yaml")
     assert held["model"]["layers"] == 8
-    asked = {"seq_len": 32, "global_batch": 16, "precision": "fp32", "optimizer": "sgd"}
+    asked = {
+        "seq_len": 32,
+        "global_batch": 16,
+        "precision": "fp32",
+        "optimizer": "sgd-momentum",
+    }  # train's momentum is 0.9
     assert held["workload"] == {**asked, "lora_rank": None}
     assert {(made["plan"]["strategy"], made["plan"]["tp"], made["micro_batch"]) for made in held["plans"]} == {
         ("zero1", 2, 2)
@@ -133,6 +139,16 @@ def test_a_configuration_fixes_what_it_says_and_stays_as_it_is(capsys: pytest.Ca
     assert written["optimizer"] == {"name": "sgd", "lr": 0.5}
     assert written["train"] == {"steps": 7, "micro_batch_size": 2, "global_batch_size": 16}
     assert main(["validate", "plan.yaml", "--nproc", "4"]) == 0
+
+
+@pytest.mark.parametrize(("given", "momentum"), [("sgd", 0.0), ("sgd-momentum", 0.9)])
+def test_the_momentum_that_was_planned_for_is_written(
+    capsys: pytest.CaptureFixture[str], given: str, momentum: float
+) -> None:
+    assert run(capsys, *TINY, "--optimizer", given, "--out", "plan.yaml")[0] == 0
+    written = yaml.safe_load(Path("plan.yaml").read_text())["optimizer"]
+    assert (written["name"], written.get("momentum", 0.9)) == ("sgd", momentum)  # train's own is 0.9
+    assert find_subject("plan.yaml").optimizer == given
 
 
 def test_where_nothing_fits_the_page_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,34 +199,13 @@ def test_mistakes_end_with_78_and_say_what_to_do(
 
 
 @pytest.mark.parametrize(
-    ("name", "gib", "expected"),
-    [
-        ("NVIDIA H100 80GB HBM3", 79.1, "H100-80GB-SXM"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB-SXM"),
-        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB-SXM"),
-        ("NVIDIA H200", 139.8, "H200-141GB-SXM"),
-        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB-SXM2"),
-        ("NVIDIA L4", 22.0, "L4"),
-        ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
-        ("NVIDIA A100 80GB PCIe", 79.2, None),
-        ("NVIDIA L40S", 44.5, None),
-        ("Tesla T4", 14.6, None),
-    ],
-)
-def test_a_driver_s_name_of_a_gpu_is_found_in_the_table_or_nothing_is(
-    name: str, gib: float, expected: str | None
-) -> None:
-    assert match_gpu(name, int(gib * GIB)) == expected
-
-
-@pytest.mark.parametrize(
     ("more", "said"),
     [
         (["--gpus", "0"], "--gpus 0: expected a number above 0"),
         (["--gpus", "12"], "Set --gpus 8 or 16, or --gpus-per-node to a divisor of 12"),
         (["--gpus", "8", "--global-batch", "0"], "global_batch=0: expected a whole number of at least 1"),
         (["--gpus", "8", "--seq", "0"], "--seq 0: expected a whole number of at least 1"),
-        (["--gpus", "8", "--optimizer", "lion"], "expected adamw, adam or sgd"),
+        (["--gpus", "8", "--optimizer", "lion"], "expected adamw, adam, sgd, sgd-momentum"),
     ],
 )
 def test_numbers_that_no_cluster_or_step_has_are_refused(
@@ -219,3 +214,17 @@ def test_numbers_that_no_cluster_or_step_has_are_refused(
     code, out, err = run(capsys, "gpt2", "--gpu", "L4", *more)
     assert (code != 0, out) == (True, "")
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("NVIDIA H200", "H200-141GB-SXM"), ("NVIDIA H100 NVL", None), ("NVIDIA GH200 144G HBM3e", None)]
+)
+def test_this_machines_gpu_is_taken_for_no_other(monkeypatch: pytest.MonkeyPatch, name: str, found: str | None) -> None:
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    for attribute, value in (("is_available", True), ("get_device_name", name), ("device_count", 8)):
+        monkeypatch.setattr(f"torch.cuda.{attribute}", lambda *_, value=value: value)
+    if found is None:
+        with pytest.raises(ConfigError, match="not in the hardware table"):
+            this_gpu()
+    else:
+        assert this_gpu() == (found, 8)

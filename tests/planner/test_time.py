@@ -210,3 +210,11 @@ def test_a_drawing_is_of_the_software_that_was_assumed():
     plan = ParallelPlan(strategy="zero1", pp=4, pipeline=PipelinePolicy("1f1b", 16))
     found = estimate(SHAPE, plan, CLUSTER, WORKLOAD, software="megatron-core")
     assert simulated(found).seconds == pytest.approx(found.step_time_s, rel=1e-6)
+
+
+def test_an_update_moves_each_state_twice_and_the_gradient_once():
+    adamw, momentum, plain = (
+        made(optimizer=name).time.by_category["optimizer"] for name in ("adamw", "sgd-momentum", "sgd")
+    )
+    assert momentum == pytest.approx(5 / 7 * adamw)
+    assert plain == pytest.approx(3 / 7 * adamw)

@@ -65,7 +65,7 @@ def plan(  # noqa: PLR0917  typer's form
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Only this many sequences a forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="What products compute in: bf16 (default), fp16, fp32.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw (default), adam or sgd.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw (default), adam, sgd or sgd-momentum.")] = None,
     lora: Annotated[
         int | None, typer.Option(help="Train adapters of this rank on every linear layer of the blocks, nothing else.")
     ] = None,
@@ -86,7 +86,7 @@ def plan(  # noqa: PLR0917  typer's form
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Plan."""
-    from shardwise.cost.workload import Workload
+    from shardwise.cost.workload import OPTIMIZERS, Workload
 
     if lora is not None and lora < 1:
         raise ConfigError(f"--lora {lora}: expected a rank of at least 1.\n  Set for example --lora 16.")
@@ -99,7 +99,7 @@ def plan(  # noqa: PLR0917  typer's form
     check_writable(report)
     check_writable(trace)
     cluster = _cluster(gpu, gpus, gpus_per_node, network)
-    subject = find_subject(model or _LARGEST if largest else model, cluster.num_gpus, cluster.gpus_per_node)
+    subject = find_subject(model or _LARGEST if largest else model)
     fixed = {**subject.fixed, **read_fixed(fix or [])}
     options = {
         "strategy": strategy,
@@ -112,9 +112,9 @@ def plan(  # noqa: PLR0917  typer's form
     fixed |= {name: value for name, value in options.items() if value is not None}
     tokens = (subject.seq_len or min(subject.shape.seq_len, 2048)) if seq is None else seq
     _check_length(tokens, subject.shape)
-    if optimizer not in {None, "adamw", "adam", "sgd"}:
+    if optimizer is not None and optimizer not in OPTIMIZERS:
         raise ConfigError(
-            f"--optimizer {optimizer}: expected adamw, adam or sgd.\n  The states of others are not known."
+            f"--optimizer {optimizer}: expected {', '.join(OPTIMIZERS)}.\n  The states of others are not known."
         )
     workload = Workload(
         seq_len=tokens,
@@ -252,7 +252,7 @@ class Subject:
         return {"hf": str(folder.resolve())}
 
 
-def find_subject(model: str | None, world_size: int, local_size: int) -> Subject:
+def find_subject(model: str | None) -> Subject:
     """What MODEL names.
 
     Raises:
@@ -268,7 +268,7 @@ def find_subject(model: str | None, world_size: int, local_size: int) -> Subject
         )
     path = Path(model).expanduser()
     if model.lower().endswith(CONFIG_ENDINGS):
-        return _from_file(path, world_size, local_size)
+        return _from_file(path)
     if path.is_dir() or path.suffix == ".json":
         folder = path if path.is_dir() else path.parent
         return Subject(_shape(path), {"hf": str(folder.resolve())})
@@ -294,13 +294,13 @@ def _shape(source: str | Path | GPTConfig) -> ModelShape:
 _TRAIN = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation_steps"}
 
 
-def _from_file(path: Path, world_size: int, local_size: int) -> Subject:
+def _from_file(path: Path) -> Subject:
     from shardwise.spec.precision import item_bytes
     from shardwise.spec.shape.gpt import gpt_config
     from shardwise.train.config import read_config
     from shardwise.train.hf import stored_dtype
+    from shardwise.train.workload import optimizer_of
 
-    del world_size, local_size
     raw = read_config(path)
     raw.raise_if_any()
     config, train, parallel = raw.config, raw.given("train"), raw.given("parallel")
@@ -334,7 +334,7 @@ def _from_file(path: Path, world_size: int, local_size: int) -> Subject:
         seq_len=config.data.seq_len,
         global_batch=config.train.global_batch_size,
         precision="bf16" if computed == "auto" else str(computed),
-        optimizer=config.optimizer.name,
+        optimizer=optimizer_of(config.optimizer),
     )
 
 
@@ -409,7 +409,7 @@ def this_gpu() -> tuple[str, int]:
     Raises:
         ConfigError: There is none, or the table does not know it.
     """
-    from shardwise.cost.hardware import gpus
+    from shardwise.cost.hardware import gpu_of_device, gpus
 
     known = (
         f"  Name one with --gpu: {', '.join(gpus())}.\n  `shardwise calibrate` measures a machine that is not listed."
@@ -420,22 +420,8 @@ def this_gpu() -> tuple[str, int]:
 
     if not torch.cuda.is_available():
         raise ConfigError(f"torch sees no GPU here, and no --gpu was given.\n{known}")
-    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
-    found = match_gpu(name, memory)
+    name = torch.cuda.get_device_name(0)
+    found = gpu_of_device(name)
     if found is None:
         raise ConfigError(f"the GPU of this machine, {name!r}, is not in the hardware table.\n{known}")
-    return found, torch.cuda.device_count()
-
-
-def match_gpu(name: str, memory_bytes: int) -> str | None:
-    """The GPU of the table that a driver calls ``name``: the same model and form, and the nearest size of memory."""
-    from shardwise.cost.hardware import gpus
-
-    words = name.upper().replace("-", " ").split()
-    alike = [
-        gpu
-        for gpu in gpus().values()
-        if gpu.name.split("-")[0].upper() in "".join(words) and ("PCIE" in words) <= (gpu.link_domain == 1)
-    ]
-    near = [gpu for gpu in alike if abs(gpu.memory_bytes - memory_bytes) < 0.1 * memory_bytes]
-    return min(near, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes)).name if near else None
+    return found.name, torch.cuda.device_count()

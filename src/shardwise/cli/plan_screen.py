@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from shardwise.cost.hardware import GIB
 from shardwise.planner import Cluster, Estimate, Workload
 from shardwise.planner.explain import gib, misfits, num_microbatches, recommendation, seconds, table_rows, title, why
 from shardwise.planner.fit import Largest, Remedy
@@ -19,7 +20,6 @@ from shardwise.spec.text import aligned
 WIDTH, HEIGHT = 80, 40
 _LEAST_ROWS = 3
 _BAR = 34
-GIB = 1 << 30
 
 
 def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str]:

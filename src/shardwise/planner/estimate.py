@@ -6,15 +6,13 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from shardwise.cost.hardware import Cluster
+from shardwise.cost.hardware import GIB, Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import MemoryEstimate, estimate_memory
 from shardwise.planner.time import TimeEstimate, estimate_time
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
-
-_GIB = 1 << 30
 
 #: Share of a device's memory that a recommended plan leaves free. Predicted peaks of published runs that nothing was
 #: fitted on are wrong by 3.9% in the mean (`make validate`): a plan with less to spare may well run out.
@@ -68,10 +66,10 @@ class Estimate:
             return f"a step spends its time on {', '.join(shown)}"
         capacity = self.cluster.device.memory_bytes
         parts = sorted(self.memory.by_category.items(), key=lambda item: -item[1])
-        shown = [f"{name} {held / _GIB:.1f} GiB" for name, held in parts if held > 0][:3]
-        needed = f"{self.memory.device_bytes / _GIB:.1f} GiB of a device's {capacity / _GIB:.1f} GiB"
+        shown = [f"{name} {held / GIB:.1f} GiB" for name, held in parts if held > 0][:3]
+        needed = f"{self.memory.device_bytes / GIB:.1f} GiB of a device's {capacity / GIB:.1f} GiB"
         if self.memory.device_bytes <= capacity:
-            return f"needs {self.memory.host_bytes / _GIB:,.0f} GiB of its host's memory for each rank"
+            return f"needs {self.memory.host_bytes / GIB:,.0f} GiB of its host's memory for each rank"
         return f"needs {needed}: {', '.join(shown)}"
 
     @property

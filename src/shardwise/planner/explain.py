@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from shardwise.cost.hardware import GIB
 from shardwise.planner.candidate import divisors
 from shardwise.planner.estimate import MARGIN, Estimate, estimate
 from shardwise.planner.memory import estimate_memory
 from shardwise.planner.plainness import EQUALLY_FAST
 from shardwise.planner.search import fastest_of, kind_of
-
-GIB = 1 << 30
 
 #: Waiting that takes less than this share of a step is not worth a sentence.
 _NOTABLE = 0.03

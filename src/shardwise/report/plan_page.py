@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from shardwise.cost.hardware import GIB
 from shardwise.planner import Estimate
-from shardwise.planner.explain import GIB, gib, num_microbatches, seconds, title, why
+from shardwise.planner.explain import gib, num_microbatches, seconds, title, why
 from shardwise.planner.simulated import simulated
 from shardwise.report import mesh
 from shardwise.report.chart import Stack, fills_of, stacked_bars

@@ -12,6 +12,7 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import RecomputePolicy
 from shardwise.spec.shape import ModelShape
+from shardwise.train.config import OptimizerSection
 from shardwise.train.resolve import RunConfig
 
 
@@ -41,11 +42,16 @@ def workload_of(resolved: RunConfig) -> Workload:
         global_batch=resolved.batch.total,
         micro_batch=resolved.batch.micro,
         precision={"auto": "bf16", "fp64": "fp32", None: "fp32"}.get(dtype, dtype or "fp32"),
-        optimizer="sgd-momentum" if section.name == "sgd" and section.momentum else section.name,
+        optimizer=optimizer_of(section),
         recompute=_recompute(plan.recompute, resolved),
         compile=plan.compile,
         in_backward=section.in_backward,
     )
+
+
+def optimizer_of(section: OptimizerSection) -> str:
+    """The optimizer in the planner's words; the momentum of ``sgd`` is not 0 unless said."""
+    return "sgd-momentum" if section.name == "sgd" and section.momentum != 0 else section.name
 
 
 def flops_per_token(resolved: RunConfig) -> float | None:
