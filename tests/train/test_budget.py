@@ -31,7 +31,7 @@ def refusal(resolved: RunConfig, device: Device) -> str:
 def test_the_message_has_the_largest_category_and_single_changes_that_fit():
     said = refusal(run("parallel.strategy=zero3", "train.micro_batch_size=16"), A100)
     assert "gpt2-xl under zero3 on 8 ranks needs" in said
-    assert "which has 42.9 GB; the largest part is activations" in said
+    assert "which has 40.0 GiB; the largest part is activations" in said
     assert "train.micro_batch_size=1" in said
     assert "parallel.activation_checkpointing=full" in said
     assert "train.check_memory=false" in said

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cost.workload import Workload
+from shardwise.planner.explain import gib
 from shardwise.planner.memory import MemoryEstimate, memory_on
 from shardwise.spec.errors import MemoryBudgetError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
@@ -65,15 +66,16 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
     name, held = max(found.by_category.items(), key=lambda item: item[1])
     if device.device_type == "cpu" and found.host_bytes > held:
         name, held = "what is offloaded to the host", found.host_bytes
+    show = gib if device.device_type == "cuda" else size
     what = "GPU" if device.device_type == "cuda" else "process"
     has = "has" if device.device_type == "cuda" else "can have"
     ranks = resolved.mesh.world_size
-    remedies = [f"{words} ({size(bytes_)})" for words, bytes_ in _remedies(resolved, shape, workload, device)]
+    remedies = [f"{words} ({show(bytes_)})" for words, bytes_ in _remedies(resolved, shape, workload, device)]
     advice = f"Fits with: {'; '.join(remedies)}." if remedies else "No other plan makes it fit: use a smaller model."
     raise MemoryBudgetError(
         f"{shape.name} under {resolved.plan.strategy} on {ranks} rank{'s' if ranks != 1 else ''} needs"
-        f" {size(needed)} on the fullest {what}, which {has} {size(device.memory_bytes)}; the largest part is {name}"
-        f" with {size(held)}.\n  {advice}\n"
+        f" {show(needed)} on the fullest {what}, which {has} {show(device.memory_bytes)}; the largest part is {name}"
+        f" with {show(held)}.\n  {advice}\n"
         "  `shardwise plan` ranks every plan; train.check_memory=false tries this one all the same."
     )
 
