@@ -206,6 +206,14 @@ def test_no_precision_computes_faster_than_its_peak(gpu):
         assert made_.mfu < 1
 
 
+def test_a_dtype_without_units_is_computed_in_fp32_or_refused():
+    half, emulated, full = (made(gpu="V100-32GB-SXM2", precision=p).step_time_s for p in ("fp16", "bf16", "fp32"))
+    assert half * 3 < emulated
+    assert emulated == pytest.approx(full, rel=0.25)
+    with pytest.raises(ConfigError, match="A100-80GB-SXM has no units"):
+        made(gpu="A100-80GB-SXM", precision="fp8")
+
+
 def test_a_drawing_is_of_the_software_that_was_assumed():
     plan = ParallelPlan(strategy="zero1", pp=4, pipeline=PipelinePolicy("1f1b", 16))
     found = estimate(SHAPE, plan, CLUSTER, WORKLOAD, software="megatron-core")

@@ -148,12 +148,13 @@ def _rate(gpu: Gpu, software: Software, precision: str) -> float:
     if precision == "fp32":
         return gpu.peaks.get("fp32", 1e12) * share  # TF32 is off unless asked for (torch.backends.cuda.matmul)
     if precision == "fp8" and "fp8" in gpu.peaks:
-        return _wide_peak(gpu) * share * software.fp8
-    return gpu.peaks.get(precision, _wide_peak(gpu)) * share
+        return _peak(gpu, "bf16") * share * software.fp8
+    return _peak(gpu, precision) * share
 
 
-def _wide_peak(gpu: Gpu) -> float:
-    return gpu.peaks.get("bf16") or gpu.peaks.get("fp16") or max(gpu.peaks.values())
+def _peak(gpu: Gpu, precision: str) -> float:
+    """The dense peak of a dtype; one that the GPU has no units for (bf16 on Volta) is computed in fp32."""
+    return gpu.peaks.get(precision) or gpu.peaks.get("fp32") or max(gpu.peaks.values())
 
 
 def attention_seconds(work: AttentionWork, gpu: Gpu, software: Software, workload: Workload) -> tuple[float, float]:
@@ -164,7 +165,7 @@ def attention_seconds(work: AttentionWork, gpu: Gpu, software: Software, workloa
     """
     if software.attention:
         flops = work.flops * (0.5 if work.is_causal else 1.0)
-        peak = gpu.peaks.get("fp32" if workload.precision == "fp32" else "bf16", _wide_peak(gpu))
+        peak = _peak(gpu, "bf16" if workload.precision == "fp8" else workload.precision)
         share = software.attention.get(gpu.arch, 0.3) * work.keys / (work.keys + _SHORT_KEYS)
         width = work.width / work.heads
         share *= (width / 128) ** 0.3 if width < 128 else 1.0  # heads of 64 do less for each exponential

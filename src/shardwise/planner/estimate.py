@@ -130,6 +130,8 @@ def estimate(
             f"recompute={workload.recompute}: {shape.name} has {shape.num_layers} blocks.\n"
             f"  Set recompute={shape.num_layers} or less."
         )
+    if workload.precision == "fp8" and "fp8" not in cluster.device.peaks:
+        raise ConfigError(f"precision='fp8': {cluster.device.name} has no units for it.\n  Use bf16 or fp16.")
     mesh = plan.mesh(cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus))
     _check_batch(plan, workload, mesh.data_parallel_size)
     recompute = _recompute(shape, plan, workload)
