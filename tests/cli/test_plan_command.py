@@ -228,3 +228,10 @@ def test_this_machines_gpu_is_taken_for_no_other(monkeypatch: pytest.MonkeyPatch
             this_gpu()
     else:
         assert this_gpu() == (found, 8)
+
+
+def test_a_dtype_without_units_is_said(capsys):
+    assert main(["plan", "gpt2", "--gpu", "V100-16GB-SXM2", "--gpus", "2"]) == 0
+    assert "V100-16GB-SXM2 has no units for bf16" in capsys.readouterr().out
+    assert main(["plan", "gpt2", "--gpu", "V100-16GB-SXM2", "--gpus", "2", "--precision", "fp16"]) == 0
+    assert "no units" not in capsys.readouterr().out

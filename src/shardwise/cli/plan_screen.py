@@ -34,10 +34,13 @@ def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str
         else ""
     )
     batch = f"{workload.global_batch:,} sequences of {workload.seq_len:,} tokens"
+    device, precision = cluster.device, workload.precision
+    slow = f"{device.name} has no units for {precision}, which takes as long as fp32: try --precision fp16"
     return [
         f"{shape.name}, {count(shape.num_parameters)} parameters{active}",
         f"on {where}",
-        f"a step: {batch}, {workload.precision}, {_trained(workload)}",
+        f"a step: {batch}, {precision}, {_trained(workload)}",
+        *([slow] if "fp16" in device.peaks and precision not in device.peaks else []),
     ]
 
 
