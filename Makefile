@@ -6,13 +6,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv/.peers
 INTEGRATIONS := .venv-integrations/.installed
+VERL := .venv-verl/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all test-integrations fuzz check size replay bench gpu models parity clean
+.PHONY: help venv demo test test-all test-integrations test-verl fuzz check size replay bench gpu models parity clean
 
-test test-all test-integrations check: export OMP_NUM_THREADS = 1
+test test-all test-integrations test-verl check: export OMP_NUM_THREADS = 1
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/' | expand -t 18
@@ -50,8 +51,19 @@ $(INTEGRATIONS): $(STAMP)
 	@.venv-integrations/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,integrations]'
 	@touch $@
 
-test-integrations: $(INTEGRATIONS) ## transformers.Trainer, TRL, Accelerate under our plans beside their own one process
+test-integrations: $(INTEGRATIONS) ## transformers, TRL, Accelerate, Lightning, Ray under our plans beside one process
 	@.venv-integrations/bin/python -m pytest -m integrations -n $(WORKERS) --dist worksteal
+
+$(VERL): $(STAMP)
+	@test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
+	@echo "installing verl, which asks for an older transformers, into .venv-verl"
+	@grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv-verl/constraints.txt
+	@.venv-verl/bin/python -m pip install -qq --disable-pip-version-check -c .venv-verl/constraints.txt -e '.[dev,verl]'
+	@rm -rf .venv-verl/lib/python*/site-packages/tests # verl 0.9.1 installs its tests as a package, which hides ours
+	@touch $@
+
+test-verl: $(VERL) ## verl's training engine under our plans beside one process
+	@.venv-verl/bin/python -m pytest -m integrations tests/integrations/test_verl.py
 
 FIRST ?= $(shell date +%s)
 COUNT ?= 200
@@ -97,5 +109,5 @@ parity: $(STAMP) ## train every product of parallel degrees beside one process; 
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/parity_table.py
 
 clean: ## remove .venv, caches and build results (runs/ stays)
-	@rm -rf .venv .venv-integrations build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	@rm -rf .venv .venv-integrations .venv-verl build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	@find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -58,8 +58,8 @@ ATTENTION = {
 SHARED = {"slowdown": (1.15, 0.06), "link": (0.7, 0.15), "network": (0.75, 0.15), "fp8": (1.5, 0.15)}
 
 #: Generations with the same numbers, and those whose attention is FlashAttention-2.
-FAMILIES = (("megatron-core", "megatron-core-plain"), ("pytorch", "torchtitan"))
-FLASH = ("pytorch", "torchtitan", "pytorch-2023", "nanotron")
+FAMILIES = (("megatron-core", "megatron-core-plain"), ("pytorch", "torchtitan", "torchtitan-async-tp"))
+FLASH = ("pytorch", "torchtitan", "torchtitan-async-tp", "pytorch-2023", "nanotron")
 
 #: The error that a row without a mistake is expected to have, from where on errors count linearly (Huber), and the
 #: step of slopes.

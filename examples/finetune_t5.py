@@ -48,19 +48,32 @@ def build(folder: str | None) -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(vocab_size=2 + 256, decoder_start_token_id=PAD, **shape))
 
 
+def show_answers(when: str, model: T5ForConditionalGeneration) -> None:
+    """generate() gathers unit by unit; all ranks take part."""
+    model.eval()
+    asked = collate(PAIRS[40:42])
+    told = model.generate(input_ids=asked["input_ids"], attention_mask=asked["attention_mask"], max_new_tokens=LENGTH)
+    model.train()
+    if torch.distributed.get_rank() == 0:
+        for (source, _), row in zip(PAIRS[40:42], told.tolist(), strict=True):
+            print(f"{when}: {source} -> {bytes(token - 2 for token in row if token > END).decode(errors='replace')}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--strategy", default="zero3")
     options = parser.parse_args()
 
-    plan = sw.ParallelPlan(strategy="full_shard", auto_wrap_policy=sw.wrap_by_class({T5Block}))
+    plan = sw.ParallelPlan(strategy=options.strategy, auto_wrap_policy=sw.wrap_by_class({T5Block}))
     model = sw.parallelize(build(options.model).to(DEVICE), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     is_first = torch.distributed.get_rank() == 0
     rank, size = sw.data_parallel_rank(model), sw.data_parallel_size(model)
     sampler = DistributedSampler(PAIRS, num_replicas=size, rank=rank)
     loader = DataLoader(PAIRS, batch_size=10, sampler=sampler, collate_fn=collate)
+    show_answers("before", model)
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         total = 0.0
@@ -74,12 +87,7 @@ def main() -> None:
         if is_first:
             print(f"epoch {epoch}  loss {total / len(loader):.3f}")
 
-    model.eval()  # generate() gathers unit by unit; all ranks take part
-    asked = collate(PAIRS[40:42])
-    told = model.generate(input_ids=asked["input_ids"], attention_mask=asked["attention_mask"], max_new_tokens=LENGTH)
-    if is_first:
-        for (source, _), row in zip(PAIRS[40:42], told.tolist(), strict=True):
-            print(source, "->", bytes(token - 2 for token in row if token > END).decode(errors="replace"))
+    show_answers("after", model)
 
 
 if __name__ == "__main__":

@@ -39,19 +39,33 @@ def pictures(count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"pixel_values": images.to(DEVICE), "labels": labels.to(DEVICE)}
 
 
+def show_accuracy(when: str, model: torch.nn.Module, generator: torch.Generator) -> None:
+    model.eval()
+    with torch.no_grad():
+        batch = pictures(64, generator)
+        right = (model(pixel_values=batch["pixel_values"]).logits.argmax(1) == batch["labels"]).float().mean()
+    model.train()
+    if torch.distributed.get_rank() == 0:
+        print(f"{when}: accuracy on new pictures {right.item():.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--strategy", default="zero3")
     options = parser.parse_args()
 
     plain = build(options.model).to(DEVICE)
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_("embeddings" not in name and "layer.0." not in name)
-    model = sw.parallelize(plain, sw.ParallelPlan(strategy="zero3", auto_wrap_policy=sw.wrap_by_class({"ViTLayer"})))
+    model = sw.parallelize(
+        plain, sw.ParallelPlan(strategy=options.strategy, auto_wrap_policy=sw.wrap_by_class({"ViTLayer"}))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     is_first = torch.distributed.get_rank() == 0
     generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # every rank draws other pictures
+    show_accuracy("before", model, generator)
     for step in range(options.steps):
         loss = model(**pictures(16, generator)).loss
         loss.backward()
@@ -59,12 +73,7 @@ def main() -> None:
         optimizer.zero_grad()
         if is_first and step % 20 == 0:
             print(f"step {step:2d}  loss {loss.item():.3f}")
-    model.eval()
-    with torch.no_grad():
-        batch = pictures(64, generator)
-        right = (model(pixel_values=batch["pixel_values"]).logits.argmax(1) == batch["labels"]).float().mean()
-    if is_first:
-        print(f"accuracy on new pictures {right.item():.2f}")
+    show_accuracy("after", model, generator)
 
 
 if __name__ == "__main__":

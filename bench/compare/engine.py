@@ -19,7 +19,7 @@ from shardwise.spec.policies import WrapPolicy
 from shardwise.train import build
 from shardwise.train.build import to_tensors
 from shardwise.train.config import read_config
-from shardwise.train.data import RandomPart, open_data
+from shardwise.train.data.samples import RandomPart, open_data
 from shardwise.train.resolve import RunConfig, resolve
 
 
@@ -68,7 +68,7 @@ class Workload:
 
     def loss(self, model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """The mean loss over the tokens of a batch."""
-        return self._objective.loss(model, (inputs_BT, targets_BT))
+        return self._objective.loss(model, build.TokenBatch(inputs_BT, targets_BT))
 
     def whole_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The batches of all ranks at a step, in the order of ranks, as one."""
@@ -84,7 +84,7 @@ class Workload:
         """Inputs and targets of a rank at a step, both (B, T)."""
         first = (step * self.num_ranks + rank) * self.case.batch
         samples = [index % self._part.num_samples for index in range(first, first + self.case.batch)]
-        return to_tensors(self._part, samples, self.device)
+        return to_tensors(self._part, samples, self.device)[:2]
 
 
 class Engine:

@@ -36,11 +36,16 @@ _LAZY = {
     "RankDisagreement": "shardwise.spec.errors",
     "CommTimeout": "shardwise.spec.errors",
     "CheckpointError": "shardwise.spec.errors",
+    "NonFiniteError": "shardwise.spec.errors",
     "CollectiveEvent": "shardwise.comm.base",
     "optimizer_in_backward": "shardwise.optim.in_backward",
     "ExponentialMovingAverage": "shardwise.state.average",
     "parallelize": "shardwise.api.parallelize",
+    "check_replicas": "shardwise.api.replicas",
     "save": "shardwise.api.save",
+    "save_async": "shardwise.api.save",
+    "finish_save": "shardwise.api.save",
+    "save_failure": "shardwise.api.save",
     "load": "shardwise.api.save",
     "eval_step": "shardwise.api.train_step",
     "TracedModel": "shardwise.cost.traced",
@@ -58,6 +63,7 @@ _LAZY = {
     "logical_shape": "shardwise.api.model",
     "record_collectives": "shardwise.api.model",
     "record_pipeline": "shardwise.pipeline.pipelined",
+    "chunk_cross_entropy": "shardwise.features.chunked_loss",
     "clip_grad_norm": "shardwise.optim.clip",
     "convert_sync_batchnorm": "shardwise.features.batch_norm",
     "data_parallel_rank": "shardwise.api.model",
@@ -73,9 +79,10 @@ _LAZY = {
     "summary": "shardwise.api.summary",
     "full_parameters": "shardwise.state.full_parameters",
     "join": "shardwise.api.join",
+    "from_pretrained": "shardwise.train.pretrained",
     "newest_checkpoint": "shardwise.checkpoint.store",
     "DataParallel": "shardwise.api.data_parallel",
-    "DistributedSampler": "shardwise.train.sampler",
+    "DistributedSampler": "shardwise.train.data.sampler",
 }
 _MODULES = {"models", "planner"}
 
@@ -93,6 +100,7 @@ __all__ = [
     "MemoryBudgetError",
     "MeshError",
     "ModelShape",
+    "NonFiniteError",
     "OffloadPolicy",
     "ParallelPlan",
     "PipelinePolicy",
@@ -109,6 +117,8 @@ __all__ = [
     "__version__",
     "bf16_supported",
     "block",
+    "check_replicas",
+    "chunk_cross_entropy",
     "clip_grad_norm",
     "convert_sync_batchnorm",
     "data_parallel_rank",
@@ -119,7 +129,9 @@ __all__ = [
     "dry_run",
     "eval_step",
     "export",
+    "finish_save",
     "flat_parameters",
+    "from_pretrained",
     "full_parameters",
     "full_state_dict",
     "fully_shard",
@@ -140,6 +152,8 @@ __all__ = [
     "record_pipeline",
     "register_fsdp_forward_method",
     "save",
+    "save_async",
+    "save_failure",
     "summary",
     "trace_model",
     "train_step",
@@ -164,7 +178,8 @@ if TYPE_CHECKING:
     )
     from shardwise.api.parallelize import parallelize
     from shardwise.api.parity import parity
-    from shardwise.api.save import load, save
+    from shardwise.api.replicas import check_replicas
+    from shardwise.api.save import finish_save, load, save, save_async, save_failure
     from shardwise.api.summary import summary
     from shardwise.api.trace_model import trace_model
     from shardwise.api.train_step import eval_step, train_step
@@ -172,6 +187,7 @@ if TYPE_CHECKING:
     from shardwise.comm.base import CollectiveEvent
     from shardwise.cost.traced import TracedModel
     from shardwise.features.batch_norm import convert_sync_batchnorm
+    from shardwise.features.chunked_loss import chunk_cross_entropy
     from shardwise.features.precision import bf16_supported
     from shardwise.forms.flat_parameters import flat_parameters
     from shardwise.forms.optimizer import declare_elementwise, declare_granularity
@@ -212,7 +228,8 @@ if TYPE_CHECKING:
     from shardwise.state.full_parameters import full_parameters
     from shardwise.state.iterate import iterate_full_parameters
     from shardwise.state.model import full_state_dict, load_full_state_dict
-    from shardwise.train.sampler import DistributedSampler
+    from shardwise.train.data.sampler import DistributedSampler
+    from shardwise.train.pretrained import from_pretrained
 
 
 def __getattr__(name: str) -> Any:

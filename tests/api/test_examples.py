@@ -76,7 +76,8 @@ def test_t5_is_loaded_from_a_folder_and_learns_the_pairs(tmp_path):
     found = losses(text)
     assert len(found) == 6
     assert found[-1] < found[0] / 3
-    assert "say 40 ->" in text
+    assert "before: say 40 ->" in text
+    assert "after: say 40 -> four" in text
 
 
 def test_memory_of_the_cnn_falls_in_the_classic_order():
@@ -125,6 +126,15 @@ def test_gpt2_learns_in_bf16_and_is_saved(tmp_path):
 
 @pytest.mark.long
 def test_vit_learns_to_see_the_corner(tmp_path):
-    accuracy = re.search(r"accuracy on new pictures ([0-9.]+)", run("finetune_vit.py", cwd=tmp_path))
-    assert accuracy is not None
-    assert float(accuracy[1]) > 0.5  # one of four by chance
+    before, after = re.findall(r"accuracy on new pictures ([0-9.]+)", run("finetune_vit.py", cwd=tmp_path))
+    assert float(after) > max(0.5, float(before))  # one of four by chance
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--lora",), ("--strategy", "ddp")])
+def test_a_chat_model_answers_what_it_was_fine_tuned_to(tmp_path, options):
+    command = [sys.executable, str(EXAMPLES / "finetune_chat.py"), *options]
+    text = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280, check=True).stdout
+    before, after = re.findall(r"(?:before|after): (.*)", text)
+    assert "It is eight." in after
+    assert "It is" not in before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.cli import main
+from shardwise.forms.attachment import engine_of
 from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.testing import StorageCount, run_on_ranks
 from tests.common.ranks import on_ranks, refusal
 from tests.train.train_here import train_well
 
@@ -89,13 +92,14 @@ def test_weights_are_cast_and_all_ranks_hear_of_what_was_refused(tmp_path: Path)
     plain = of_family("llama")
     model = sw.parallelize(of_family("llama"))
     sw.export(tmp_path / "half", model, dtype="bf16")
+    _check_peak(tmp_path / "whole", model)
     assert "exists" in refusal(ConfigError, sw.export, tmp_path / "half", model)
     before, os.pwrite = os.pwrite, _full
     text = refusal(StorageError, sw.export, tmp_path / "full", model)
     os.pwrite = before
     assert "No space left on device" in text
     assert text.startswith("rank 0: ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["half"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["half", "whole"]
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -105,6 +109,22 @@ def test_weights_are_cast_and_all_ranks_hear_of_what_was_refused(tmp_path: Path)
     assert "transformers has no Sequential" in refusal(ConfigError, sw.export, tmp_path / "other", other)
     experts = sw.parallelize(sw.models.gpt("gpt-tiny", num_layers=1, num_experts=2))
     assert "no GPT-2 with experts" in refusal(ConfigError, sw.export, tmp_path / "other", experts)
+
+
+def _check_peak(path: Path, model: nn.Module) -> None:
+    """Rank 0 holds one unit whole and the others nothing, besides some numbers."""
+    units: dict[str, int] = {}
+    for group in engine_of(model, "test").groups:
+        numel = sum(spec.numel for spec in group.layout.params)
+        units[group.unit.name] = units.get(group.unit.name, 0) + 4 * numel
+    count = StorageCount("cpu", sees_arguments=False)
+    count.see_all_objects()
+    before = count.live_bytes
+    with count:
+        sw.export(path, model)
+    count.forget()
+    most = max(units.values()) if distributed.get_rank() == 0 else 0
+    assert most <= count.peak_bytes - before < most + 4000, (units, before, count.peak_bytes)
 
 
 def _full(*_: Any) -> int:
@@ -136,3 +156,41 @@ def test_a_run_is_exported_from_its_files_alone(tmp_path: Path, capsys: pytest.C
     pairs = list(zip(found.parameters(), halved.parameters(), strict=True))
     assert not any(torch.equal(a.bfloat16(), b) for a, b in pairs if a.dim() == 2)
     assert all(torch.allclose(a, b.float(), atol=0.1) for a, b in pairs)
+
+
+def export_adapted(folder: str) -> dict[str, Tensor]:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a name of before
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(f"{folder}/base"), config)
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("default")
+    model = sw.parallelize(model, "zero3")
+    sw.export(f"{folder}/adapter", model)
+    sw.export(f"{folder}/merged", model, merge_adapter=True)
+    return sw.full_state_dict(model)
+
+
+@pytest.mark.preload("transformers.models.llama.modeling_llama", "peft")
+def test_of_a_model_with_adapters_the_active_one_is_written_by_itself_or_merged(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the lora extra is not installed")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, **shape)).save_pretrained(tmp_path / "base")
+    state = run_on_ranks(export_adapted, 2, str(tmp_path), timeout_s=60)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for a name of before
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    held = {name: value for name, value in loaded.state_dict().items() if "lora" in name}
+    assert len(held) == 2 * 2 * 2
+    assert all(torch.equal(value, state[name]) for name, value in held.items())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, value in loaded.merge_and_unload().state_dict().items():
+        assert torch.equal(value, merged[name]), name

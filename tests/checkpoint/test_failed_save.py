@@ -10,7 +10,7 @@ import torch
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import open_checkpoint, shard, write, writer
-from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.spec.errors import CheckpointError, NonFiniteError, StorageError
 from shardwise.spec.extent import Extent
 from tests.checkpoint.threads import alone, cut, even, run_in_threads, sample
 
@@ -201,3 +201,17 @@ def test_saving_takes_no_second_copy_in_memory(tmp_path):
     write(tmp_path / "s", alone(), [(Extent("a", (big.numel(),), "fp32", 0, big.numel()), big)], {}, step=0, run_id="r")
     assert resident() - before < 40 * 2**20
     assert time.perf_counter() - start < 60
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("w", torch.float32), ("optimizer/w/exp_avg", torch.bfloat16)])
+def test_nan_and_infinity_are_refused_and_named_unless_asked_for(tmp_path, name, dtype):
+    tensors = {name: torch.ones(6, dtype=dtype), "buffer/mask": torch.tensor([0.0, -torch.inf])}
+    path = tmp_path / "step-00000020"
+    for value in (torch.nan, -torch.inf):
+        tensors[name][5] = value  # of the last rank
+        error = fail_on_all(tmp_path, saver(path, tensors))
+        assert isinstance(error, NonFiniteError)
+        assert error.exit_code == 80
+        assert f"\n  - rank 2: {name}\n" in str(error)
+    run_in_threads(saver(path, tensors, allow_non_finite=True), 3)
+    open_checkpoint(path).verify()

@@ -15,8 +15,11 @@ import yaml
 import shardwise as sw
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.weights import WeightFiles
 from shardwise.cli import main
-from shardwise.spec.errors import CheckpointError
+from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.spec.extent import Extent
+from shardwise.spec.slice import Cut
 from shardwise.testing import run_on_ranks
 from shardwise.train.build import build_model, defer_model
 from shardwise.train.config import read_config
@@ -150,6 +153,30 @@ def test_what_transformers_rearranges_is_loaded_whole_and_a_line_says_so(tmp_pat
     assert f"every rank loads model.hf={folder} whole, since transformers makes model.layers.0.mlp.experts." in said
 
 
+def from_both(folders: list[str]) -> list[bool]:
+    """For each folder, whether rank 0 gathers from shards what transformers loads whole."""
+    from transformers import AutoModelForCausalLM
+
+    found = []
+    for folder in folders:
+        model = sw.from_pretrained(folder, strategy="zero3")
+        got, plain = sw.full_state_dict(model), AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+        assert sum(each.numel() for each in model.parameters()) < 0.6 * sum(each.numel() for each in plain.values())
+        found.append(not got or (got.keys() == plain.keys() and all(same(got[name], plain[name]) for name in plain)))
+    return found
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one, other)
+
+
+def test_a_loop_of_ones_own_loads_a_folder_into_shards(tmp_path: Path) -> None:
+    folders_ = [folder_of(name, tmp_path) for name in ("llama-sharded-tied", "llama-half", "mixtral")]
+    assert run_on_ranks(from_both, 2, folders_) == [[True] * 3] * 2
+    with pytest.raises(ConfigError, match=r"the model in .*nowhere cannot be loaded: no readable"):
+        sw.from_pretrained(tmp_path / "nowhere")
+
+
 def test_missing_weights_are_drawn_as_transformers_draws_them(tmp_path: Path, capfd) -> None:
     folder = folder_of("llama-base", tmp_path)  # without a head
     for rank in run_on_ranks(differing, 2, folder, [{"strategy": "zero3"}]):
@@ -180,6 +207,20 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[:-100])
     with pytest.raises(CheckpointError, match=r"model.safetensors is no safetensors file that can be read: .* bytes"):
         defer_model(resolved_for(str(folder), 1), CPU)
+
+
+def test_a_range_of_a_slice_is_cast_in_small_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    monkeypatch.setattr("shardwise.checkpoint.weights._CAST_BYTES", 8)
+    values = torch.randn(7, 6, dtype=torch.float64).bfloat16()
+    save_file({"there": values}, tmp_path / "model.safetensors")
+    files = WeightFiles.open(tmp_path)
+    assert files is not None
+    columns, target = (Cut(1, ((1, 3),)),), torch.empty(11)
+    part = Extent("here", (7, 6), "fp32", 3, 14, cuts=columns)
+    files.named({"here": "there"}, {"here": torch.bfloat16}).read([(part, target)])
+    assert torch.equal(target, values[:, 1:3].reshape(-1)[3:14].float())
 
 
 STORED = """

@@ -31,6 +31,7 @@ DATA = {
 
 def save(path: Path, tensors, size: int, cuts=None, *, step: int = 20, run_id: str = "run", **kwargs) -> Path:
     cuts = cuts or even(tensors, size)
+    kwargs.setdefault("allow_non_finite", True)  # any bits
     outcome = run_in_threads(
         lambda comm: write(path, comm, cut(tensors, cuts, comm.rank), DATA, step=step, run_id=run_id, **kwargs), size
     )

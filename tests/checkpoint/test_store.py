@@ -215,6 +215,8 @@ def test_nothing_outside_and_nothing_foreign_is_removed(tmp_path):
     (home / "step-00000030").rename(moved)
     (home / "step-00000030").symlink_to(moved)
     save(root, 25)
+    for step, aside in ((35, "superseded-step-00000035-01234567"), (60, "superseded-step-00000060-01234567")):
+        save(root, step).rename(home / aside)
     done = retain(root, 2)
     assert {path.name: reason for path, reason in done.refused} == {
         "step-00000030": "it is a symbolic link",
@@ -225,6 +227,8 @@ def test_nothing_outside_and_nothing_foreign_is_removed(tmp_path):
         ".trash-step-00000007-0123456789abcdef": "it is not a folder of its own but a link or a file",
     }
     assert not (home / "step-00000025").exists()
+    assert not (home / "superseded-step-00000035-01234567").exists()  # its step has been made again
+    assert (home / "superseded-step-00000060-01234567").exists()
     assert (outside / "precious").read_text() == "x"
     assert open_checkpoint(moved).step == 30
     assert (home / "step-00000010" / "notes.txt").exists()

@@ -52,9 +52,31 @@ def test_the_first_command_fills_one_screen_of_80_by_40(capsys: pytest.CaptureFi
 def test_adapters_are_named_and_need_less_than_training_everything(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["gpt2", *TINY[1:], "--strategy", "ddp", "--activation-checkpointing", "none", "--micro-batch", "1"]
     whole, tuned = as_json(capsys, *fixed), as_json(capsys, *fixed, "--lora", "16")
-    assert (tuned["workload"]["lora_rank"], tuned["command"]) == (16, None)
+    assert (tuned["workload"]["lora_rank"], tuned["command"]) == (16, None)  # a preset, which `train` does not adapt
     assert tuned["plans"][0]["memory"]["device_bytes"] < whole["plans"][0]["memory"]["device_bytes"]
     assert "adamw, LoRA of rank 16" in run(capsys, *fixed, "--lora", "16")[1]
+
+
+def test_a_loss_in_chunks_has_no_logits_and_whole_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = as_json(capsys, *FIRST, "--chunked-loss")["plans"]
+    assert all(plan["plan"].get(axis, 1) == 1 for plan in plans for axis in ("tp", "pp", "cp"))
+    fixed = ["--strategy", "zero3", "--activation-checkpointing", "full", "--micro-batch", "1", "--fix", "cp=1"]
+    whole = as_json(capsys, *FIRST, *fixed, "--pp", "1", "--tp", "1")["plans"][0]["memory"]
+    found = as_json(capsys, *FIRST, *fixed, "--chunked-loss")["plans"][0]["memory"]
+    assert found["device_bytes"] < whole["device_bytes"]
+    code, _, err = run(capsys, *FIRST, "--chunked-loss", "--tp", "2")
+    assert code != 0
+    assert "tp=2 does not go with a loss in chunks" in err
+
+
+def test_a_plan_for_adapters_is_written_for_train(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(
+        capsys, "qwen3-0.6b", "--gpus", "2", "--gpu", "L4", "--seq", "64", "--lora", "8", "--out", "p.yaml"
+    )
+    assert code == 0, err
+    assert yaml.safe_load(Path("p.yaml").read_text())["lora"] == {"rank": 8}
+    assert main(["plan", "p.yaml", "--gpus", "2", "--gpu", "L4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"]["lora_rank"] == 8
 
 
 def test_json_has_what_the_screen_shows_under_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +205,7 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
         (["gpt2", "--gpu", "A100"], "A100 is one of A100-40GB-SXM, A100-80GB-SXM"),
         (["gpt2", "--gpu", "L4", "--fix", "recompute=4"], "the search tries none, selective, full"),
         (["gpt2", "--gpu", "L4", "--lora", "0"], "--lora 0: expected a rank of at least 1"),
-        (["gpt2", "--gpu", "L4", "--lora", "8", "--out", "p.yaml"], "adds no adapters"),
+        (["gpt2", "--gpu", "L4", "--lora", "8", "--out", "p.yaml"], "adapters into Hugging Face models"),
         (["gpt2", "--gpu", "L4", "--seq", "4096"], "--seq 4096: gpt2 has 1,024 learned positions"),
         (["gpt2", "--gpu", "L4", "--precision", "bf17"], "precision='bf17'"),
         (["gpt2", "--gpu", "L4", "--activation-checkpointing", "some"], "activation_checkpointing='some'"),

@@ -11,8 +11,24 @@ TEXT = "".join(
 )
 
 
-def save_tokenizer(folder: Path, *, vocab_size: int = 300) -> Path:
-    """A byte-level BPE of ``vocab_size`` ids, trained on :data:`TEXT`."""
+#: How many chat models write a conversation; answers are not marked.
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+#: The same, with marks around what the assistant says.
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end>\n"
+    "{% endgeneration %}{% else %}{{ m.content }}<end>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def save_tokenizer(folder: Path, *, vocab_size: int = 300, template: str | None = None, **marks: str) -> Path:
+    """A byte-level BPE of ``vocab_size`` ids, trained on :data:`TEXT`, with a chat template where one is given.
+
+    ``marks`` are more special tokens, such as ``mask_token="<mask>"``.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -20,21 +36,25 @@ def save_tokenizer(folder: Path, *, vocab_size: int = 300) -> Path:
     held.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     held.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<end>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<end>", *marks.values()], initial_alphabet=alphabet
+    )
     held.train_from_iterator([TEXT], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=held, eos_token="<end>").save_pretrained(folder)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=held, eos_token="<end>", **marks)
+    wrapped.chat_template = template
+    wrapped.save_pretrained(folder)
     return folder
 
 
-def save_model(folder: Path, *, vocab_size: int, seq_len: int = 64) -> Path:
+def save_model(folder: Path, *, vocab_size: int, seq_len: int = 64, num_layers: int = 2) -> Path:
     """A small Llama with drawn weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=seq_len,
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=seq_len,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -93,3 +93,24 @@ def refuse() -> None:
 
 def test_what_the_accelerator_cannot_do_is_refused() -> None:
     run_on_ranks(refuse, 2, timeout_s=60)
+
+
+def save_flat(folder: str) -> None:
+    import shardwise as sw
+    from shardwise.integrations.accelerate import ShardwiseAccelerator
+
+    accelerator = ShardwiseAccelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = accelerator.prepare(torch.optim.AdamW(sw.flat_parameters(model), lr=1e-2))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    accelerator.save_state(folder)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    accelerator.load_state(folder)
+    assert [state["exp_avg"].tolist() for state in optimizer.state.values()] == [each.tolist() for each in moments]
+
+
+def test_the_state_of_flat_parameters_is_saved(tmp_path: Path) -> None:
+    run_on_ranks(save_flat, 1, str(tmp_path / "flat"), timeout_s=60)

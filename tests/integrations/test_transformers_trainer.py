@@ -152,7 +152,7 @@ def tune(folder: str, world: int, kind: Any, *, is_adapted: bool, **given: Any) 
     from peft import LoraConfig
     from trl import SFTConfig
 
-    from shardwise.train.tokenizer import byte_tokenizer
+    from shardwise.train.data.tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = tokenizer.pad_token = chr(0x100)

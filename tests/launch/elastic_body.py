@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import distributed
 
+from shardwise.launch import heartbeat
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.file import replace
 from shardwise.launch.world import init_process_group, read_world, shutdown
@@ -24,10 +25,12 @@ def main(folder, what, code="0"):
     print(f"rank {world.rank} of {world.size}, attempt {world.restart_count}, {world.source}")
     print(f"NCCL on {os.environ.get('NCCL_SOCKET_IFNAME')}, Gloo on {os.environ.get('GLOO_SOCKET_IFNAME')}")
     write(folder, f"pid-{world.restart_count}-{world.rank}", str(os.getpid()))
+    heartbeat.enter("step", step=13, limit_s=4, saved_step=10)
     if world.rank == 1:
         act(world, what, int(code))
     if what in {"wait", "save-wait"}:
         while True:
+            heartbeat.move()
             time.sleep(0.05)
     distributed.barrier()
     shutdown()
@@ -41,6 +44,8 @@ def act(world, what, code):
         sys.exit(code)
     if what == "raise":
         raise ValueError("a wrong number")
+    if what == "stop-once" and world.restart_count == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if what == "kill" or (what == "kill-once" and world.restart_count == 0):
         os.kill(os.getpid(), signal.SIGKILL)
 

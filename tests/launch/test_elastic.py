@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,7 +70,10 @@ def test_success_gives_0_and_a_log_for_every_rank(tmp_path, capfd):
 @pytest.mark.parametrize("code", [65, pytest.param(83, marks=pytest.mark.long)])
 def test_a_worker_s_own_code_comes_through(tmp_path, capfd, code):
     assert run(tmp_path, "exit", str(code)) == code
-    assert f"shardwise: rank 1: left with exit code {code}\n" in capfd.readouterr().err
+    shown = capfd.readouterr().err
+    assert re.search(
+        rf"shardwise: rank 1 \(pid \d+\) left with exit code {code} at step 13 while others were tr", shown
+    )
     assert notes(tmp_path)["exit-1.json"]["code"] == code
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
@@ -77,14 +81,15 @@ def test_a_worker_s_own_code_comes_through(tmp_path, capfd, code):
 def test_the_reason_that_a_worker_noted_is_shown_with_its_step(tmp_path, capfd):
     assert run(tmp_path, "note", "80") == 80
     shown = capfd.readouterr().err
-    assert "shardwise: rank 1 at step 12: the loss is not a number\n" in shown
+    assert re.search(r"shardwise: rank 1 \(pid \d+\) at step 12: the loss is not a number\n", shown)
     assert f"  log: {tmp_path / 'logs' / 'rank-1.log'}" in shown
 
 
 def test_an_exception_gives_1_its_traceback_is_in_the_log_and_the_victim_is_not_the_cause(tmp_path, capfd):
     assert run(tmp_path, "raise") == 1
     shown = capfd.readouterr()
-    assert "shardwise: rank 1: ValueError: a wrong number\n  ranks [0] ended in consequence\n" in shown.err
+    victims = "\n  ranks [0] ended in consequence\n"
+    assert f"(pid {pids(tmp_path)[1]}) at step 13: ValueError: a wrong number{victims}" in shown.err
     assert "Traceback" not in shown.out + shown.err
     log = (tmp_path / "logs" / "rank-1.log").read_text()
     assert "Traceback" in log
@@ -94,7 +99,10 @@ def test_an_exception_gives_1_its_traceback_is_in_the_log_and_the_victim_is_not_
 
 def test_a_killed_rank_gives_128_plus_the_signal(tmp_path, capfd):
     assert run(tmp_path, "kill") == 128 + signal.SIGKILL
-    assert "shardwise: rank 1: killed by SIGKILL (often: out of memory)\n" in capfd.readouterr().err
+    killed = (
+        f"shardwise: rank 1 (pid {pids(tmp_path)[1]}) killed by SIGKILL at step 13 (often: out of memory; the process"
+    )
+    assert killed in capfd.readouterr().err
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
@@ -106,6 +114,17 @@ def test_a_killed_rank_is_started_again_with_one_restart(tmp_path, capfd):
     assert "rank 0 of 2, attempt 1, launcher" in shown.out
     assert len(pids(tmp_path, 1)) == 2
     assert not pids(tmp_path, 2)
+
+
+def test_a_frozen_rank_is_named_and_killed_and_all_are_started_again(tmp_path, capfd):
+    assert run(tmp_path, "stop-once", max_restarts=1) == 0
+    shown, logs = capfd.readouterr().err, tmp_path / "logs"
+    frozen = pids(tmp_path)[1]
+    assert f"rank 1 (pid {frozen}) has made no progress for 4 s at step 13, in the phase 'step'; stopped" in shown
+    assert f"  stacks: {logs / 'stack-0.txt'}\n  no stack of rank 1: " in shown
+    assert "elastic_body.py" in (logs / "stack-0.txt").read_text()
+    assert "shardwise: restart 1/1\n" in shown
+    assert not is_alive(frozen)
 
 
 def test_exhausted_restarts_give_81(tmp_path):

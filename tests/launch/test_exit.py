@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from shardwise.launch.elastic import _can_restart, _find_cause
+from shardwise.launch.cause import find_cause
 from shardwise.launch.exit_codes import ExitNote, clear_exit_notes, note_exit, read_exit_notes
 from shardwise.launch.worker import _Tee
 
@@ -38,33 +38,33 @@ def test_without_a_launcher_no_note_is_written(tmp_path, monkeypatch):
 
 def test_the_first_exception_is_the_cause_and_lost_peers_are_its_victims():
     notes = [note(0, 1, CLOSED, 1.0), note(1, 1, "ValueError: x", 2.0), note(2, 81, "peer gone", 0.5)]
-    cause = _find_cause({n.rank: n for n in notes}, {0: (1, 2.0), 1: (1, 2.0), 2: (81, 2.0)}, None)
+    cause = find_cause({n.rank: n for n in notes}, {0: (1, 2.0), 1: (1, 2.0), 2: (81, 2.0)}, None)
     assert (cause.code, cause.rank, cause.victims) == (1, 1, (0, 2))
 
 
 def test_a_kill_is_the_cause_even_where_peers_noticed_first():
-    cause = _find_cause({0: note(0, 1, "OSError: odd", 1.0)}, {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0)}, None)
+    cause = find_cause({0: note(0, 1, "OSError: odd", 1.0)}, {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0)}, None)
     assert (cause.code, cause.rank, cause.signal_number) == (137, 1, 9)
 
 
 def test_a_rank_that_the_launcher_ended_is_never_the_cause():
     failures = {0: (-signal.SIGTERM, 1.0), 1: (83, 2.0)}
-    assert _find_cause({1: note(1, 83, "ranks disagree", 1.5)}, failures, None).rank == 1
+    assert find_cause({1: note(1, 83, "ranks disagree", 1.5)}, failures, None).rank == 1
 
 
 def test_an_abort_after_an_exception_is_its_consequence_in_time():
     failures = {0: (-signal.SIGABRT, 3.0), 1: (1, 3.0)}
-    assert _find_cause({1: note(1, 1, "ValueError: x", 2.5)}, failures, None).rank == 1
+    assert find_cause({1: note(1, 1, "ValueError: x", 2.5)}, failures, None).rank == 1
 
 
 def test_a_crash_after_a_clean_end_is_a_crash():
-    cause = _find_cause({0: note(0, 0, "finished")}, {0: (-signal.SIGSEGV, 1.0)}, None)
+    cause = find_cause({0: note(0, 0, "finished")}, {0: (-signal.SIGSEGV, 1.0)}, None)
     assert cause.code == 128 + signal.SIGSEGV
 
 
 def test_what_rank_0_has_said_is_not_said_again_for_another_rank():
     notes = {0: note(0, 78, time_s=2.0, is_shown=True), 1: note(1, 78, time_s=1.0)}
-    assert _find_cause(notes, {1: (78, 2.0)}, None).is_shown
+    assert find_cause(notes, {1: (78, 2.0)}, None).is_shown
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_what_rank_0_has_said_is_not_said_again_for_another_rank():
     ],
 )
 def test_a_requested_stop_gives_what_the_workers_made_of_it(notes, code):
-    assert _find_cause({n.rank: n for n in notes}, {}, signal.SIGTERM).code == code
+    assert find_cause({n.rank: n for n in notes}, {}, signal.SIGTERM).code == code
 
 
 @pytest.mark.parametrize(
     ("code", "can_restart"), [(1, True), (81, True), (82, True), (75, False), (78, False), (0, False)]
 )
 def test_only_what_a_new_start_can_help_is_restarted(code, can_restart):
-    assert _can_restart(_find_cause({0: note(0, code)}, {}, None)) is can_restart
+    assert find_cause({0: note(0, code)}, {}, None).can_restart is can_restart
 
 
 def test_the_log_of_rank_0_has_no_colours_and_no_overwritten_lines():

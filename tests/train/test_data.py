@@ -14,23 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import ConfigError
-from shardwise.train.data import (
+from shardwise.train.data.samples import MAPPED_FILES, Part, check_size, open_data, split_point
+from shardwise.train.data.source import LOOKED_AT_BYTES, LOOKED_AT_FILES, find_source
+from shardwise.train.data.token_files import (
     HEADER_BYTES,
-    LOOKED_AT_BYTES,
-    LOOKED_AT_FILES,
-    MAPPED_FILES,
     DataError,
-    Part,
-    check_size,
     check_tokens,
-    find_source,
     map_tokens,
-    open_data,
     read_header,
-    split_point,
     write_tokens,
 )
-from shardwise.train.tokenizer import Bytes, tokenize
+from shardwise.train.data.tokenizer import Bytes, tokenize
 
 
 def data(name: object, seq_len: int = 4, **options: object):
@@ -148,10 +142,11 @@ def test_missing_and_empty_sources_are_named(tmp_path: Path) -> None:
 def test_too_little_text_shows_the_arithmetic(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 50)
     source = find_source(str(tmp_path / "a.txt"))
+    parts = data(tmp_path / "a.txt", seq_len=9)
     with pytest.raises(
         DataError, match=r"a.txt: 50 tokens leave 40 for the training part, that is 4 samples of 9; 8 are"
     ):
-        check_size(source, seq_len=9, held_out=0.2, needed=8)
+        check_size(source, parts, seq_len=9, needed=8)
 
 
 def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
@@ -212,7 +207,7 @@ import json, sys
 from pathlib import Path
 from shardwise.train.resolve import resolve
 from shardwise.train.config import read_config
-from shardwise.train.data import open_data
+from shardwise.train.data.samples import open_data
 
 def read_bytes():
     return int(Path("/proc/self/io").read_text().split()[1])
@@ -269,7 +264,7 @@ def test_of_many_files_few_are_opened_before_training_and_few_are_mapped_at_a_ti
 def test_an_unknown_id_that_nobody_looked_at_is_found_when_its_sample_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.train.data.LOOKED_AT_BYTES", 64)
+    monkeypatch.setattr("shardwise.train.data.source.LOOKED_AT_BYTES", 64)
     write_tokens(tmp_path / "t.bin", [np.zeros(1000, np.int64), np.array([300])], vocab_size=1000)
     write_tokens(tmp_path / "u.bin", [np.zeros(100, np.int64)], vocab_size=1000)
     find_source(str(tmp_path)).check(256)
@@ -282,7 +277,7 @@ def test_an_unknown_id_that_nobody_looked_at_is_found_when_its_sample_is_read(
 def test_a_file_that_is_not_like_those_looked_at_is_refused_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.train.data.LOOKED_AT_FILES", 2)
+    monkeypatch.setattr("shardwise.train.data.source.LOOKED_AT_FILES", 2)
     for name in "abc":
         write_tokens(tmp_path / f"{name}.bin", [np.arange(100)], vocab_size=256)
     (tmp_path / "b.bin").write_text("x" * 264)
@@ -306,5 +301,5 @@ def test_a_change_in_the_middle_of_small_data_and_at_the_ends_of_large_is_seen(
 
     texts = ["a" * 100, "b" + "a" * 99, "a" * 50 + "b" + "a" * 49, "a" * 99 + "b", "a" * 101]
     assert len({fingerprint(text) for text in texts}) == 5
-    monkeypatch.setattr("shardwise.train.data.LOOKED_AT_BYTES", 20)
+    monkeypatch.setattr("shardwise.train.data.source.LOOKED_AT_BYTES", 20)
     assert len({fingerprint(text) for text in texts}) == 4

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from shardwise.cost.hardware import gpus
+from shardwise.launch.stop_request import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable, size
 from shardwise.train import random_state
-from shardwise.train.build import build_model, build_optimizer, objective_of, parameter_groups, set_lr
+from shardwise.train.build import TokenBatch, build_model, build_optimizer, objective_of, parameter_groups, set_lr
 from shardwise.train.config import OptimizerSection, read_config
 from shardwise.train.log import peak_flops
 from shardwise.train.predict import measure_replicas
 from shardwise.train.resolve import resolve
-from shardwise.train.unread import INTERRUPTED, STOPPED, StopRequest, exit_code
 
 CPU = torch.device("cpu")
 
@@ -65,11 +65,28 @@ def test_random_states_go_through_json_and_continue_where_they_were() -> None:
     assert [draw() for _ in range(3)] == first
 
 
-@pytest.mark.parametrize("damage", [{"torch": "!"}, {"python": [3, "AAAA", None]}, {"numpy": []}])
-def test_a_damaged_random_state_is_refused(damage: dict[str, object]) -> None:
-    state = {**random_state.capture(CPU), **damage}
+def numpy_state(**changes: object) -> dict[str, object]:
+    names = ("name", "keys", "place", "has_gauss", "cached")
+    held = dict(zip(names, random_state.capture(CPU)["numpy"], strict=True)) | changes
+    return {"numpy": list(held.values())}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"torch": "!"}, {"torch": "AAAA"}, {"python": [3, "AAAA", None]}, {"numpy": []}),
+        {"python": [*random_state.capture(CPU)["python"][:2], "x"]},
+        *(numpy_state(place=10**9), numpy_state(place=-1), numpy_state(keys="AAAA"), numpy_state(name="PCG64")),
+    ],
+)
+def test_a_damaged_random_state_is_refused_and_no_generator_changed(damage: dict[str, object]) -> None:
+    before = random_state.capture(CPU)
+    random_state.seed_all(4)
+    state = {**before, **damage}
+    mine = random_state.capture(CPU)
     with pytest.raises(CheckpointError, match="random state is damaged"):
         random_state.restore(state, CPU)
+    assert random_state.capture(CPU) == mine
 
 
 def test_ranks_and_steps_have_seeds_of_their_own() -> None:
@@ -142,6 +159,6 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
     random_state.seed_all(0)
     model = build_model(resolved, CPU)
     tokens = torch.zeros(2, 9, dtype=torch.int64)
-    loss = objective_of(resolved.config).loss(model, (tokens[:, :-1], tokens[:, 1:]))
+    loss = objective_of(resolved.config).loss(model, TokenBatch(tokens[:, :-1], tokens[:, 1:]))
     assert 4.0 < loss.item() < 7.0  # about ln 256
     assert measure_replicas(resolved, CPU)

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.checkpoints import check_config, find_checkpoint
+from shardwise.train.checkpoints import check_config, find_checkpoint, pointer_problem
 from shardwise.train.config import Config, read_config
+from shardwise.train.folder import create
+from shardwise.train.loop import begins_from, open_directory
+from shardwise.train.resolve import resolve
+from tests.train.train_here import sets, train_well
 
 
 def changed(**sections: dict[str, object]) -> Config:
@@ -25,11 +30,26 @@ def test_the_same_configuration_goes_on() -> None:
     assert check_config(SAVED, Config()) == []
 
 
-@pytest.mark.parametrize(
-    "sections", [{"train": {"steps": 5}}, {"log": {"every": 7}}, {"checkpoint": {"every": 3, "keep": 9}}]
-)
-def test_steps_log_and_checkpoint_may_differ(sections: dict[str, dict[str, object]]) -> None:
+@pytest.mark.parametrize("sections", [{"log": {"every": 7}}, {"checkpoint": {"every": 3, "keep": 9}}])
+def test_log_and_checkpoint_may_differ(sections: dict[str, dict[str, object]]) -> None:
     assert check_config(SAVED, changed(**sections)) == []
+
+
+def test_more_steps_change_the_schedule_which_is_told() -> None:
+    (line,) = check_config(SAVED, changed(train={"steps": 5}))
+    assert line.endswith(" -> 5 (from here on the learning rate is that of a schedule of the new length)")
+
+
+def test_a_restart_without_a_folder_given_goes_on_in_the_one_that_it_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = resolve(read_config(None, ["name=x", "data.source=random", "train.steps=1"]), 1)
+    alone = World(restart_count=1)
+    assert open_directory(run, None, None, alone) == Path("runs/x")  # it was lost before it had begun
+    (tmp_path / "runs/x/config.yaml").touch()
+    assert open_directory(run, None, None, alone) == Path("runs/x")
+    assert open_directory(run, None, None, World()) == Path("runs/x-2")
 
 
 def test_how_the_optimizer_updates_may_differ() -> None:
@@ -92,3 +112,49 @@ def test_a_missing_checkpoint_is_refused_with_near_names(tmp_path: Path) -> None
         find_checkpoint(tmp_path, "latest")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         find_checkpoint(tmp_path / "none", "latest-good")
+
+
+def test_after_a_restart_a_run_goes_on_from_its_own_newest_checkpoint_whatever_it_was_started_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert begins_from(run, None, is_restart=True) is None
+    assert begins_from(run, "/elsewhere/step-00000005", is_restart=True) == "/elsewhere/step-00000005"
+    assert begins_from(run, "latest", is_restart=False) is None
+    assert "holds no checkpoint yet: the run starts from the beginning" in capsys.readouterr().err
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)  # damaged: somebody has to decide
+    assert begins_from(run, "latest", is_restart=False) == "latest"
+    assert begins_from(run, "/elsewhere/step-00000005", is_restart=True) == "latest"
+
+
+def test_a_renamed_run_keeps_its_retention_and_what_was_set_aside_goes_when_it_was_made_again(tmp_path: Path) -> None:
+    few = sets("checkpoint.keep=2", "train.eval_every=null")
+    train_well(tmp_path, 1, ("--run-dir", "a", *few))
+    (tmp_path / "a").rename(tmp_path / "b")
+    (text,) = train_well(tmp_path, 1, ("--run-dir", "b", "--resume", "step-00000015", *few))
+    assert "step-00000020 is set aside" in text
+    assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == [
+        "step-00000015",
+        "step-00000020",
+    ]
+
+
+def test_a_folder_whose_name_cannot_be_printed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no name for a run's folder: expected at most 200 characters"):
+        create(tmp_path / "a\x1b[2Jb")
+
+
+def test_what_latest_names_wrongly_is_told(tmp_path: Path) -> None:
+    path, pointer = tmp_path / "checkpoints" / "step-00000010", tmp_path / "LATEST"
+    assert pointer_problem(tmp_path, path) == "was missing"
+    for text, expected in (
+        ("", "was empty"),
+        ("../../x\x1b", "named no checkpoint of this run"),
+        ("checkpoints/step-00000010\n", None),
+    ):
+        pointer.write_text(text)
+        assert pointer_problem(tmp_path, path) == expected
+    (tmp_path / "secret").write_text("hunter2")
+    pointer.unlink()
+    pointer.symlink_to("secret")
+    assert pointer_problem(tmp_path, path) == "could not be read (it is a symbolic link)"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import CheckpointError
-from shardwise.train.sampler import Permutation, Sampler
+from shardwise.train.data.sampler import Permutation, Sampler
 
 seeds = st.integers(0, 2**63 - 1)
 

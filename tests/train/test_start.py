@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,19 @@ def test_profiled_steps_are_named_by_the_first_and_the_last(text: str | None, st
 def test_other_words_for_steps_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected FIRST:LAST"):
         step_range_of(text)
+
+
+def test_the_folder_is_the_run_s_own_from_before_its_workers_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = []
+
+    def launch(*_args: object, **_options: object) -> int:
+        codes.append(main(["train", "run.yaml", "--nproc", "1", "--run-dir", "run"]))  # another start, at the same time
+        return 0
+
+    monkeypatch.setattr("shardwise.launch.elastic.launch", launch)
+    assert main(["train", "run.yaml", "--nproc", "1", "--run-dir", "run"]) == 0
+    assert codes == [84]
+    assert f"run belongs to another run: process {os.getpid()} on " in capsys.readouterr().err
+    assert not Path("run/run.lock").exists()

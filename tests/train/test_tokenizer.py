@@ -11,11 +11,12 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
-from shardwise.train import tokenizer as module
 from shardwise.train.config import read_config
-from shardwise.train.data import DataError, find_source, map_tokens, read_header
+from shardwise.train.data import tokenizer as module
+from shardwise.train.data.source import find_source
+from shardwise.train.data.token_files import DataError, map_tokens, read_header
+from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer, tokenize
 from shardwise.train.resolve import RunConfig, resolve
-from shardwise.train.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer, tokenize
 from tests.common.tokenizers import TEXT, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -132,5 +133,11 @@ def test_data_tokenize_writes_what_a_folder_s_tokenizer_makes_of_text(
     found = OfFolder(folder)
     assert map_tokens(out).tolist() == [*found.encode(TEXT), *found.ends]
     assert read_header(out).vocab_size == 300
+    (tmp_path / "rows.jsonl").write_text('{"told": "one"}\n{"told": "two"}\n')
+    rows = ["data", "tokenize", str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.tokens"), "--column", "told"]
+    assert main([*rows, "--tokenizer", str(folder)]) == 0
+    end = found.ends[0]
+    assert map_tokens(tmp_path / "rows.tokens").tolist() == [*found.encode("one"), end, *found.encode("two"), end]
+    capsys.readouterr()
     assert main(["data", "tokenize", str(text), str(tmp_path / "b"), "--tokenizer", str(tmp_path)]) == 78
     assert "has no tokenizer: it holds none of tokenizer.json" in capsys.readouterr().err

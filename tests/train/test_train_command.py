@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.launch import fault
 from shardwise.train import folder as rundir
+from shardwise.train.memory_tier import MemoryTier
 from tests.train.train_here import CONFIG, losses, metrics, sets, summary, train_here, train_well
 
 
@@ -253,12 +256,15 @@ def test_a_damaged_shard_is_named_and_latest_good_goes_around_it(whole: Path, tm
     shutil.copytree(whole, other)
     cut = sorted((other / "checkpoints" / "step-00000020").glob("*.safetensors"))[1]
     cut.write_bytes(cut.read_bytes()[:-100])
+    (run / "LATEST").write_text("../../elsewhere\n")
     resume = ("--run-dir", "run", "--resume")
     results = train_here(tmp_path, 2, resume, (*resume, "latest-good"), ("--run-dir", "other", "--resume"))
     assert [code for code, _ in results] == [65, 0, 65]
     assert shard.name in results[0][1]
+    assert "shardwise: step-00000020 is damaged and passed over: " in results[1][1]
     assert "resumed at step 15" in results[1][1]
     assert losses(run) == losses(whole)
+    assert (run / "LATEST").read_text() == "checkpoints/step-00000020\n"
     assert cut.name in results[2][1]
 
 
@@ -280,15 +286,26 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["exit_code"] == 80
 
 
-def test_a_lost_worker_is_replaced_where_restarts_are_allowed(whole: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arguments = ("--run-dir", "run", "--max-restarts", "1")
-    with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
-        wait_for_step(run, 7, process)
-        os.kill(workers(process.pid)[-1], signal.SIGKILL)
-        assert process.wait(200) == 0
+def test_a_lost_worker_is_replaced_and_the_run_goes_on_from_memory_which_is_rescued_in_the_end(
+    whole: Path, tmp_path: Path
+) -> None:
+    settings = sets("checkpoint.every=null", "checkpoint.memory_every=2")
+    faults = "after_step@rank=1@step=7:kill;after_step@rank=0@step=13@attempt=1:kill"
+    armed = environment() | {fault.ARMED: "1", fault.FAULT: faults}
+    words = command(tmp_path, "--run-dir", "run", "--max-restarts", "1", *settings)
+    ended = subprocess.run(words, cwd=tmp_path, env=armed, capture_output=True, text=True, timeout=200, check=False)
+    run, tier = tmp_path / "run", MemoryTier(tmp_path / "run")
+    assert ended.returncode == 81, ended.stdout + ended.stderr
+    assert "Connection" not in ended.stdout + ended.stderr  # words of rank 0 about its peer, which come after the cause
+    lost = r"rank 1 \(pid \d+\) killed by SIGKILL at step [78] .*?\nshardwise: restart 1/1 from step ([46])\n"
+    restarted = re.search(lost, ended.stderr, re.DOTALL)
+    assert restarted is not None, ended.stderr
+    assert ended.stdout.count(f"resumed at step {restarted[1]}\n") == 1
+    assert re.search("step 1[02] was in memory and is now in run/checkpoints/step-0000001[02]", ended.stdout)
+    assert not tier.root.exists()
+    train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "latest", *settings))
     assert losses(run) == losses(whole)
-    check_contract(run)
+    assert not tier.root.exists()
 
 
 def each_rank_on_a_machine_of_its_own() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.api.export_form import Form, form_of
+from shardwise.api.export_form import Adapter, Form, form_of
 from shardwise.checkpoint.weight_folder import WeightFolder
 from shardwise.comm.control import fail_together
 from shardwise.comm.dtype import dtype_name, torch_dtype
@@ -31,12 +32,15 @@ def export(
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: float = 5e9,
+    *,
+    merge_adapter: bool = False,
 ) -> None:
     """Write a parallelized model as a Hugging Face folder.
 
     ``transformers.AutoModelForCausalLM.from_pretrained(path)`` (or the class that ``config.json`` names) loads it and
     gives the same logits. A model of transformers keeps its own names; ours (``sw.models.gpt``) becomes a GPT-2.
-    Averaged weights are written inside ``with average.swapped_in():``.
+    Of a model with a LoRA of peft the adapter is written by itself, which ``peft.PeftModel.from_pretrained`` loads, or
+    the whole model with the adapter in its weights. Averaged weights are written inside ``with average.swapped_in():``.
 
     Args:
         path: A folder that does not exist yet, or is empty. It appears when it is complete.
@@ -44,6 +48,7 @@ def export(
         tokenizer: Written beside it: anything with ``save_pretrained``, or the folder of one.
         dtype: Of floating-point weights in the files, such as ``"bf16"``; by default the masters'.
         max_shard_bytes: Files hold no more, unless one tensor alone does.
+        merge_adapter: Write the whole model of an adapted one.
 
     Collective:
         A gather of JSON (about 100 bytes for each range of a parameter that a rank owns), then one message to rank 0
@@ -51,12 +56,13 @@ def export(
         call.
 
     Raises:
-        ConfigError: transformers has no such model, or ``path`` is in use.
+        ConfigError: transformers has no such model, or ``path`` is in use; the model has several adapters, or one that
+            cannot be merged.
         StorageError: The disk refuses; nothing is left behind.
         StateError: Parameters have no values yet.
     """
     wanted = torch_dtype(dtype) if isinstance(dtype, str) else dtype
-    _export(path, model, FolderOptions(tokenizer, wanted, max_shard_bytes))
+    _export(path, model, FolderOptions(tokenizer, wanted, max_shard_bytes, merges=merge_adapter))
 
 
 def write_weights(path: str | os.PathLike[str], model: nn.Module) -> None:
@@ -72,7 +78,7 @@ def _export(path: str | os.PathLike[str], model: nn.Module, options: FolderOptio
     engine = engine_of(model, "sw.export")
     engine.need_values("sw.export()")
     engine.sync_buffers()
-    world, form, dtypes = engine.comms.world, form_of(model), saved_dtypes(model)
+    world, form, dtypes = engine.comms.world, form_of(model, merges=options.merges), saved_dtypes(model)
     buffers = {name: each.to(dtypes.get(name, each.dtype)) for name, each in own_buffers(model, engine).items()}
     units = Units(engine, {} if engine.comms.replica else buffers)
     error: ShardwiseError | None = None
@@ -96,12 +102,14 @@ class FolderOptions:
         dtype: Of floating-point weights; ``None``: as they arrive.
         max_shard_bytes: A file holds no more, unless one tensor alone does.
         joins: The folder may be there, with other files; those of the same names are replaced.
+        merges: Of an adapted model write the whole.
     """
 
     tokenizer: Any = None
     dtype: torch.dtype | None = None
     max_shard_bytes: float = 5e9
     joins: bool = False
+    merges: bool = False
 
     def cast(self, tensor: Tensor) -> Tensor:
         """A tensor in the dtype that files have."""
@@ -112,7 +120,7 @@ def write_folder(
     path: Path,
     form: Form,
     units: Sequence[Sequence[Extent]],
-    arriving: Iterable[Mapping[str, Tensor]],
+    arriving: Iterable[dict[str, Tensor]],
     options: FolderOptions,
 ) -> None:
     """Write a Hugging Face folder from tensors that arrive unit by unit.
@@ -121,7 +129,7 @@ def write_folder(
         path: As :func:`export`.
         form: How transformers knows the model.
         units: The whole extents of each unit's tensors.
-        arriving: Their values, unit by unit.
+        arriving: Their values, unit by unit; each is emptied once it is written.
         options: How.
 
     Raises:
@@ -154,7 +162,7 @@ def _fill(
     folder: Path,
     form: Form,
     units: Sequence[Sequence[Extent]],
-    arriving: Iterable[Mapping[str, Tensor]],
+    arriving: Iterable[dict[str, Tensor]],
     options: FolderOptions,
 ) -> None:
     on_meta = [
@@ -171,14 +179,22 @@ def _fill(
     entries = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in cast.items()}
     floating = [tensor.dtype for tensor in cast.values() if tensor.dtype.is_floating_point]
     form.write_config(folder, max(floating, key=floating.count))
-    files = WeightFolder(folder, entries, options.max_shard_bytes)
+    most = math.inf if isinstance(form, Adapter) else options.max_shard_bytes  # peft reads one file
+    files = WeightFolder(folder, entries, most, form.stem)
     try:
         for unit in arriving:
-            for name, tensor in form.convert(dict(unit)).items():
-                files.write(name, options.cast(tensor))
+            _write(files, form, unit, options)
         files.close()
     finally:
         files.abandon()
+
+
+def _write(files: WeightFolder, form: Form, unit: dict[str, Tensor], options: FolderOptions) -> None:
+    """Write a unit's tensors, and empty it: the next one is gathered while the caller still holds this one's name."""
+    converted = form.convert(dict(unit))
+    unit.clear()
+    for name in list(converted):
+        files.write(name, options.cast(converted.pop(name)))
 
 
 def _write_tokenizer(folder: Path, tokenizer: Any) -> None:

@@ -16,7 +16,13 @@ from shardwise.spec.shape.gpt import GPTConfig
 
 
 class Form(Protocol):
-    """How transformers knows a model."""
+    """How transformers knows a model.
+
+    Attributes:
+        stem: Of the files' names.
+    """
+
+    stem: str
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of files from those of the model, also on meta."""
@@ -27,12 +33,18 @@ class Form(Protocol):
         ...
 
 
-def form_of(model: nn.Module) -> Form:
-    """How transformers knows ``model``.
+def form_of(model: nn.Module, *, merges: bool = False) -> Form:
+    """How transformers, or for an adapted model peft, knows ``model``.
+
+    Args:
+        model: The model.
+        merges: Write an adapted model whole, with the adapter in its weights, and not the adapter by itself.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: They do not.
     """
+    if getattr(model, "peft_config", None):
+        return Merged(model) if merges else Adapter(model)
     if isinstance(model, GPT):
         return OfGPT(model.config)
     try:
@@ -50,6 +62,8 @@ def form_of(model: nn.Module) -> Form:
 
 class OfTransformers:
     """A model of transformers; what its loading merges or renames is undone, as ``save_pretrained`` does."""
+
+    stem = "model"
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -71,6 +85,121 @@ class OfTransformers:
         config.save_pretrained(folder)
         if self._model.can_generate():
             self._model.generation_config.save_pretrained(folder)
+
+
+#: What peft puts before the names of a model, in the model and in files.
+_PREFIX = "base_model.model."
+
+
+def _only_adapter(model: Any) -> str:
+    """The name of the adapter that a model has.
+
+    Raises:
+        ConfigError: It has several, or one that is no LoRA.
+    """
+    names = list(model.peft_config)
+    active = [name for name in names if name in set(_active_adapters(model))]
+    if len(active) != 1:
+        raise ConfigError(
+            f"of the adapters {', '.join(names)} there are {len(active)} active.\n"
+            "  Choose one with model.set_adapter(name), and export it."
+        )
+    kind = model.peft_config[active[0]].peft_type
+    if kind != "LORA":
+        raise ConfigError(
+            f"adapter {active[0]} is of kind {kind}.\n  Export it with peft: model.save_pretrained(folder)."
+        )
+    return active[0]
+
+
+def _active_adapters(model: Any) -> list[str]:
+    for module in model.modules():
+        held = getattr(module, "active_adapters", None)
+        if isinstance(held, list) and hasattr(module, "base_layer"):
+            return held
+    return []
+
+
+class Adapter:
+    """A model with a LoRA of peft, of which the adapter is written by itself: what ``PeftModel.from_pretrained`` loads.
+
+    Raises:
+        ConfigError: The model has several adapters, or one of another kind.
+    """
+
+    stem = "adapter_model"
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._name = model, _only_adapter(model)
+
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As :class:`Form`: the adapter's alone, by the names that they have in files."""
+        found = {}
+        for name, tensor in tensors.items():
+            plain = name.removeprefix(_PREFIX)
+            part = next((part for part in (f".{self._name}.", ".modules_to_save.") if part in plain), None)
+            if part is None:
+                continue
+            if part == ".modules_to_save.":
+                plain = plain.replace(f".modules_to_save.{self._name}.", ".")
+            found[_PREFIX + plain.replace(f".{self._name}.", ".")] = tensor
+        return found
+
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:  # noqa: ARG002  an adapter's own does not say it
+        """As :class:`Form`."""
+        config = copy.deepcopy(self._model.peft_config[self._name])
+        config.inference_mode = True
+        config.save_pretrained(folder)
+
+
+class Merged:
+    """A model with a LoRA of peft, written as the plain model: each adapted weight with what its adapter adds.
+
+    Raises:
+        ConfigError: The model has several adapters, or one that does more than to add a product of two matrices.
+    """
+
+    stem = "model"
+
+    def __init__(self, model: Any) -> None:
+        name = _only_adapter(model)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._plain, self._name = OfTransformers(base), name
+        self._layers = {
+            path.removeprefix(_PREFIX): layer for path, layer in model.named_modules() if hasattr(layer, "base_layer")
+        }
+        for path, layer in self._layers.items():
+            weight = getattr(layer.base_layer, "weight", None)  # of experts in one tensor there is none
+            is_linear = isinstance(weight, Tensor) and weight.dim() == 2
+            if not is_linear or name not in getattr(layer, "lora_A", {}) or name in getattr(layer, "lora_variant", {}):
+                raise ConfigError(
+                    f"the adapter of {path} adds no plain product of two matrices.\n"
+                    "  Merge it with peft: PeftModel.from_pretrained(base, folder).merge_and_unload()."
+                )
+
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As :class:`Form`."""
+        held = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+        found = {}
+        for name, tensor in held.items():
+            path, mark, rest = name.partition(".base_layer.")
+            if path in self._layers and mark:
+                found[f"{path}.{rest}"] = self._with_adapter(path, tensor, held) if rest == "weight" else tensor
+            elif f".{self._name}." not in name:
+                found[name] = tensor
+        return self._plain.convert(found)
+
+    def _with_adapter(self, path: str, weight: Tensor, held: dict[str, Tensor]) -> Tensor:
+        """``weight`` and, scaled, the product of the adapter's matrices (Hu et al., 2021, eq. 3)."""
+        layer = self._layers[path]
+        down, up = (held[f"{path}.lora_{part}.{self._name}.weight"] for part in "AB")
+        added = up @ down
+        added = (added.t() if getattr(layer, "fan_in_fan_out", False) else added) * layer.scaling[self._name]
+        return (weight + added).to(weight.dtype)
+
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
+        """As :class:`Form`."""
+        self._plain.write_config(folder, dtype)
 
 
 #: Our names, and GPT-2's.
@@ -97,6 +226,8 @@ class OfGPT:
     Raises:
         ConfigError: It has experts.
     """
+
+    stem = "model"
 
     def __init__(self, config: GPTConfig) -> None:
         if config.num_experts:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.api import data_parallel
 from shardwise.api.shard import Description, finish, shard_model
+from shardwise.api.wrapper_methods import add_wrapper_methods
 from shardwise.comm.axes import Comms, Place, join_world
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
@@ -21,6 +22,7 @@ from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_experts
 from shardwise.features import batch_norm, recompute
+from shardwise.features.chunked_loss import check_chunked
 from shardwise.features.compile import compile_units
 from shardwise.features.precision import Policies
 from shardwise.features.wrap import assign_parameters, find_units
@@ -85,12 +87,15 @@ def parallelize(
     units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
     recompute.find(model, units, plan.recompute)  # refuses before the ranks communicate
+    check_chunked(model, plan)
     check_cuts(model, plan, units)
     tables = find_row_sharded(model, plan.row_sharded)
     device = _device(model, ignored)
     if (notice := cpu_notice(device.type, torch.cuda.device_count())) is not None:
         tell_once(notice)
     source = find_source(model, init, is_sent=plan.sync == "rank0")
+    if isinstance(source, FromLater):
+        source.check(name for name, parameter in model.named_parameters() if parameter.is_meta)
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
     _tell_mesh(plan, mesh)
@@ -116,9 +121,10 @@ def parallelize(
     elif isinstance(given, Mapping):
         load_full_state_dict(model, given)
     elif given is not None:
-        load_ranges(model, given.read)
+        load_ranges(model, given.read, given)
     if plan.placements.is_threaded:
         _describe(engine_of(model, "sw.parallelize"), [data_parallel.install(model)])
+    add_wrapper_methods(model)
     return model
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, retain, step_of, write
+from shardwise.api.names import groups_of, members_here, settings_by_group, shared_members, tied_names
+from shardwise.api.saved_optimizer import SavedOptimizer, changed_settings, describe_changes, read_optimizer
+from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, step_of, write
+from shardwise.checkpoint.background import Background
+from shardwise.checkpoint.publish import follow
+from shardwise.checkpoint.writer import Saving, begin_write
 from shardwise.comm.control import fail_together
 from shardwise.engine.engine import Engine
 from shardwise.forms.attachment import engine_of
@@ -22,6 +29,7 @@ from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
 from shardwise.spec.errors import CheckpointError, ShardwiseError
 from shardwise.spec.extent import Extent
+from shardwise.spec.text import printable
 from shardwise.state import model as states
 from shardwise.state.average import ExponentialMovingAverage
 from shardwise.state.extents import Pairs
@@ -31,6 +39,10 @@ from shardwise.state.optimizer import OptimizerState, optimizer_extents, optimiz
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _OPTIMIZER, _AVERAGE, _RANK = "optimizer", "average", "rank"
+#: Set in a checkpoint that leaves out frozen parameters.
+_WITHOUT_FROZEN = "without_frozen"
+#: Settings that schedulers change, and so differ wherever a run goes on.
+_SCHEDULED = {"lr", "initial_lr"}
 #: Most values in the state of one rank.
 _MAX_ITEMS = 10**6
 
@@ -44,6 +56,8 @@ def save(
     average: ExponentialMovingAverage | None = None,
     rank_state: dict[str, Any] | None = None,
     keep: int | None = None,
+    frozen: bool = True,
+    allow_non_finite: bool = False,
 ) -> Path:
     """Write a checkpoint: parameters, buffers, optimizer state, averaged weights, and ``state``, as logical tensors.
 
@@ -62,6 +76,10 @@ def save(
         keep: Remove older checkpoints beside this one, but for the newest ``keep``, and what interrupted saves left.
             Two verified ones are always left. The folders must be named by their steps, ``step-00000100``;
             ``sw.newest_checkpoint`` finds the newest. ``None`` removes nothing.
+        frozen: ``False`` leaves out parameters that require no gradient, for a model that is built with their values
+            each time, such as the base below an adapter: ``sw.load`` then leaves them as they are.
+        allow_non_finite: Save NaN and infinity in parameters and optimizer state too. Otherwise they are refused, so
+            that a run that has diverged does not replace what it could go back to. (Buffers may hold them.)
 
     Returns:
         The folder.
@@ -71,9 +89,146 @@ def save(
         All ranks must call.
 
     Raises:
+        NonFiniteError: A parameter or optimizer state is NaN or infinite.
         CheckpointError, StorageError: The save failed on some rank. All ranks raise the same, and
             nothing is left behind.
     """
+    content = _content(
+        path, model, optimizer, state=state, average=average, rank_state=rank_state, keep=keep, frozen=frozen
+    )
+    finish_save(model)
+    engine = content.engine
+    write(
+        content.path,
+        engine.comms.world,
+        content.tensors,
+        content.data,
+        step=content.step,
+        run_id=content.run_id,
+        frozen=states.frozen_names(model),
+        allow_non_finite=allow_non_finite,
+    )
+    if keep is not None:
+        open_checkpoint(content.path, comm=engine.comms.world).verify(engine.comms.world)
+        _follow(content.path, engine, keep, content.run_id)
+    return content.path
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    state: dict[str, Any] | None = None,
+    average: ExponentialMovingAverage | None = None,
+    rank_state: dict[str, Any] | None = None,
+    keep: int | None = None,
+    frozen: bool = True,
+    allow_non_finite: bool = False,
+) -> Path:
+    """:func:`save` that returns as soon as everything has been copied to the host's memory.
+
+    A process of each rank writes while training goes on; it is started by the first such save, and rank 0's publishes
+    the checkpoint when all files are there. One save is under way at a time: the next one waits for it, and raises what
+    went wrong with it. So do :func:`finish_save`, which belongs behind the last step, and the end of the interpreter,
+    which can only print it. The copy takes as much memory of the host as this rank saves, from the first save on.
+
+    Args:
+        path: As of :func:`save`, and so are
+        model: the model,
+        optimizer: the optimizers,
+        state: the state,
+        average: the average,
+        rank_state: the rank's own state,
+        keep: the number of checkpoints to keep (the files are read again and compared before any is removed),
+        frozen: what is done with frozen parameters, and
+        allow_non_finite: what is done with NaN and infinity.
+
+    Returns:
+        The folder, which is not there yet.
+
+    Collective:
+        The ranks exchange small JSON. All ranks must call.
+
+    Raises:
+        CheckpointError, StorageError, NonFiniteError: The save before this one has failed, or this one cannot begin.
+            All ranks raise the same. After a failure of the save before, this one can be called again.
+    """
+    finish_save(model)
+    content = _content(
+        path, model, optimizer, state=state, average=average, rank_state=rank_state, keep=keep, frozen=frozen
+    )
+    engine = content.engine
+    held = _background.setdefault(engine, Background())
+    _saving[engine] = begin_write(
+        content.path,
+        engine.comms.world,
+        content.tensors,
+        content.data,
+        held,
+        step=content.step,
+        run_id=content.run_id,
+        frozen=states.frozen_names(model),
+        keep=keep,
+        known_good=_verified.get(engine, ()),
+        allow_non_finite=allow_non_finite,
+    )
+    return content.path
+
+
+def finish_save(model: nn.Module) -> None:
+    """Wait until the checkpoint of :func:`save_async` is published. Does nothing where none is under way.
+
+    Collective:
+        Where one is under way, a gather of small JSON to rank 0 and a broadcast from there. All ranks must call.
+
+    Raises:
+        CheckpointError, StorageError: It was not saved. All ranks raise the same, and nothing is left behind.
+    """
+    engine = engine_of(model, "sw.finish_save")
+    saving = _saving.pop(engine, None)
+    if saving is None:
+        return
+    outcome = saving.finish()
+    if "after" in outcome and engine.comms.world.rank == 0:
+        tell_once(f"{saving.directory} is saved, but not all older checkpoints were removed: {outcome['after']}")
+    _verified[engine] = tuple(outcome["good"])
+    if engine.comms.world.rank == 0:
+        _tell_refused(outcome["refused"])
+
+
+def save_failure(model: nn.Module) -> str | None:
+    """What has gone wrong with the save under way, as far as this rank knows (rank 0 knows all); ``None``: nothing yet.
+
+    Asks without waiting, so that a loop can say it at the next step. :func:`finish_save` raises it.
+    """
+    saving = _saving.get(engine_of(model, "sw.save_failure"))
+    return None if saving is None else saving.failure()
+
+
+@dataclass
+class _Content:
+    """What this rank has to save."""
+
+    engine: Engine
+    path: Path
+    tensors: Pairs
+    data: dict[str, Any]
+    step: int
+    run_id: str
+
+
+def _content(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    *,
+    state: dict[str, Any] | None,
+    average: ExponentialMovingAverage | None,
+    rank_state: dict[str, Any] | None,
+    keep: int | None,
+    frozen: bool,
+) -> _Content:
     engine = engine_of(model, "sw.save")
     path, named_step = Path(path), step_of(Path(path).name)
     if keep is not None and (keep < 1 or named_step is None):
@@ -91,11 +246,17 @@ def save(
     optimizers = _listed(optimizer)
     ignored = written_names(ignored_of(engine), optimizers, engine.comms)
     if optimizers:
-        data[_OPTIMIZER] = {
+        entry: dict[str, Any] = {
             "class": _class_names(optimizers),
-            "groups": [_plain(settings) for settings in _groups_of(optimizers)],
+            "groups": [_plain(settings) for settings in groups_of(optimizers)],
             "scalars": optimizer_scalars(model, optimizers, ignored),
         }
+        members = shared_members(model, optimizers)
+        if members is not None:
+            entry["members"] = members
+        data[_OPTIMIZER] = entry
+    if tied := tied_names(model):
+        data["tied"] = tied
     tensors = states.owned_extents(model) + optimizer_extents(model, optimizers, ignored) + ignored_extents(ignored)
     if average is not None:
         data[_AVERAGE] = average.settings
@@ -104,24 +265,27 @@ def save(
         packed = plain.dumps(plain.pack(rank_state, "rank_state"))
         held = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         tensors.append((_rank_extent(engine.comms.world.rank, held.numel()), held))
+    if not frozen:
+        data[_WITHOUT_FROZEN] = True
+        left_out = states.frozen_extents(model, tensors)
+        tensors = [pair for pair in tensors if pair[0].name not in left_out]
     step = state.get("step", named_step or 0)
     run_id = str(state.get("run_id") or uuid.UUID(int=0))
-    write(path, engine.comms.world, tensors, data, step=int(step), run_id=run_id, frozen=states.frozen_names(model))
-    if keep is not None:
-        _retain(path, engine, keep, run_id)
-    return path
+    return _Content(engine, path, tensors, data, int(step), run_id)
 
 
 def _rank_extent(rank: int, num_bytes: int) -> Extent:
     return Extent(f"{_RANK}/{rank:05d}", (num_bytes,), "uint8", 0, num_bytes)
 
 
-#: Checkpoints that this process has verified, by engine.
-_verified: weakref.WeakKeyDictionary[Engine, tuple[Path, ...]] = weakref.WeakKeyDictionary()
+#: The save under way, the process that writes, and checkpoints that were verified, by engine.
+_saving: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()
+_background: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDictionary()
+_verified: weakref.WeakKeyDictionary[Engine, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
-def _retain(path: Path, engine: Engine, keep: int, run_id: str) -> None:
-    """Have rank 0 remove what is older than the kept ones.
+def _follow(path: Path, engine: Engine, keep: int, run_id: str) -> None:
+    """Have rank 0 point to a new checkpoint and remove what is older than the kept ones.
 
     Collective:
         An all-gather of JSON.
@@ -129,13 +293,37 @@ def _retain(path: Path, engine: Engine, keep: int, run_id: str) -> None:
     problem: ShardwiseError | None = None
     if engine.comms.world.rank == 0:
         try:
-            kept = retain(path.parent, keep, known_good=_verified.get(engine, ()), run_id=run_id)
-            _verified[engine] = kept.good
-            for refused, reason in kept.refused:
-                tell_once(f"checkpoint {refused.name} is left: {reason}")
+            good, refused = follow(path, keep=keep, run_id=run_id, known_good=_verified.get(engine, ()))
+            _verified[engine] = tuple(good)
+            _tell_refused(refused)
         except ShardwiseError as error:
             problem = error
     fail_together(engine.comms.world, problem)
+
+
+def _tell_refused(refused: Iterable[tuple[str, str]]) -> None:
+    for name, reason in refused:
+        tell_once(f"checkpoint {name} is left: {reason}")
+
+
+def drop_save(model: nn.Module) -> None:
+    """End a save under way unfinished, where a peer is gone that it would wait for. Not a collective."""
+    engine = engine_of(model, "sw.save_async")
+    _saving.pop(engine, None)
+    if engine in _background:
+        _background.pop(engine).close()
+
+
+#: How long the end of the interpreter waits for saves that no ``finish_save`` has waited for.
+_LAST_WAIT_S = 20.0
+
+
+@atexit.register
+def _finish_all() -> None:
+    for saving in list(_saving.values()):
+        problem = saving.wait(_LAST_WAIT_S)
+        if problem is not None:
+            tell_once(f"{saving.directory} was not saved: {problem}")
 
 
 def load(
@@ -145,6 +333,7 @@ def load(
     *,
     average: ExponentialMovingAverage | None = None,
     verify: bool = True,
+    keep_settings: bool = False,
 ) -> dict[str, Any]:
     """Fill a model, and its optimizer, from a checkpoint that any number of ranks wrote under any strategy.
 
@@ -152,9 +341,11 @@ def load(
         path: The checkpoint's folder.
         model: A parallelized model with the same parameters.
         optimizer: An optimizer of the class that was saved, with as many parameter groups (several: in the same order).
-            Its state and settings are replaced. ``None`` leaves optimizer state unread.
+            Its state and settings are replaced, as by torch's ``load_state_dict``; settings that change are printed
+            (but for the learning rate). ``None`` leaves optimizer state unread.
         average: Receives the averaged weights, their decay and number of updates. ``None`` leaves them unread.
         verify: Compare every file that is read with the hash in the manifest first.
+        keep_settings: Leave the settings of the optimizer's groups (learning rate, betas, ...) as they are.
 
     Returns:
         The ``state`` given to :func:`save`; under the key ``rank_state`` this rank's own, where as many ranks load as
@@ -172,7 +363,7 @@ def load(
     checkpoint = open_checkpoint(path, comm=comm)
     holders = count_holders(ignored_of(engine), engine.comms)
     problem: ShardwiseError | None = None
-    targets = _Targets(checkpoint)
+    targets = _Targets(checkpoint, tied_names(model), keeps_settings=keep_settings)
     try:  # a stage may refuse what the others can take
         targets.add_model(model, _listed(optimizer), holders)
         if average is not None:
@@ -200,9 +391,11 @@ class _Targets:
         installs: Called once everything has been read.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, tied: Collection[str], *, keeps_settings: bool) -> None:
+        self._keeps_settings = keeps_settings
         self.extents: Pairs = []
-        self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/", f"{_RANK}/"}
+        # Checkpoints that were imported have tied parameters under all their names.
+        self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/", f"{_RANK}/", *tied}
         self.installs: list[Callable[[], object]] = []
         self._checkpoint = checkpoint
         self._rank_state: torch.Tensor | None = None
@@ -214,7 +407,13 @@ class _Targets:
             ShardwiseError: This rank cannot take something that was saved.
         """
         engine, checkpoint, stored = engine_of(model, "sw.load"), self._checkpoint, self._checkpoint.tensors
-        held = states.held_values(model, stored)
+        leaves_frozen = bool(checkpoint.data.get(_WITHOUT_FROZEN))
+        if leaves_frozen and engine.observers.find(states.Unfilled) is not None:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} leaves out frozen parameters, and those of this model have no values.\n"
+                "  Build the model with the values of its base, as it was when it was saved."
+            )
+        held = states.held_values(model, stored, with_frozen=not leaves_frozen)
         ignored = stored_names(ignored_of(engine), engine.comms, holders, stored)
         self.extents += held.extents + ignored_extents(ignored)
         self.installs.append(held.install)
@@ -238,8 +437,14 @@ class _Targets:
             )
         for each in fresh:
             self.extents += each.extents
-            self.installs.append(partial(each.install, saved["scalars"]))
-        for group, settings in zip(_groups_of(optimizers), saved["groups"], strict=True):
+            self.installs.append(partial(each.install, saved.scalars))
+        found = settings_by_group(members_here(model, optimizers), saved.groups, saved.members)
+        changed = changed_settings(checkpoint.path, found, groups_of(optimizers))
+        if self._keeps_settings:
+            return
+        if shown := [each for each in changed if each[0].rpartition(".")[2] not in _SCHEDULED]:
+            tell_once(f"checkpoint {checkpoint.path} changes settings of the optimizer:\n{describe_changes(shown)}")
+        for group, settings in zip(groups_of(optimizers), found, strict=True):
             self.installs.append(partial(_restore, group, settings))
 
     def add_average(self, average: ExponentialMovingAverage) -> None:
@@ -276,10 +481,6 @@ def _class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     return " + ".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
-def _groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
-
-
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group's settings without its parameters; a number in a tensor as the number."""
     return {
@@ -299,22 +500,23 @@ def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _matching(checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+def _matching(checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer]) -> SavedOptimizer:
     """The entry of a checkpoint about its optimizers, checked against those of the caller."""
-    path, saved, name = checkpoint.path, checkpoint.data.get(_OPTIMIZER), _class_names(optimizers)
-    if saved is None:
+    path, entry, name = checkpoint.path, checkpoint.data.get(_OPTIMIZER), _class_names(optimizers)
+    if entry is None:
         raise CheckpointError(
             f"checkpoint {path} holds no optimizer state.\n  Call sw.load(path, model) without an optimizer."
         )
-    if saved["class"] != name:
+    saved = read_optimizer(path, entry)
+    if saved.kind != name:
         raise CheckpointError(
-            f"checkpoint {path} holds the state of {saved['class']}, the optimizer is {name}.\n"
-            f"  Build a {saved['class']}, or call sw.load(path, model) to start with a fresh optimizer."
+            f"checkpoint {path} holds the state of {printable(saved.kind)}, the optimizer is {name}.\n"
+            f"  Build a {printable(saved.kind)}, or call sw.load(path, model) to start with a fresh optimizer."
         )
-    num_groups = len(_groups_of(optimizers))
-    if len(saved["groups"]) != num_groups:
+    num_groups = len(groups_of(optimizers))
+    if len(saved.groups) != num_groups:
         raise CheckpointError(
-            f"checkpoint {path} holds {len(saved['groups'])} parameter groups, the optimizer has"
+            f"checkpoint {path} holds {len(saved.groups)} parameter groups, the optimizer has"
             f" {num_groups}.\n  Build the optimizer with the same groups."
         )
     return saved

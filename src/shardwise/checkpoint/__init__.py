@@ -6,21 +6,44 @@ at loading does not matter, so a checkpoint loads on any number of ranks.
 
 from __future__ import annotations
 
-from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reader import Checkpoint, describe_summary, open_checkpoint
-from shardwise.checkpoint.store import (
-    CHECKPOINTS,
-    LATEST,
-    Latest,
-    Retained,
-    find_latest,
-    newest_checkpoint,
-    publish_latest,
-    retain,
-    step_directory,
-    step_of,
-)
-from shardwise.checkpoint.writer import write
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# By module, imported when first used: the writing process (writing_process.py) needs none of them, and no torch.
+_LAZY = {
+    "Manifest": "manifest",
+    "Checkpoint": "reader",
+    "describe_summary": "reader",
+    "open_checkpoint": "reader",
+    "CHECKPOINTS": "store",
+    "LATEST": "store",
+    "Latest": "store",
+    "Retained": "store",
+    "find_latest": "store",
+    "newest_checkpoint": "store",
+    "publish_latest": "store",
+    "retain": "store",
+    "step_directory": "store",
+    "step_of": "store",
+    "write": "writer",
+}
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.manifest import Manifest
+    from shardwise.checkpoint.reader import Checkpoint, describe_summary, open_checkpoint
+    from shardwise.checkpoint.store import (
+        CHECKPOINTS,
+        LATEST,
+        Latest,
+        Retained,
+        find_latest,
+        newest_checkpoint,
+        publish_latest,
+        retain,
+        step_directory,
+        step_of,
+    )
+    from shardwise.checkpoint.writer import write
 
 __all__ = [
     "CHECKPOINTS",
@@ -39,3 +62,10 @@ __all__ = [
     "step_of",
     "write",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return value

@@ -6,7 +6,8 @@ learning rate is found as well as one in a weight.
 Format version 2 added slices of tensors, which tensor and expert parallelism make: ``"slices": [[[0, 0, 64, 128,
 192]]]`` means that elements of slice 0 are counted in rows 0 to 64 and 128 to 192. Version 3 writes equal pieces of
 ranks at equal distances as one run, so that the manifest hardly grows with the number of ranks, and has files of frozen
-parameters, which are named by their content, so that checkpoints share them as hard links. All versions are read.
+parameters, which are named by their content, so that checkpoints share them as hard links. Version 4 has XXH3 hashes of
+files (``"hash"``) where SHA-256 (``"sha256"``) was before. All versions are read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StringConstraints
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
@@ -34,8 +35,8 @@ from shardwise.spec.slice import Cut, simplest
 from shardwise.state.extents import coverage_problems
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 3
-_READ_VERSIONS = (1, 2, 3)
+FORMAT_VERSION = 4
+_READ_VERSIONS = (1, 2, 3, 4)
 #: Fewer pieces than this are not worth a run.
 _SHORTEST_RUN = 4
 
@@ -45,9 +46,11 @@ MAX_MANIFEST_ITEMS = 4 * 10**6
 
 _MAX_NUMEL = 2**60
 _FROZEN_FILE = re.compile(r"frozen-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
+_REPORT_FILE = re.compile(r"report-r[0-9]{5,9}\.json(\.part)?")
 _SHARD_FILE = re.compile(r"shard-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
 
 _Natural = Annotated[int, Field(ge=0, lt=_MAX_NUMEL)]
+_Digest = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32}|[0-9a-f]{64})$")]
 _Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _SaveId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -64,12 +67,12 @@ class FileEntry(_Strict):
     Attributes:
         name: File name; follows from the save and the rank.
         bytes: File size.
-        sha256: Hash of the whole file.
+        hash: Hash of the whole file, of a kind that ``checkpoint.digest`` tells by its length.
     """
 
     name: str
     bytes: _Natural
-    sha256: _Hash
+    hash: _Digest = Field(validation_alias=AliasChoices("hash", "sha256"))
 
 
 class TensorEntry(_Strict):
@@ -187,7 +190,7 @@ class Manifest(_Strict):
     """
 
     format: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
-    format_version: Literal[1, 2, 3] = FORMAT_VERSION
+    format_version: Literal[1, 2, 3, 4] = FORMAT_VERSION
     save_id: _SaveId
     run_id: Annotated[str, Field(max_length=256)]
     step: _Natural
@@ -243,7 +246,7 @@ class Manifest(_Strict):
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file of this name can be part of a checkpoint."""
-    return name == MANIFEST_NAME or any(kind.fullmatch(name) for kind in (_SHARD_FILE, _FROZEN_FILE))
+    return name == MANIFEST_NAME or any(kind.fullmatch(name) for kind in (_SHARD_FILE, _FROZEN_FILE, _REPORT_FILE))
 
 
 def extent_problem(extent: Extent) -> str | None:
@@ -431,11 +434,11 @@ def _frozen_problems(manifest: Manifest) -> list[str]:
     if held is None:
         names = [name for name, entry in manifest.tensors.items() if entry.is_frozen]
         return [f"{names[0]}: it is frozen, but there are no files of frozen parameters"] if names else []
-    if manifest.format_version < FORMAT_VERSION:
+    if manifest.format_version < 3:
         return [f"it has files of frozen parameters, which format version {manifest.format_version} has not"]
     if len(held) != manifest.world_size:
         return [f"it lists {len(held)} files of frozen parameters for {manifest.world_size} ranks"]
-    expected = [frozen_name(entry.sha256, rank) for rank, entry in enumerate(held)]
+    expected = [frozen_name(entry.hash, rank) for rank, entry in enumerate(held)]
     return [
         f"file {rank} of frozen parameters is called {_short(repr(entry.name))}, expected {name!r}"
         for rank, (entry, name) in enumerate(zip(held, expected, strict=True))

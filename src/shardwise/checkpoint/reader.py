@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
+from shardwise.checkpoint.digest import hash_file, kind_of
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -26,10 +27,11 @@ from shardwise.checkpoint.manifest import (
     logical_extent,
     read_manifest,
 )
-from shardwise.checkpoint.shard import Piece, check_header, hash_file, read_block
+from shardwise.checkpoint.shard import Piece, check_header, read_block
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.dtype import dtype_name
+from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
@@ -198,6 +200,7 @@ class Checkpoint:
         Collective:
             With ``comm``, three exchanges of small JSON. All ranks must call in the same order.
         """
+        fault.at("load_begin", self.step)
         plan = self._plan(pairs)
         asked = [extent.name for extent, _ in pairs]
         reports = _exchange(
@@ -211,6 +214,7 @@ class Checkpoint:
             self._agree(self._check(numbers, self._check_header), comm)
         problems = self._check(numbers, lambda number, folder: self._copy(number, folder, plan.copies[number]))
         self._agree(problems, comm)
+        fault.at("after_load", self.step, lambda: (target for _, target in pairs))
         return [self.manifest.all_files[number].name for number in numbers]
 
     def summary(self) -> dict[str, Any]:
@@ -330,9 +334,9 @@ class Checkpoint:
                 return
             check_header(file, self.manifest.layout_of(rank))
             entry = self.manifest.all_files[rank]
-            found = hash_file(file, entry.bytes)
-            if found != entry.sha256:
-                raise RefusedError(f"its content has the hash {found}, expected {entry.sha256}")
+            found = hash_file(file, entry.bytes, kind_of(entry.hash))
+            if found != entry.hash:
+                raise RefusedError(f"its content has the hash {found}, expected {entry.hash}")
             self._verified[rank] = state
 
     def _copy(self, rank: int, folder: int, copies: list[_Copy]) -> None:
@@ -341,6 +345,7 @@ class Checkpoint:
             check_header(file, plan)
             for copy in copies:
                 read_block(file, plan.offsets[copy.piece], copy.piece.dtype, copy.block, copy.target)
+                fault.at("load_mid_shard", self.step)
 
     def _agree(self, found: list[str], comm: Comm | None) -> None:
         """Raise on all ranks if any rank found a problem."""

@@ -7,20 +7,21 @@ one and compares the bytes. Any safetensors reader can open the files: the key o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint import digest as digests
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
+from shardwise.launch import fault
 from shardwise.spec.extent import Block
 from shardwise.spec.precision import item_bytes
 
@@ -89,9 +90,9 @@ def shard_name(save_id: str, rank: int) -> str:
     return f"shard-{save_id}-r{rank:05d}.safetensors"
 
 
-def frozen_name(sha256: str, rank: int) -> str:
-    """Name of the file with a rank's frozen parameters, which has the hash ``sha256``."""
-    return f"frozen-{sha256[:16]}-r{rank:05d}.safetensors"
+def frozen_name(digest: str, rank: int) -> str:
+    """Name of the file with a rank's frozen parameters, which has the hash ``digest``."""
+    return f"frozen-{digest[:16]}-r{rank:05d}.safetensors"
 
 
 def frozen_layout(rank: int, pieces: Iterable[Piece]) -> Layout:
@@ -142,7 +143,7 @@ def file_layout(
     return header, [len(header) + begin for begin in begins], len(header) + end
 
 
-def write_shard(folder: int, name: str, plan: Layout, content: dict[Piece, Tensor]) -> str:
+def write_shard(folder: int, name: str, plan: Layout, content: Mapping[Piece, Tensor], step: int | None = None) -> str:
     """Write one file and bring it to the disk, never holding more than ``CHUNK_BYTES`` beside the tensors.
 
     Returns:
@@ -151,27 +152,29 @@ def write_shard(folder: int, name: str, plan: Layout, content: dict[Piece, Tenso
     Raises:
         OSError: The disk refuses.
     """
-    digest = hashlib.sha256()
+    digest = digests.start()
     file = folders.create(folder, name)
     try:
         for chunk in _chunks(plan, content):
             digest.update(chunk)
             folders.write_all(file, chunk)
+            fault.at("mid_shard_write", step)  # the header is there, the content is not
         os.fsync(file)
+        fault.at("after_shard_fsync", step)
     finally:
         os.close(file)
     return digest.hexdigest()
 
 
-def hash_content(plan: Layout, content: dict[Piece, Tensor]) -> str:
+def hash_content(plan: Layout, content: Mapping[Piece, Tensor]) -> str:
     """The hash that the file will have."""
-    digest = hashlib.sha256()
+    digest = digests.start()
     for chunk in _chunks(plan, content):
         digest.update(chunk)
     return digest.hexdigest()
 
 
-def _chunks(plan: Layout, content: dict[Piece, Tensor]) -> Iterator[memoryview]:
+def _chunks(plan: Layout, content: Mapping[Piece, Tensor]) -> Iterator[memoryview]:
     yield memoryview(plan.header)
     for piece in plan.offsets:
         tensor = content[piece].detach()
@@ -183,21 +186,6 @@ def _chunks(plan: Layout, content: dict[Piece, Tensor]) -> Iterator[memoryview]:
 def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a one-dimensional contiguous CPU tensor, not a copy."""
     return tensor.view(torch.uint8).numpy().data
-
-
-def hash_file(file: int, num_bytes: int) -> str:
-    """The hash of the first ``num_bytes`` bytes.
-
-    Raises:
-        RefusedError: The file is shorter, or cannot be read.
-    """
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, num_bytes)))
-    for offset in range(0, num_bytes, CHUNK_BYTES):
-        part = buffer[: min(CHUNK_BYTES, num_bytes - offset)]
-        folders.read_at(file, part, offset)
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def check_header(file: int, expected: Layout) -> None:

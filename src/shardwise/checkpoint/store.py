@@ -22,6 +22,7 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import is_checkpoint_file
 from shardwise.checkpoint.reader import Checkpoint, open_checkpoint
+from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError, StorageError
 
 CHECKPOINTS = "checkpoints"
@@ -32,7 +33,10 @@ LEAST_KEPT = 2
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _TEMPORARY = re.compile(r"step-[0-9]{8,18}\.tmp-[0-9a-f]{16}")
-_TRASH = re.compile(r"\.trash-step-[0-9]{8,18}(\.tmp-[0-9a-f]{16})?-[0-9a-f]{16}")
+_SUPERSEDED = re.compile(r"superseded-step-([0-9]{8,18})-[0-9a-f]{8}")
+_TRASH = re.compile(
+    r"\.trash-(step-[0-9]{8,18}(\.tmp-[0-9a-f]{16})?|superseded-step-[0-9]{8,18}-[0-9a-f]{8})-[0-9a-f]{16}"
+)
 _POINTER_PART = re.compile(r"\.LATEST-[0-9a-f]{16}")
 
 
@@ -77,11 +81,13 @@ def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str
         raise CheckpointError(f"{target} is not one of the checkpoints of {root}.")
     open_checkpoint(target)
     part = f".{LATEST}-{secrets.token_hex(8)}"
+    fault.at("before_latest", step_of(target.name))
     try:
         with folders.open_folder(root) as folder:
             folders.write_file(folder, part, f"{CHECKPOINTS}/{target.name}\n".encode())
             os.rename(part, LATEST, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)
+        fault.at("after_latest", step_of(target.name))
     except OSError as error:
         raise StorageError(f"{root / LATEST} was not replaced: {error.strerror}.") from error
 
@@ -179,6 +185,8 @@ def retain(
 ) -> Retained:
     """Remove checkpoints older than the newest ``keep`` good ones, and what interrupted saves and deletions left.
 
+    So are checkpoints that a resume has set aside (``superseded-step-...``), once their steps have been made again.
+
     Good means verified, hashes included. Fewer than two good ones are never left; as long as there are not enough good
     ones nothing is removed, however many others there are. Damaged ones are never removed, only reported.
 
@@ -218,6 +226,7 @@ def retain(
             refused.append((found.path, f"it belongs to the run {found.manifest.run_id!r}"))
         else:
             due.append(found.path)
+    due += _made_again(listing, step_of(good[0].name) if good else None, run_id)
     for path in (*due, *listing.unfinished, *listing.trash):
         reason = _remove(path, is_trash=path in listing.trash)
         refused += [(path, reason)] if reason else []
@@ -226,16 +235,28 @@ def retain(
     return Retained(good=tuple(good), refused=tuple(refused))
 
 
+def _made_again(listing: _Listing, newest: int | None, run_id: str | None) -> list[Path]:
+    """What a resume of this run has set aside, of steps up to ``newest``, which have been made again since."""
+    due = []
+    for step, path in listing.superseded:
+        found, _ = _judge(path, verify=False, step=step) if newest is not None and step <= newest else (None, "")
+        if found is not None and found.manifest.run_id == run_id:
+            due.append(path)
+    return due
+
+
 def _remove(path: Path, *, is_trash: bool) -> str | None:
     """Remove a checkpoint, renamed first so that half of one is never taken for a whole one; or why it is left."""
     try:
         with folders.open_folder(path.parent, follow=False) as parent:
             folders.check_removable(parent, path.name, is_checkpoint_file)
+            fault.at("gc_before_delete", step_of(path.name))
             trash = path.name
             if not is_trash:
                 trash = f".trash-{path.name}-{secrets.token_hex(8)}"
                 os.rename(path.name, trash, src_dir_fd=parent, dst_dir_fd=parent)
                 os.fsync(parent)
+            fault.at("gc_mid_delete", step_of(path.name))
             folders.remove_folder(parent, trash, is_checkpoint_file)
             os.fsync(parent)
     except RefusedError as error:
@@ -249,6 +270,7 @@ def _remove(path: Path, *, is_trash: bool) -> str | None:
 class _Listing:
     steps: list[Path] = field(default_factory=list)
     unfinished: list[Path] = field(default_factory=list)
+    superseded: list[tuple[int, Path]] = field(default_factory=list)
     trash: list[Path] = field(default_factory=list)
     pointer_parts: list[Path] = field(default_factory=list)
 
@@ -262,6 +284,8 @@ def _list(root: Path) -> _Listing:
             listing.steps.append(path)
         elif _TEMPORARY.fullmatch(name):
             listing.unfinished.append(path)
+        elif match := _SUPERSEDED.fullmatch(name):
+            listing.superseded.append((int(match[1]), path))
         elif _TRASH.fullmatch(name):
             listing.trash.append(path)
     listing.steps.sort(key=lambda path: step_of(path.name) or 0)
@@ -285,13 +309,13 @@ def step_of(name: str) -> int | None:
     return int(match[1])
 
 
-def _judge(path: Path, *, verify: bool) -> tuple[Checkpoint | None, str]:
+def _judge(path: Path, *, verify: bool, step: int | None = None) -> tuple[Checkpoint | None, str]:
     """The checkpoint if it is good, else why it is not, in one line."""
     try:
         if path.is_symlink():
             return None, "it is a symbolic link"
         found = open_checkpoint(path)
-        if found.step != step_of(path.name):
+        if found.step != (step_of(path.name) if step is None else step):
             return None, f"its manifest is that of step {found.step}"
         if verify:
             found.verify()

@@ -32,12 +32,13 @@ class WeightFolder:
         folder: Exists and holds no such files.
         tensors: Dtype and shape of each tensor, by name; neighbours share a file.
         max_shard_bytes: A file holds no more, unless one tensor alone does.
+        stem: Of the files' names.
 
     Raises:
         OSError: The disk refuses.
     """
 
-    def __init__(self, folder: Path, tensors: Mapping[str, Entry], max_shard_bytes: float) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, Entry], max_shard_bytes: float, stem: str = "model") -> None:
         shards = _shards(tensors, max_shard_bytes)
         count = len(shards)
         self._missing = dict(tensors)
@@ -45,7 +46,8 @@ class WeightFolder:
         self._files: list[int] = []
         weight_map = {}
         for number, names in enumerate(shards, 1):
-            file_name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            part = "" if count == 1 else f"-{number:05d}-of-{count:05d}"
+            file_name = f"{stem}{part}.safetensors"
             ordered = sorted(names, key=lambda name: (-item_bytes(tensors[name][0]), name))
             header, offsets, num_bytes = file_layout({"format": "pt"}, [(name, *tensors[name]) for name in ordered])
             file = os.open(folder / file_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -59,7 +61,7 @@ class WeightFolder:
             total = {"total_parameters": sum(math.prod(shape) for _, shape in tensors.values())}
             total |= {"total_size": sum(math.prod(shape) * item_bytes(dtype) for dtype, shape in tensors.values())}
             text = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True)
-            (folder / "model.safetensors.index.json").write_text(f"{text}\n", "utf-8")
+            (folder / f"{stem}.safetensors.index.json").write_text(f"{text}\n", "utf-8")
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one tensor; beside it at most ``CHUNK_BYTES`` are held.

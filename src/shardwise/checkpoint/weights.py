@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardwise.spec.precision import item_bytes
 #: The format's dtypes to short names.
 _DTYPES = {name: dtype for dtype, (name, per_element) in FORMAT_DTYPE.items() if per_element == 1}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CAST_BYTES = 2**20  # read at a time where they are cast: they stay in the processor's cache
 _MAX_HEADER_BYTES = 100_000_000  # what the format allows
 
 
@@ -96,7 +97,7 @@ class WeightFiles:
     def read(self, pairs: Iterable[tuple[Extent, Tensor]]) -> None:
         """Fill each flat target with its range of the model's tensor, cast first to the plain model's dtype.
 
-        Beside the targets one range is held in the file's dtype, where that is another than the target's.
+        Beside the targets a megabyte is held in the file's dtype, where that is another than the target's.
 
         Raises:
             CheckpointError: A file ends early or cannot be read.
@@ -136,13 +137,20 @@ class WeightFiles:
 
 def _read(file: int, held: StoredTensor, extent: Extent, target: Tensor, dtype: torch.dtype) -> None:
     stored = torch_dtype(held.dtype)
-    into = target if target.dtype is stored else torch.empty(target.numel(), dtype=stored)
     whole = Extent(extent.name, held.shape, held.dtype, 0, math.prod(held.shape))
-    for block in shared(whole, extent):
-        read_block(file, held.offset, held.dtype, block, into)
-    if into is not target or dtype is not stored:
+    if target.dtype is stored and dtype is stored:
+        for block in shared(whole, extent):
+            read_block(file, held.offset, held.dtype, block, target)
+        return
+    step = _CAST_BYTES // item_bytes(held.dtype)
+    staging = torch.empty(min(step, target.numel()), dtype=stored)
+    for start in range(0, target.numel(), step):
+        stop = min(start + step, target.numel())
+        part, into = replace(extent, start=extent.start + start, stop=extent.start + stop), staging[: stop - start]
+        for block in shared(whole, part):
+            read_block(file, held.offset, held.dtype, block, into)
         with torch.no_grad():
-            target.copy_(into.to(dtype))
+            target[start:stop].copy_(into.to(dtype))
 
 
 def _file_names(folder: Path) -> Sequence[str]:

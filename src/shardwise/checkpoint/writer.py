@@ -18,7 +18,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,13 @@ from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    combine,
-    encode,
-    extent_problem,
-    is_checkpoint_file,
-)
+from shardwise.checkpoint.background import Background
+from shardwise.checkpoint.finite import non_finite
+from shardwise.checkpoint.manifest import TensorEntry, combine, extent_problem
+from shardwise.checkpoint.outcome import AFTERWARDS, failure_of, problem_of
+from shardwise.checkpoint.publish import commit, refuse_existing, remove_unfinished
 from shardwise.checkpoint.shard import (
+    Layout,
     Piece,
     frozen_layout,
     frozen_name,
@@ -49,7 +45,8 @@ from shardwise.checkpoint.shard import (
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, scatter_json
 from shardwise.comm.dtype import dtype_name
-from shardwise.spec.errors import CheckpointError, ShardwiseError, StorageError
+from shardwise.launch import fault
+from shardwise.spec.errors import CheckpointError, NonFiniteError, ShardwiseError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import size
@@ -65,6 +62,7 @@ def write(
     step: int,
     run_id: str,
     frozen: Collection[str] = (),
+    allow_non_finite: bool = False,
 ) -> Path:
     """Save one checkpoint, or raise the same error on every rank and leave nothing behind.
 
@@ -82,6 +80,7 @@ def write(
         run_id: Names the run.
         frozen: Names of tensors that hardly ever change. They go into a file of their own, named by its content; if
             another checkpoint in the same folder has that file, it gets a hard link and is not written again.
+        allow_non_finite: Save NaN and infinity too; otherwise they are refused, but in buffers and frozen tensors.
 
     Returns:
         ``directory``.
@@ -89,6 +88,7 @@ def write(
     Raises:
         CheckpointError: The pieces do not make whole tensors, the directory exists, ranks disagree, or ``data`` holds
             something else. On all ranks, with the same text.
+        NonFiniteError: A parameter or optimizer state is not finite, on any rank. On all ranks, with the same text.
         StorageError: A disk is full or refuses, on any rank. On all ranks, with the same text.
         CommError: A peer is gone. The unfinished files stay in ``<directory>.tmp-*``, which ``retain`` removes.
 
@@ -97,11 +97,105 @@ def write(
         where there are slices, a scatter of their numbers. The bytes that a rank other than 0 receives do not grow with
         the number of ranks. All ranks must call in the same order.
     """
-    save = _Save(Path(directory), comm, step=step, run_id=run_id)
+    save = _Save(Path(directory), comm, step=step, run_id=run_id, allows_non_finite=allow_non_finite)
     with save.removing_on_failure():
         save.prepare(tensors, data, frozen)
         save.write_and_publish()
     return save.directory
+
+
+#: Names that a rank reports of what is not finite.
+_MOST_NAMES = 5
+#: How often the end of a process looks whether its file has been written.
+_POLL_S = 0.05
+
+
+class Saving:
+    """A save that goes on while its ranks train: their processes write, and rank 0's publishes.
+
+    Attributes:
+        directory: Where the checkpoint will be.
+        is_finished: Whether :meth:`finish` has been called.
+    """
+
+    def __init__(self, save: _Save, background: Background) -> None:
+        self.directory, self.is_finished = save.directory, False
+        self._save, self._background = save, background
+
+    def failure(self) -> str | None:
+        """Why this rank's part has failed, on rank 0 the save; ``None`` where it has not, or not yet. Does not wait."""
+        outcome = self._background.poll() or {}
+        found = outcome.get("failed", outcome.get("problem"))
+        return None if found is None or folders.exists(self.directory) else str(found)
+
+    def wait(self, limit_s: float) -> str | None:
+        """Wait for this rank's process, not longer than this; why its part has failed, if it has. Not a collective."""
+        end = time.monotonic() + limit_s
+        while self._background.poll() is None:
+            if time.monotonic() > end:
+                return f"it was not finished within {limit_s:.0f} s of the end (call sw.finish_save before)"
+            time.sleep(_POLL_S)
+        return self.failure()
+
+    def finish(self) -> dict[str, Any]:
+        """Wait until the checkpoint is published.
+
+        Returns:
+            ``good``, ``refused`` and where only that went wrong ``after``, as of ``publish.publish``.
+
+        Raises:
+            CheckpointError, StorageError: The save has failed on some rank. On all ranks, with the same text; nothing
+                is left behind.
+
+        Collective:
+            A gather of small JSON to rank 0 and a broadcast from there. All ranks must call.
+        """
+        self.is_finished = True
+        with self._save.removing_on_failure():
+            return self._save.finish(self._background)
+
+
+def begin_write(
+    directory: str | os.PathLike[str],
+    comm: Comm,
+    tensors: Pairs,
+    data: dict[str, Any],
+    background: Background,
+    *,
+    step: int,
+    run_id: str,
+    frozen: Collection[str] = (),
+    keep: int | None = None,
+    known_good: Sequence[str] = (),
+    allow_non_finite: bool = False,
+) -> Saving:
+    """:func:`write`, which returns as soon as this rank's tensors have been copied (as much memory again).
+
+    Args:
+        directory: As of :func:`write`, and so are
+        comm: the ranks,
+        tensors: the pieces,
+        data: the other state,
+        step: the step,
+        run_id: the run, and
+        frozen: the frozen names.
+        background: This rank's process that writes. The save before must have been finished.
+        keep: Remove older checkpoints when this one is published and its files have been read again and compared.
+        known_good: Checkpoints that were verified before.
+        allow_non_finite: As of :func:`write`.
+
+    Raises:
+        CheckpointError, StorageError, NonFiniteError: As :func:`write`, but for what is found later, which
+            ``Saving.finish`` raises.
+
+    Collective:
+        A gather of small JSON to rank 0 and a broadcast from there; where there are slices, a scatter of their numbers.
+    """
+    save = _Save(Path(directory), comm, step=step, run_id=run_id, allows_non_finite=allow_non_finite)
+    with save.removing_on_failure():
+        save.prepare(tensors, data, frozen)
+    save.hand_over(background, keep=keep, known_good=known_good)
+    return Saving(save, background)
 
 
 class _Save:
@@ -110,7 +204,8 @@ class _Save:
     All ranks send their reports to rank 0 alone, which combines them and broadcasts the verdict.
     """
 
-    def __init__(self, directory: Path, comm: Comm, *, step: int, run_id: str) -> None:
+    def __init__(self, directory: Path, comm: Comm, *, step: int, run_id: str, allows_non_finite: bool = False) -> None:
+        self.allows_non_finite = allows_non_finite
         self.directory = directory
         self.comm = comm
         self.step = step
@@ -128,6 +223,7 @@ class _Save:
         """Agree on what will be written, and prove that it is whole, before a byte of it is."""
 
         def local() -> dict[str, Any]:
+            fault.at("save_begin", self.step)
             if len(self.run_id) > 256 or not self.run_id.isprintable():
                 raise CheckpointError(f"{self.run_id!r} is no name for a run")
             self._check_tensors(tensors)
@@ -139,6 +235,11 @@ class _Save:
                 "run_id": self.run_id,
                 "data": hashlib.sha256(plain.dumps(self.data)).hexdigest(),
                 "extents": [packed(extent) for extent, _ in tensors],
+                "non_finite": []
+                if self.allows_non_finite
+                else non_finite([(extent, tensor) for extent, tensor in tensors if extent.name not in frozen])[
+                    :_MOST_NAMES
+                ],
                 "frozen": sorted({extent.name for extent, _ in tensors if extent.name in frozen}),
                 "bytes": sum(
                     extent.numel * item_bytes(extent.dtype) for extent, _ in tensors if extent.name not in linked
@@ -176,10 +277,20 @@ class _Save:
             lines = "".join(f"\n  - {problem}" for problem in problems[:20])
             more = f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise _ToldError(CheckpointError, f"what the ranks gave does not make one state:{lines}{more}")
+        non_finite_on = {rank: report["non_finite"] for rank, report in enumerate(reports) if report["non_finite"]}
+        if non_finite_on:
+            lines = "".join(f"\n  - rank {rank}: {', '.join(names)}" for rank, names in [*non_finite_on.items()][:20])
+            raise _ToldError(
+                NonFiniteError,
+                f"there is NaN or infinity in what it would hold:{lines}\n"
+                "  Nothing was written; earlier checkpoints are as they were. Go back to one of them with a lower"
+                " learning rate, or look at the samples since. What is not finite rightly is saved with"
+                " allow_non_finite=True (checkpoint.allow_non_finite=true).",
+            )
         needed, free = sum(report["bytes"] for report in reports), reports[0]["free"]
         if needed > free:
             raise _ToldError(
-                StorageError, f"no space left on device: {size(needed)} needed, {size(free)} free.{_AFTERWARDS}"
+                StorageError, f"no space left on device: {size(needed)} needed, {size(free)} free.{AFTERWARDS}"
             )
         has_slices = any(entry.slices for entry in self.entries.values())
         if has_slices:
@@ -202,11 +313,12 @@ class _Save:
 
         def local() -> dict[str, Any]:
             assert self.temporary is not None
+            fault.at("before_shard_open", self.step)
             plan = layout(save_id=self.save_id, run_id=self.run_id, step=self.step, rank=rank, pieces=self.pieces)
             name = shard_name(self.save_id, rank)
             try:
                 with folders.open_folder(self.temporary, follow=False) as folder:
-                    digest = write_shard(folder, name, plan, self.pieces)
+                    digest = write_shard(folder, name, plan, self.pieces, self.step)
                     frozen = self._write_frozen(folder) if self.has_frozen else None
             except OSError as error:
                 error.filename = self.temporary / name
@@ -217,9 +329,86 @@ class _Save:
                         " file system that all machines share)"
                     )
                 raise
-            return {"own": {"name": name, "bytes": plan.file_bytes, "sha256": digest}, "frozen": frozen}
+            return {"own": {"name": name, "bytes": plan.file_bytes, "hash": digest}, "frozen": frozen}
 
         self._exchange(local, self._publish)
+
+    def hand_over(self, background: Background, *, keep: int | None, known_good: Sequence[str]) -> None:
+        """Copy what this rank writes and have its background process write and publish it.
+
+        What fails here is in the report that this rank's process leaves for rank 0's.
+        """
+        assert self.temporary is not None
+        plan: Layout | None = layout(
+            save_id=self.save_id, run_id=self.run_id, step=self.step, rank=self.comm.rank, pieces=self.pieces
+        )
+        report: dict[str, Any] = {"frozen": None}
+        try:
+            fault.at("before_shard_open", self.step)
+            if self.has_frozen:
+                with folders.open_folder(self.temporary, follow=False) as folder:
+                    report["frozen"] = self._write_frozen(folder)
+        except Exception as error:  # noqa: BLE001 - as in _exchange
+            report, plan = problem_of(error), None
+        job: dict[str, Any] = {
+            "temporary": str(self.temporary.absolute()),
+            "directory": str(self.directory.absolute()),
+            "rank": self.comm.rank,
+            "world_size": self.comm.size,
+            "step": self.step,
+            "keep": keep,
+            "report": report,
+        }
+        if plan is not None:
+            job["own"] = {"name": shard_name(self.save_id, self.comm.rank), "bytes": plan.file_bytes}
+        if self.comm.rank == 0:
+            job["manifest"] = self._manifest(is_plain=True)
+            job["good"] = list(known_good)
+        try:
+            background.begin(job, plan, self.pieces)
+        except OSError as error:
+            background.begin({**job, "report": problem_of(error)}, None, {})
+
+    def finish(self, background: Background) -> dict[str, Any]:
+        """Wait for the background processes. Returns what rank 0's says, on every rank.
+
+        Collective:
+            A gather of small JSON to rank 0 and a broadcast from there.
+        """
+
+        def local() -> dict[str, Any]:
+            outcome = background.wait() if self.comm.rank else {}
+            if "problem" in outcome:
+                raise (StorageError if outcome["is_storage"] else CheckpointError)(outcome["problem"])
+            return outcome
+
+        def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
+            del reports
+            outcome = background.wait()
+            if "problem" in outcome and folders.exists(self.directory):  # killed when it had published
+                return {"good": [], "refused": [], "after": outcome["problem"]}
+            failure = failure_of([outcome]) if "problem" in outcome else outcome if "failed" in outcome else None
+            if failure is not None:
+                raise _ToldError(_KINDS[failure["kind"]], failure["failed"])
+            return outcome
+
+        try:
+            return self._exchange(local, decide)
+        except BaseException:
+            background.close()  # rank 0's may be waiting for a report that will not come
+            raise
+
+    def _manifest(self, *, is_plain: bool = False) -> dict[str, Any]:
+        """On rank 0: the fields of the manifest but for the files."""
+        tensors: Mapping[str, Any] = self.entries
+        return {
+            "save_id": self.save_id,
+            "run_id": self.run_id,
+            "step": self.step,
+            "world_size": self.comm.size,
+            "tensors": {name: entry.model_dump() for name, entry in tensors.items()} if is_plain else tensors,
+            "data": self.data,
+        }
 
     def _write_frozen(self, folder: int) -> dict[str, Any]:
         """Link the file of frozen parameters that a checkpoint beside this one holds, or write it."""
@@ -230,7 +419,7 @@ class _Save:
             written = write_shard(folder, name, plan, self.frozen_pieces)
             if written != digest:
                 raise CheckpointError(f"frozen parameters of rank {self.comm.rank} changed while they were saved")
-        return {"name": name, "bytes": plan.file_bytes, "sha256": digest}
+        return {"name": name, "bytes": plan.file_bytes, "hash": digest}
 
     def _shared(self, ending: str) -> list[Path]:
         """Files of frozen parameters with this end of the name in the checkpoints beside this one, newest first."""
@@ -242,10 +431,9 @@ class _Save:
         """Rank 0 removes the temporary folder when the save fails in a way that all ranks know of."""
         try:
             yield
-        except (CheckpointError, StorageError, _Interrupted) as error:
+        except (CheckpointError, StorageError, NonFiniteError, _Interrupted) as error:
             if self.comm.rank == 0 and self.temporary is not None:
-                with contextlib.suppress(OSError, RefusedError), folders.open_folder(self.directory.parent) as parent:
-                    folders.remove_folder(parent, self.temporary.name, is_checkpoint_file)
+                remove_unfinished(self.temporary)
             if isinstance(error, _Interrupted):
                 raise error.cause from None
             raise
@@ -253,29 +441,10 @@ class _Save:
     def _publish(self, reports: list[dict[str, Any]]) -> None:
         """On rank 0: write the manifest and rename the folder."""
         assert self.temporary is not None
-        manifest = Manifest(
-            save_id=self.save_id,
-            run_id=self.run_id,
-            step=self.step,
-            world_size=self.comm.size,
-            files=[FileEntry.model_validate(report["own"]) for report in reports],
-            frozen=[FileEntry.model_validate(report["frozen"]) for report in reports] if self.has_frozen else None,
-            tensors=self.entries,
-            data=self.data,
-        )
-        with folders.open_folder(self.temporary, follow=False) as folder:
-            folders.write_file(folder, MANIFEST_NAME, encode(manifest))
-            os.fsync(folder)
-        self._refuse_existing()
-        self.temporary.rename(self.directory)
-        try:
-            folders.sync_folder(self.directory.parent)
-        except OSError:
-            self.directory.rename(self.temporary)  # what may be lost at the next power cut is not published
-            raise
+        commit(self.temporary, self.directory, self._manifest(), reports)
 
     def _make_temporary(self) -> dict[str, Any]:
-        self._refuse_existing()
+        refuse_existing(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         save_id = secrets.token_hex(8)
         temporary = self._temporary_path(save_id)
@@ -285,10 +454,6 @@ class _Save:
 
     def _temporary_path(self, save_id: str) -> Path:
         return self.directory.with_name(f"{self.directory.name}.tmp-{save_id}")
-
-    def _refuse_existing(self) -> None:
-        if folders.exists(self.directory):
-            raise CheckpointError(f"{self.directory} exists, and a checkpoint never goes into a folder that exists")
 
     @staticmethod
     def _check_tensors(tensors: Pairs) -> None:
@@ -325,10 +490,10 @@ class _Save:
         try:
             report: dict[str, Any] = {"result": local()}
         except Exception as error:  # noqa: BLE001 - whatever it was, the other ranks must learn of it and not wait
-            report = {"problem": _problem(error), "is_storage": isinstance(error, OSError)}
+            report = problem_of(error)
         except BaseException as error:  # noqa: BLE001 - raised again below, when the others know
             interrupt = error
-            report = {"problem": f"interrupted by {type(error).__name__}", "is_storage": False}
+            report = _interrupted(error)
         reports = gather_json(self.comm, report)
         verdict: dict[str, Any] = {}
         if self.comm.rank == 0:
@@ -336,14 +501,12 @@ class _Save:
                 verdict = self._verdict(reports, decide)
             except BaseException as error:  # noqa: BLE001 - as above
                 interrupt = error
-                verdict = _failed({"0": f"interrupted by {type(error).__name__}"}, is_storage=False)
+                verdict = failure_of([_interrupted(error)]) or {}
         verdict = broadcast_json(self.comm, verdict)
         if interrupt is not None:
             raise _Interrupted(interrupt)
         if "failed" in verdict:
-            raise (StorageError if verdict["is_storage"] else CheckpointError)(
-                f"{self._subject()}: {verdict['failed']}"
-            )
+            raise _KINDS[verdict["kind"]](f"{self._subject()}: {verdict['failed']}")
         return verdict["answer"] or {}
 
     @staticmethod
@@ -351,19 +514,15 @@ class _Save:
         reports: list[dict[str, Any]], decide: Callable[[list[dict[str, Any]]], dict[str, Any] | None]
     ) -> dict[str, Any]:
         """The message of rank 0 to all ranks: its decision, or what failed."""
-        failed = [(rank, report) for rank, report in enumerate(reports) if "problem" in report]
-        if not failed:
-            try:
-                return {"answer": decide([report["result"] for report in reports])}
-            except _ToldError as told:
-                return {"failed": told.text, "is_storage": told.kind is StorageError}
-            except Exception as error:  # noqa: BLE001 - as in _exchange
-                failed = [(0, {"problem": _problem(error), "is_storage": isinstance(error, OSError)})]
-        causes: dict[str, list[str]] = {}
-        for rank, report in failed:
-            causes.setdefault(str(report["problem"]), []).append(str(rank))
-        by_ranks = {", ".join(ranks): cause for cause, ranks in causes.items()}
-        return _failed(by_ranks, is_storage=all(report["is_storage"] for _, report in failed))
+        failure = failure_of(reports)
+        if failure is not None:
+            return failure
+        try:
+            return {"answer": decide([report["result"] for report in reports])}
+        except _ToldError as told:
+            return {"failed": told.text, "kind": told.kind.__name__}
+        except Exception as error:  # noqa: BLE001 - as in _exchange
+            return failure_of([problem_of(error)]) or {}
 
     def _subject(self) -> str:
         return f"step {self.step} was not saved to {self.directory}"
@@ -371,6 +530,12 @@ class _Save:
 
 #: Folders of saves and deletions under way.
 _UNPUBLISHED = re.compile(r"\.tmp-|^\.trash-")
+
+
+#: What a save can raise on all ranks, by name.
+_KINDS: dict[str, type[ShardwiseError]] = {
+    kind.__name__: kind for kind in (CheckpointError, StorageError, NonFiniteError)
+}
 
 
 class _ToldError(Exception):
@@ -389,20 +554,8 @@ class _Interrupted(BaseException):
         self.cause = cause
 
 
-_AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. Remove the cause, then save again."
-
-
-def _failed(causes: dict[str, str], *, is_storage: bool) -> dict[str, Any]:
-    told = "; ".join(f"rank {ranks}: {cause}" for ranks, cause in causes.items())
-    return {"failed": f"{told}.{_AFTERWARDS}", "is_storage": is_storage}
-
-
-def _problem(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
-    if isinstance(error, CheckpointError | ValueError | RefusedError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+def _interrupted(error: BaseException) -> dict[str, Any]:
+    return {"problem": f"interrupted by {type(error).__name__}", "is_storage": False}
 
 
 def _disagreements(reports: list[dict[str, Any]]) -> list[str]:

@@ -65,7 +65,7 @@ def dry_run(  # noqa: PLR0917  typer's form
 ) -> None:
     """Run dry."""
     from shardwise.api.dry_run import dry_run as run_dry
-    from shardwise.train.build import objective
+    from shardwise.train.build import TokenBatch, objective
 
     for option, value in (
         ("--world-size", world_size),
@@ -88,7 +88,7 @@ def dry_run(  # noqa: PLR0917  typer's form
             plan,
             world_size=world_size,
             rank=rank,
-            batch=(tokens_BT, tokens_BT),
+            batch=TokenBatch(tokens_BT, tokens_BT),
             loss_fn=(trained := objective(is_from_hf=subject.is_from_hf, cp=plan.cp)).loss_fn,
             forward=trained.forward,
             optimizer=optimizer or subject.optimizer,

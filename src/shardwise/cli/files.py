@@ -1,4 +1,4 @@
-"""Verbs about files: ``data tokenize``, ``checkpoint inspect``, ``checkpoint verify`` and ``export``."""
+"""Verbs about files: ``data tokenize``, ``checkpoint inspect|verify|import|export`` and ``export``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def register(app: typer.Typer) -> None:
         help="Read every file of a checkpoint (or of all checkpoints of a run) and compare its hash.\n\n"
         "Example: shardwise checkpoint verify runs/demo",
     )(verify)
+    checkpoint.command(
+        "import",
+        help="Turn a folder of torch.distributed.checkpoint (FSDP2, torchtitan, FSDP1) into a checkpoint that sw.load"
+        " reads on any layout, a tensor at a time, in one process. Reading its .metadata executes code: --trust.\n\n"
+        "Example: shardwise checkpoint import dcp/step-1000 checkpoints/step-00001000 --trust",
+    )(import_)
+    checkpoint.command(
+        "export",
+        help="Turn a checkpoint into a folder that dcp.load of torch.distributed.checkpoint reads on any layout, a file"
+        " at a time, in one process.\n\n"
+        "Example: shardwise checkpoint export runs/demo dcp/step-300",
+    )(export_to_dcp)
     app.add_typer(checkpoint, name="checkpoint")
     app.command(
         "export",
@@ -52,22 +64,24 @@ def _data() -> None:
 
 
 def tokenize(
-    source: Annotated[str, typer.Argument(help="File, folder or glob of UTF-8 text, or 'stdlib'.")],
+    source: Annotated[str, typer.Argument(help="File, folder or glob of UTF-8 text or of a data set, or 'stdlib'.")],
     out: Annotated[Path, typer.Argument(help="The token file.")],
     tokenizer: Annotated[str, typer.Option(help="'bytes', or a Hugging Face folder with a tokenizer.")] = "bytes",
+    column: Annotated[str, typer.Option(help="Of a data set: that of the texts.")] = "text",
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Write a token file."""
-    from shardwise.train.data import DataError, find_source, write_tokens
-    from shardwise.train.tokenizer import find_tokenizer
-    from shardwise.train.tokenizer import tokenize as blocks
+    from shardwise.train.data.source import find_source
+    from shardwise.train.data.token_files import DataError, write_tokens
+    from shardwise.train.data.tokenizer import find_tokenizer
+    from shardwise.train.data.tokenizer import tokenize as blocks
 
     found = find_source(source)
-    if found.kind != "text":
-        raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text.")
+    if found.kind not in {"text", "records"}:
+        raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text, or of rows with one.")
     held = find_tokenizer(tokenizer)
     try:
-        count = write_tokens(out, blocks(found, held), vocab_size=held.vocab_size, should_replace=force)
+        count = write_tokens(out, blocks(found, held, column), vocab_size=held.vocab_size, should_replace=force)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}.\n  Name another place.") from None
     show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {held.vocab_size:,}")
@@ -110,12 +124,90 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or 
         raise CheckpointError("\n".join(problems))
 
 
+_ModelKey = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the model's state dict is in the saved one, such as 'model' or 'app.model'; '': at the top."
+    ),
+]
+_NO_OPTIMIZER = typer.Option("--no-optimizer", help="The model alone.")
+_FLAT = typer.Option("--flat-optimizer", help="The optimizer's settings by parameter, as torchtitan has them.")
+
+
+def import_(  # noqa: PLR0917  typer calls it by name
+    source: Annotated[Path, typer.Argument(help="The folder that dcp.save() was given.")],
+    out: Annotated[Path, typer.Argument(help="The new checkpoint's folder, such as checkpoints/step-00001000.")],
+    trust: Annotated[bool, typer.Option("--trust", help="The folder may execute code here.")] = False,  # noqa: FBT002  typer's form
+    model_key: _ModelKey = None,
+    optimizer_key: Annotated[str | None, typer.Option(help="The same of the optimizer's state dict.")] = None,
+    no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,  # noqa: FBT002  typer's form
+    optimizer_class: Annotated[str | None, typer.Option(help="Such as AdamW, where its state does not tell.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the model's weights, such as fp32; by default their own.")
+    ] = None,
+) -> None:
+    """Write a checkpoint from a folder of torch.distributed.checkpoint."""
+    if not trust:
+        raise typer.BadParameter(
+            f"reading {source} executes code: its .metadata is a pickle, as are the values in it that are no tensors."
+            " Give --trust if you know who wrote the folder.",
+            param_hint="--trust",
+        )
+    from shardwise.checkpoint.dcp_import import import_dcp
+
+    found = import_dcp(
+        source,
+        out,
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+        has_optimizer=not no_optimizer,
+        optimizer_class=optimizer_class,
+        dtype=dtype,
+    )
+    state = f"{found.optimizer} state of step {found.step}" if found.optimizer else "no optimizer state"
+    show(f"{out}: {found.num_tensors} tensors of the model, {state}")
+    _show_left_out(found.left_out)
+
+
+def export_to_dcp(  # noqa: PLR0917  typer calls it by name
+    path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+    out: Annotated[Path, typer.Argument(help="The new folder.")],
+    model_key: _ModelKey = "model",
+    optimizer_key: Annotated[str, typer.Option(help="The same of the optimizer's state dict.")] = "optimizer",
+    no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,  # noqa: FBT002  typer's form
+    flat_optimizer: Annotated[bool, _FLAT] = False,  # noqa: FBT002  typer's form
+) -> None:
+    """Write a folder of torch.distributed.checkpoint."""
+    from shardwise.checkpoint import open_checkpoint
+    from shardwise.checkpoint.dcp_export import export_dcp
+
+    left_out = export_dcp(
+        open_checkpoint(_checkpoints(path)[-1]),
+        out,
+        model_key=model_key or "",
+        optimizer_key=optimizer_key,
+        has_optimizer=not no_optimizer,
+        is_flat=flat_optimizer,
+    )
+    show(f"{out}: read it with torch.distributed.checkpoint.load(state_dict, checkpoint_id={str(out)!r})")
+    _show_left_out(left_out)
+
+
+def _show_left_out(names: list[str]) -> None:
+    if names:
+        show(f"left out: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else ""))
+
+
 def export(
     source: Annotated[Path, typer.Argument(help="A run's folder (its newest checkpoint), or a checkpoint's.")],
     folder: Annotated[Path, typer.Argument(help="The new folder.")],
     dtype: Annotated[str | None, typer.Option(help="Of the weights in the files, such as bf16.")] = None,
     average: Annotated[bool, typer.Option("--average", help="The run's averaged weights.")] = False,  # noqa: FBT002  typer's form
     max_shard_bytes: Annotated[float, typer.Option(help="A file holds no more.")] = 5e9,
+    *,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a LoRA run the whole model; without it the adapter by itself.")
+    ] = False,
 ) -> None:
     """Write a Hugging Face folder."""
     from shardwise.train.export import export_trained
@@ -124,8 +216,11 @@ def export(
     trained = find_trained(source)
     if average:
         trained.check_average()
-    export_trained(trained, folder, dtype=dtype, is_averaged=average, max_shard_bytes=max_shard_bytes)
-    show(f"{folder}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    options = {"is_averaged": average, "max_shard_bytes": max_shard_bytes, "merges_adapter": merge}
+    export_trained(trained, folder, dtype=dtype, **options)
+    is_adapter = (folder / "adapter_config.json").is_file()
+    loader = "peft.AutoPeftModelForCausalLM" if is_adapter else "transformers.AutoModelForCausalLM"
+    show(f"{folder}: load it with {loader}.from_pretrained({str(folder)!r})")
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from shardwise.spec.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
-    from shardwise.train.tokenizer import Tokenizer
+    from shardwise.train.data.tokenizer import Tokenizer
     from shardwise.train.trained import Trained
 
 _HELP = """Continue text with the model of a run, of a checkpoint, or of a Hugging Face folder.

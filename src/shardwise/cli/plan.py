@@ -73,6 +73,9 @@ def plan(  # noqa: PLR0917  typer's form
     tp: Annotated[int | None, typer.Option(help="Only this many tensor-parallel ranks.")] = None,
     pp: Annotated[int | None, typer.Option(help="Only this many pipeline ranks.")] = None,
     activation_checkpointing: Annotated[str | None, typer.Option(help="Only none, selective or full.")] = None,
+    chunked_loss: Annotated[  # noqa: FBT002  typer's form
+        bool, typer.Option("--chunked-loss", help="Logits are never whole (train.chunked_cross_entropy).")
+    ] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="Units are compiled.")] = False,  # noqa: FBT002  typer's form
     fix: Annotated[
         list[str] | None, typer.Option(help="field=value of the plan that every proposal has; repeatable.")
@@ -90,16 +93,17 @@ def plan(  # noqa: PLR0917  typer's form
 
     if lora is not None and lora < 1:
         raise ConfigError(f"--lora {lora}: expected a rank of at least 1.\n  Set for example --lora 16.")
-    if lora is not None and out is not None:
-        raise ConfigError(
-            f"--lora {lora} with --out: the train command adds no adapters to a model.\n  Leave --out out, and give"
-            " the plan to sw.parallelize() in the script that adds them."
-        )
     check_writable(out)
     check_writable(report)
     check_writable(trace)
     cluster = _cluster(gpu, gpus, gpus_per_node, network)
     subject = find_subject(model or _LARGEST if largest else model)
+    rank = subject.lora_rank if lora is None else lora
+    if rank is not None and out is not None and "preset" in (subject.model or {}):
+        raise ConfigError(
+            f"--lora {rank} with --out: `train` puts adapters into Hugging Face models.\n  Leave --out out, or name the"
+            " folder of one."
+        )
     fixed = {**subject.fixed, **read_fixed(fix or [])}
     options = {
         "strategy": strategy,
@@ -122,7 +126,8 @@ def plan(  # noqa: PLR0917  typer's form
         precision=precision or subject.precision,
         optimizer=optimizer or subject.optimizer,
         compile=bool(fixed.get("compile", False)),
-        lora_rank=lora,
+        lora_rank=rank,
+        chunked_loss=chunked_loss or subject.chunked_loss,
     )
     if largest:
         _show_largest(subject.shape, cluster, workload, fixed, is_json=json_output)
@@ -162,7 +167,7 @@ def _show_plans(
     if best.fits and out is not None:
         plan_file.write_plan(out, best, subject.written(out), subject.base)
         line = f"written to {out}; start it with\n  {plan_file.command(best, str(out))}"
-    elif best.fits and workload.lora_rank is None:
+    elif best.fits and (workload.lora_rank is None or "preset" not in (subject.model or {})):
         line = f"next: add --out plan.yaml, then\n  {plan_file.command(best, 'plan.yaml')}"
     if is_json:
         content = plan_screen.as_json(shape, cluster, workload, plans, found)
@@ -229,6 +234,8 @@ class Subject:
         global_batch: Sequences of a step that it says.
         precision: Dtype of products.
         optimizer: Name of the optimizer.
+        lora_rank: Of its adapters; ``None``: the model itself is trained.
+        chunked_loss: ``train.chunked_cross_entropy``.
     """
 
     shape: ModelShape
@@ -240,6 +247,8 @@ class Subject:
     global_batch: int | None = None
     precision: str = "bf16"
     optimizer: str = "adamw"
+    lora_rank: int | None = None
+    chunked_loss: bool = False
 
     def written(self, out: Path) -> dict[str, Any]:
         """The section of the model for a configuration at ``out``; makes a well-known model's folder beside it."""
@@ -335,6 +344,8 @@ def _from_file(path: Path) -> Subject:
         global_batch=config.train.global_batch_size,
         precision="bf16" if computed == "auto" else str(computed),
         optimizer=optimizer_of(config.optimizer),
+        lora_rank=config.lora.rank,
+        chunked_loss=config.train.chunked_cross_entropy,
     )
 
 

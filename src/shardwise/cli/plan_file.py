@@ -55,6 +55,10 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
         if key not in {"micro_batch_size", "global_batch_size", "gradient_accumulation_steps"}
     }
     train |= {"micro_batch_size": workload.micro_batch, "global_batch_size": workload.global_batch}
+    if workload.lora_rank is not None:
+        held["lora"] = {**(held.get("lora") or {}), "rank": workload.lora_rank}
+    if workload.chunked_loss:
+        train["chunked_cross_entropy"] = True
     if workload.in_backward:
         optimizer["in_backward"] = True
         train["clip_grad_norm"] = None

@@ -223,6 +223,7 @@ def plan_as_json(made: Estimate) -> dict[str, Any]:
             "reserved_bytes": made.memory.reserved_bytes,
             "device_bytes": made.memory.device_bytes,
             "host_bytes": made.memory.host_bytes,
+            "first_step_bytes": made.memory.first_step_bytes,
             "by_category": dict(made.memory.by_category),
         },
         "time_by_category_s": dict(made.time.by_category),

@@ -19,6 +19,8 @@ error's exit code.
 A rank that had fewer batches than the others ends, or waits in a collective of torch's own (a barrier after the loop),
 while the others wait for it here. A process therefore notes in the store that it ends without an error, and its thread
 checks whether the main thread is inside torch.distributed.
+
+Ranks that agree and make no progress all the same are found by ``launch.hang``, which also sees what is no collective.
 """
 
 from __future__ import annotations
@@ -293,6 +295,11 @@ class StallWatch:
             "  A peer has left or its connection broke; look for the first error among the ranks' logs."
         )
 
+    def overdue_text(self) -> str | None:
+        """The collective that the device has been in for too long; ``None`` where there is none."""
+        overdue = self._overdue
+        return overdue and f"the device has been in {overdue[0]} for {time.monotonic() - overdue[2]:.1f} s"
+
     def describe(self) -> str:
         """One line per rank: what it last published."""
         lines = []
@@ -381,7 +388,7 @@ class StallWatch:
             waits_for, peers = _as_row(waiting[0].issued), sorted({peer for _, peer, _, _ in waiting[0].messages})
         elif overdue is not None:
             waits_for, peers = _as_row(overdue[0]), list(overdue[1])
-            last += f"; the device has been in {overdue[0]} for {time.monotonic() - overdue[2]:.1f} s"
+            last += f"; {self.overdue_text()}"
         status = {
             "elsewhere": self._torch_collective(),
             "last": last,
@@ -462,6 +469,16 @@ class StallWatch:
                 dummy = torch.zeros(num_bytes, dtype=torch.uint8)
                 call = group.send if direction == "receive" else group.recv
                 self._kept.append((dummy, call([dummy], rank, tag)))
+
+
+def where() -> tuple[str, bool]:
+    """The collective that this process is in, or the last one; and whether the host or the device waits in it."""
+    text, is_waiting = last_collective(), waiting is not None
+    for watch in list(StallWatch._of_group.values()):
+        overdue = watch.overdue_text()
+        if overdue is not None:
+            text, is_waiting = overdue, True
+    return text, is_waiting
 
 
 def is_any_stuck() -> bool:

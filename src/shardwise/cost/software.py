@@ -9,7 +9,7 @@ stand in ``bench/fit.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean
@@ -62,27 +62,26 @@ class Software:
     selective_products: float = 0.0
 
 
+_PYTORCH = Software(
+    name="pytorch",
+    products={"Ampere": 0.74, "Hopper": 0.59, "Blackwell": 0.55, "Volta": 0.7},
+    attention={"Ampere": 0.41, "Hopper": 0.22, "Blackwell": 0.2, "Volta": 0.3},
+    launch_s=8e-6,
+    elementwise=1.04,
+    gradient_bytes=4,
+)
+#: "Selective op" of torchtitan computes every second product again (its activation_checkpoint.py).
+_TORCHTITAN = replace(_PYTORCH, name="torchtitan", selective_products=0.5)
+
 #: By name. The default is today's PyTorch with this library's engine.
 SOFTWARE = {
     each.name: each
     for each in (
-        Software(
-            name="pytorch",
-            products={"Ampere": 0.74, "Hopper": 0.59, "Blackwell": 0.55, "Volta": 0.7},
-            attention={"Ampere": 0.41, "Hopper": 0.22, "Blackwell": 0.2, "Volta": 0.3},
-            launch_s=8e-6,
-            elementwise=1.04,
-            gradient_bytes=4,
-        ),
-        Software(  # as pytorch; "selective op" computes every second product again (torchtitan, activation_checkpoint)
-            name="torchtitan",
-            products={"Ampere": 0.74, "Hopper": 0.59, "Blackwell": 0.55, "Volta": 0.7},
-            attention={"Ampere": 0.41, "Hopper": 0.22, "Blackwell": 0.2, "Volta": 0.3},
-            launch_s=8e-6,
-            gradient_bytes=4,
-            selective_products=0.5,
-            elementwise=1.04,
-        ),
+        _PYTORCH,
+        _TORCHTITAN,
+        # Products and the collectives of tp are cut into pieces that overlap (torch's async tensor parallelism), as
+        # Megatron-Core's are: the same share is taken to be hidden.
+        replace(_TORCHTITAN, name="torchtitan-async-tp", tp_hidden=0.8),
         Software(
             name="pytorch-2023",
             products={"Ampere": 0.762, "Hopper": 0.6},

@@ -29,6 +29,7 @@ class Workload:
         compile: The model is compiled, so that element-wise operations are fused.
         in_backward: Each unit is updated inside backward, so that gradients exist for one unit at a time.
         decoder_seq_len: Tokens of the decoder's sequence where the model has an encoder, too; ``None``: ``seq_len``.
+        chunked_loss: The loss is computed for a part of the positions at a time, and logits are never whole.
         lora_rank: Train low-rank adapters of this rank on every linear layer of the blocks; ``None``: train everything.
 
     Raises:
@@ -43,6 +44,7 @@ class Workload:
     recompute: str | int = "none"
     compile: bool = False
     in_backward: bool = False
+    chunked_loss: bool = False
     lora_rank: int | None = None
     decoder_seq_len: int | None = None
 

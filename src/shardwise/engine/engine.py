@@ -133,12 +133,12 @@ class Engine:
         self.parameters_are_unchanged = False
         self.hooks: list[Any] = []
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Wait for what is under way before its memory is given to others: the model has been deleted.
 
         Peers that work on issue the same, so that the wait ends; where they do not, the watch ends it.
         """
-        if sys.is_finalizing():
+        if is_finalizing():  # an argument: at the interpreter's end the module's names are None
             return
         handles = [handle for unit in self.units for handle in unit.handles]
         for handle in [*handles, *(entry[2] for entry in self.reducing)]:
@@ -255,6 +255,8 @@ class Engine:
         if poisons_slots or not self.orders.gathers.is_recorded or torch_private.active_ddp() is not None:
             self.observers.wake()
         self.refresh()
+        # Casts of the forward before belong to its graph: their gradients would come when backward has left the units.
+        torch.clear_autocast_cache()
         for tell in self.observers.forward_begins:
             tell(self, entry)
         self.orders.gathers.start()

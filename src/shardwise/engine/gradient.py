@@ -46,7 +46,8 @@ class Home:
 
     Attributes:
         tensor: The memory, laid out as the master is: a slice of :attr:`full`, or memory of its own.
-        views: One view of :attr:`tensor` for each parameter.
+        views: One view of :attr:`tensor` for each parameter: its ``.grad``.
+        plain: The same views as plain tensors.
         as_part: Makes a gradient, of which other ranks hold other parts, one that refuses norms.
         is_apart: ``.grad`` never lives in the buffer that is reduced.
         full: The group's own full-size gradient buffer, where it has one.
@@ -60,6 +61,7 @@ class Home:
         self.is_apart = group.facts.is_reduced_apart
         self.tensor: Tensor | None = None
         self.views: list[Tensor] = []
+        self.plain: list[Tensor] = []
         self.full: Tensor | None = None
         self.is_kept = True
         self.is_lent = False
@@ -77,16 +79,16 @@ class Home:
             self.tensor = group.form.zeros(group, gradient.layout.slice_numel(group.rank))
         else:
             self.tensor = self.full[gradient.layout.slice_of(group.rank)]
-        self.views = group.held_views(self.tensor)
-        first = next((i for i, held in enumerate(group.held) if held.numel), None)
-        if group.facts.holds_part and first is not None:
-            self.views[first] = self.as_part(self.views[first])
+        self.plain = self.views = group.held_views(self.tensor)
+        if group.facts.holds_part:
+            self.views = [self.as_part(view) for view in self.plain]
         return self.tensor
 
     def free(self) -> None:
         """Give the memory up."""
         self.tensor = self.full = None
         self.views = []
+        self.plain = []
 
     def lend(self, pool: GradientPool) -> None:
         """Have ``.grad`` live in borrowed buffers from now on: the one that the sum is in or, for a cast, another."""
@@ -103,7 +105,8 @@ class Home:
         key = torch_private.storage_identity(home)
         if key not in self._lent:  # a rank's place in a buffer is always the same
             self._lent[key] = home, self.group.held_views(home)
-        self.tensor, self.views = self._lent[key]
+        self.tensor, self.plain = self._lent[key]
+        self.views = self.plain  # the optimizer alone sees them
 
     def give_back(self, pool: GradientPool) -> None:
         """End :meth:`borrow`: ``.grad`` is taken off the shards."""
@@ -438,19 +441,21 @@ class Gradient:
         """Put what was reduced on the shards, as far as the host knows that some rank has used them."""
         group, used, home = self.group, self._used, self.home
         assert home.tensor is not None
-        views = home.views if is_home else group.held_views(result)
+        views = home.plain if is_home else group.held_views(result)
         flags = self._flags_in(result)
         # One rank alone has no doubts; in a dry run nobody else is there.
         has_doubts = not all(used) and group.facts.num_ranks > 1 and flags.numel() > 0 and not result.is_meta
         for index, shard in enumerate(group.shards):
             if self._is_elsewhere[index] or not (used[index] or has_doubts):
                 continue
-            if shard.grad is not None:
-                shard.grad.add_(views[index])  # -0.0, where no rank used it, changes nothing
+            grad = shard.grad
+            if grad is not None:
+                grad = home.plain[index] if grad is home.views[index] else grad
+                grad.add_(views[index])  # -0.0, where no rank used it, changes nothing
                 self.has_added = True
                 continue
             if not is_home:
-                home.views[index].copy_(views[index])
+                home.plain[index].copy_(views[index])
             if used[index]:
                 shard.grad = home.views[index]
             else:

@@ -263,13 +263,19 @@ class Group:
         return self.replica[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.replica
 
     def fill(self, master: Tensor) -> Tensor:
-        """Copy the parameters, as the plain model holds them, into memory of the master's size; returns it."""
+        """Copy the parameters, as the plain model holds them, into memory of the master's size; returns it.
+
+        Parameters without memory, whose values come later, are passed over.
+        """
         return self._fill(master, self.layout.owned(self.rank) if self.row.shards_optimizer else self.layout.whole)
 
     @torch.no_grad()
     def _fill(self, flat: Tensor, pieces: Iterable[Piece]) -> Tensor:
         for piece in pieces:
-            source = memory_order(self.shards[piece.index])[piece.start : piece.stop]
+            shard = self.shards[piece.index]
+            if shard.numel() and not shard.untyped_storage().nbytes():
+                continue
+            source = memory_order(shard)[piece.start : piece.stop]
             flat[piece.offset : piece.offset + piece.numel].copy_(source)
         return flat
 

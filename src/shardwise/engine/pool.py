@@ -52,9 +52,9 @@ class Slot:
             (free if group is None else restore)(self.buffer)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The storage, allocated and touched at the first call."""
+        """The storage, allocated at the first call; its first gather touches it."""
         if self.buffer is None:
-            self.buffer = torch.zeros(self.numel, dtype=dtype, device=device)
+            self.buffer = torch.empty(self.numel, dtype=dtype, device=device)
         return self.buffer
 
 

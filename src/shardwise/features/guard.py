@@ -200,12 +200,18 @@ def _guard_state_dicts(module: nn.Module, units: Sequence[Unit]) -> None:
 
 def _guard_containers(root: nn.Module, members: Sequence[tuple[Unit, Member]]) -> None:
     """Have the modules around those that own parameters refuse, so that an error names the module that was called."""
-    owned = [(unit, owner.path) for unit, member in members for owner in member.owners]
-    paths = {path for _, path in owned}
+    paths: set[str] = set()
+    below: dict[str, dict[int, Unit]] = {}
+    for unit, member in members:
+        for owner in member.owners:
+            place = owner.path
+            paths.add(place)
+            while place:
+                place = place.rpartition(".")[0]
+                below.setdefault(place, {})[id(unit)] = unit
     for path, module in root.named_modules():
-        below = {id(unit): unit for unit, own in owned if not path or own.startswith(f"{path}.")}
-        if below and path not in paths:
-            _guard_state_dicts(module, list(below.values()))
+        if path in below and path not in paths:
+            _guard_state_dicts(module, list(below[path].values()))
 
 
 def _guard_state(module: nn.Module, unit: Unit) -> None:
@@ -286,7 +292,8 @@ def _refuse_fsdp(name: str) -> NoReturn:
     raise StateError(
         f"torch's FSDP around {name}, which is parallelized: it would cut this rank's shards once more.\n"
         "  Leave out FullyShardedDataParallel, torch's fully_shard and replicate: sw.parallelize() shards the model as"
-        " its strategy says."
+        " its strategy says. In place of torch.distributed.checkpoint's get_model_state_dict and get_state_dict, which"
+        " ask the same of a model, call sw.full_state_dict(model) or sw.save(path, model, optimizer)."
     )
 
 

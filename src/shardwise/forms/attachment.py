@@ -76,10 +76,13 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
     """
     attachment = attachment_of(module)
     if attachment is None:
-        raise StateError(
-            f"{call} got a {type(module).__name__} that is not parallelized.\n"
-            "  Call model = sw.parallelize(model, plan) first, and pass that model."
+        inner = next((path for path, part in module.named_modules() if attachment_of(part) is not None), None)
+        advice = (
+            "Call model = sw.parallelize(model, plan) first, and pass that model."
+            if inner is None
+            else f"Its {inner!r} is; pass that module, without what is wrapped around it."
         )
+        raise StateError(f"{call} got a {type(module).__name__} that is not parallelized.\n  {advice}")
     engine = attachment.engine
     if on_shards and any(unit.whole is not None for unit in engine.units):
         raise StateError(

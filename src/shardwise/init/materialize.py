@@ -76,7 +76,7 @@ class Source(ABC):
 
     @abstractmethod
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """Values of meta parameters of one unit."""
+        """Values of meta parameters of one unit; a meta tensor for one whose value comes later."""
 
     def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """Values of meta parameters that the engine does not hold."""
@@ -119,10 +119,19 @@ def fill_parameters(
     entries: Iterable[OwnedParameter],
     device: torch.device,
 ) -> None:
-    """Give meta parameters the values that ``make`` returns for them (a method of a source). The objects stay."""
+    """Give meta parameters the values that ``make`` returns for them (a method of a source). The objects stay.
+
+    A value on meta stands for one that comes later: the parameter gets its shape on ``device``, and no memory.
+    """
     empty = [entry for entry in entries if entry.parameter.is_meta]
     for entry, value in zip(empty, make(empty) if empty else (), strict=True):
-        _become(entry.parameter, value.to(device))
+        _become(entry.parameter, _without_memory(value, device) if value.is_meta else value.to(device))
+
+
+def _without_memory(like: Tensor, device: torch.device) -> Tensor:
+    tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def _become(held: nn.Parameter, value: Tensor) -> None:
@@ -309,6 +318,22 @@ class FromLater(Source):
         self._other, self._unsaved = other, unsaved
         self._files = given if isinstance(given, Weights) and not isinstance(given, Mapping) else None
 
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse parameters without values, ``names``, that the files do not hold.
+
+        Raises:
+            StateError: One is missing.
+        """
+        if self._files is None:
+            return
+        missing = [name for name in names if name not in self._files]
+        if missing:
+            raise StateError(
+                f"init holds no values for {missing[0]!r}"
+                + (f" and {len(missing) - 1} more parameters" if len(missing) > 1 else "")
+                + ", which are on the meta device.\n  Give files of this very model, or build those parts on the CPU."
+            )
+
     def agree(self, comm: Comm, mode: str) -> None:
         """As :meth:`Source.agree`; random numbers matter for buffers that are not saved only."""
         if self._files is not None:
@@ -322,13 +347,13 @@ class FromLater(Source):
             self._other.agree(comm, mode)
 
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """Memory without values."""
-        return [torch.empty_like(entry.parameter, device="cpu") for entry in entries]
+        """Shapes: neither memory nor values."""
+        return [entry.parameter.data for entry in entries]
 
     def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """The whole values, where there are files; else memory without values."""
         if self._files is None:
-            return self.parameters(entries)
+            return [torch.empty_like(entry.parameter, device="cpu") for entry in entries]
         return [_read(self._files, entry.names[0], entry.parameter) for entry in entries]
 
     def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:

@@ -14,7 +14,8 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, check_same, digest_text
 from shardwise.comm.digest import Digester
 from shardwise.comm.dtype import memory_order
-from shardwise.spec.errors import StateError
+from shardwise.launch.program import program
+from shardwise.spec.errors import ConfigError, StateError
 from shardwise.spec.layout import is_dense
 
 
@@ -102,6 +103,15 @@ def _tensors(module: nn.Module, parameter_ids: Collection[int] | None) -> dict[s
 
 
 def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:
+    versions = [f"{name} {version}" for name, version in program().items()]
+    check_same(
+        comm,
+        digest_text("\n".join(versions)),
+        "the ranks run different programs",
+        "Install the same versions on every machine, and start all ranks from the same code.",
+        show=lambda: versions,
+        error=ConfigError,
+    )
     mine = [f"{name} {list(t.shape)} {t.dtype} {list(t.stride())}" for name, t in tensors.items()]
     check_same(
         comm,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.forms.attachment import attachment_of
+from shardwise.integrations.optimizers import optimizers_of
 from shardwise.integrations.plans import check_samples
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
@@ -127,9 +128,7 @@ class ShardwiseAccelerator(Accelerator):
             self._models, self._optimizers = held
 
     def _optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        own = {id(parameter) for parameter in model.parameters()}
-        bare = [getattr(each, "optimizer", each) for each in self._optimizers]
-        return [each for each in bare if any(id(p) in own for group in each.param_groups for p in group["params"])]
+        return optimizers_of(model, [each.optimizer for each in self._optimizers])
 
     def _newest(self) -> Path:
         """The folder that the accelerator reads where none is named."""

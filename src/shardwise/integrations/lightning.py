@@ -30,7 +30,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.forms.attachment import attachment_of
-from shardwise.integrations.plans import check_samples
+from shardwise.integrations.plans import check_ddp_options, check_samples
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
@@ -66,7 +66,7 @@ class ShardwiseStrategy(DDPStrategy):
     Args:
         plan: How; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused: every rank gets other
             samples.
-        **kwargs: As for Lightning's ``DDPStrategy``.
+        **kwargs: As for Lightning's ``DDPStrategy``, without options of ``DistributedDataParallel``.
 
     Raises:
         PlanError: The plan, or the trainer's precision, asks for what cannot be done here.
@@ -77,6 +77,7 @@ class ShardwiseStrategy(DDPStrategy):
         check_samples(self.plan, "ShardwiseStrategy")
         self._read_from: Path | None = None
         super().__init__(**kwargs)
+        check_ddp_options(self._ddp_kwargs, "ShardwiseStrategy")
 
     # -- precision
 

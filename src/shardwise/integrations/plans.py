@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
@@ -18,3 +20,16 @@ def check_samples(plan: ParallelPlan, trainer: str) -> None:
                 f"{axis}={getattr(plan, axis)}: {trainer} gives every rank samples of its own.\n"
                 "  Use a data-parallel plan here, or `shardwise train` and sw.train_step for tp, pp and cp."
             )
+
+
+def check_ddp_options(names: Collection[str], strategy: str) -> None:
+    """Refuse options of ``DistributedDataParallel``, which no model is wrapped in here.
+
+    Raises:
+        PlanError: There are some.
+    """
+    if names:
+        raise PlanError(
+            f"{strategy} got {', '.join(sorted(names))}: DistributedDataParallel is not used here.\n"
+            "  Leave them out: layers that a step does not use need no option, and the rest is in sw.ParallelPlan."
+        )

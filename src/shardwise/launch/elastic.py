@@ -12,51 +12,26 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from shardwise.launch.exit_codes import (
-    LOG_DIR,
-    PEER_LOST,
-    STOPPED,
-    TIMED_OUT,
-    ExitNote,
-    clear_exit_notes,
-    read_exit_notes,
-)
+from shardwise.launch import heartbeat
+from shardwise.launch.cause import Cause, describe, find_cause
+from shardwise.launch.exit_codes import LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
+from shardwise.launch.supervisor import Supervisor, kill_workers, num_killed_for_memory
 from shardwise.launch.worker import LAUNCHER_PID
 from shardwise.launch.world import RENDEZVOUS_DIR, RESTART_COUNT, loopback_interface
 from shardwise.spec.errors import ConfigError
 
-#: Exit codes after which a restart can help: an exception without a code, a lost peer, a hang. So can it after signals.
-_RESTARTABLE = {1, PEER_LOST, TIMED_OUT}
-#: Signals that are sent to a process, or, as SIGABRT, raised by a library when a peer has died.
-_OTHERS_KILL_WITH = {signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGHUP, signal.SIGQUIT}
-_LOG_TAIL_LINES = 12
+#: The agent takes no signals: the supervisor does. A name that no signal has, as an empty list means the default.
+_NO_SIGNALS = "NONE"
 #: Where there is no GPU, this many processes share the CPU unless --nproc says otherwise.
 _CPU_WORKERS = 2
 #: More processes than this per core cannot be what was meant.
 _MOST_PER_CORE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Cause:
-    """Why an attempt ended."""
-
-    code: int
-    rank: int | None = None
-    text: str = ""
-    step: int | None = None
-    signal_number: int | None = None
-    is_shown: bool = False
-    victims: tuple[int, ...] = ()
 
 
 def launch(
@@ -67,14 +42,17 @@ def launch(
     max_restarts: int = 0,
     log_dir: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
-    grace_s: int = 30,
+    grace_s: float = 30.0,
+    next_words: str = "",
+    restarts_from: Callable[[], str] | None = None,
 ) -> int:
     """Run ``python -m entry args`` on ``nproc`` processes of this machine and wait for them.
 
     Rank 0 writes to the terminal and to ``log_dir/rank-0.log``, the others to their log files only. Each leaves
-    ``log_dir/exit-RANK.json``. The first SIGTERM or SIGINT to this process is passed to every worker, which then has
-    ``grace_s`` to end; a second one ends all at once. A worker that sees ``SHARDWISE_RESTART_COUNT`` above 0 has been
-    started again and should continue from the newest checkpoint.
+    ``log_dir/exit-RANK.json``. The first SIGTERM, SIGINT, SIGHUP, SIGQUIT or SIGUSR1 to this process is passed to every
+    worker, which then has ``grace_s`` to end; a second one ends all at once. Workers that write heartbeats
+    (``launch.heartbeat``) are ended with code 82 when one of them makes no progress. A worker that sees
+    ``SHARDWISE_RESTART_COUNT`` above 0 has been started again and should continue from the newest checkpoint.
 
     Args:
         entry: A module, found in every worker as it is here.
@@ -84,6 +62,8 @@ def launch(
         log_dir: Where logs and exit notes go; by default a private directory that is removed at the end.
         env: Environment variables to add for the workers.
         grace_s: Time that workers have between the request to end and SIGKILL.
+        next_words: What a user can do after a failure, such as the command that resumes; printed with what is safe.
+        restarts_from: Names what a restart continues from, such as ``step 10``.
 
     Returns:
         0; or the code of the rank that is the cause; or, where a rank was killed by signal n, 128 + n if no restarts
@@ -100,19 +80,24 @@ def launch(
     private = Path(tempfile.mkdtemp(prefix="shardwise-run-"))  # mode 0700
     logs = Path(log_dir).resolve() if log_dir is not None else private
     logs.mkdir(parents=True, exist_ok=True)
+    killed_before = num_killed_for_memory()
     try:
         for attempt in range(max_restarts + 1):
             clear_exit_notes(logs)
+            heartbeat.clear(logs)
             variables = _worker_variables(private, logs, attempt, nproc) | dict(env or {})
-            with _environment(variables), _quiet_elastic(), _signal_handlers_kept():
-                cause = _run_once(
-                    entry, args, nproc, rendezvous=private / f"rendezvous-{attempt}", grace_s=grace_s, logs=logs
-                )
-            if not _can_restart(cause) or attempt == max_restarts:
+            rendezvous = private / f"rendezvous-{attempt}"
+            with Supervisor(logs, nproc, grace_s) as supervisor, _environment(variables), _quiet_elastic():
+                cause = _run_once(entry, args, nproc, supervisor, rendezvous=rendezvous, grace_s=grace_s, logs=logs)
+            killed = num_killed_for_memory() - killed_before
+            if not cause.can_restart or attempt == max_restarts or supervisor.stopped_by is not None:
                 break
-            _say(f"{_describe(cause, logs)}\nshardwise: restart {attempt + 1}/{max_restarts}")
+            place = f" from {restarts_from()}" if restarts_from is not None else ""
+            _say(
+                f"{describe(cause, logs, out_of_memory=killed)}\nshardwise: restart {attempt + 1}/{max_restarts}{place}"
+            )
         if cause.code not in (0, STOPPED) and not cause.is_shown:
-            _say(_describe(cause, logs, with_tail=log_dir is None))
+            _say(describe(cause, logs, next_words=next_words, with_tail=log_dir is None, out_of_memory=killed))
         if cause.signal_number is not None and cause.rank is not None and max_restarts > 0:
             return PEER_LOST
         return cause.code
@@ -177,9 +162,18 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _run_once(entry: str, args: Sequence[str], nproc: int, *, rendezvous: Path, grace_s: int, logs: Path) -> _Cause:
+def _run_once(
+    entry: str,
+    args: Sequence[str],
+    nproc: int,
+    supervisor: Supervisor,
+    *,
+    rendezvous: Path,
+    grace_s: float,
+    logs: Path,
+) -> Cause:
     """One attempt, from the start of the workers until none is left."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -194,94 +188,18 @@ def _run_once(entry: str, args: Sequence[str], nproc: int, *, rendezvous: Path, 
         local_addr="127.0.0.1",
         max_restarts=0,  # each restart is a new agent, see launch
         logs_specs=DefaultLogsSpecs(),
-        shutdown_timeout=grace_s,
+        shutdown_timeout=max(1, round(grace_s)),
+        signals_to_handle=_NO_SIGNALS,
     )
-    stopped_by: int | None = None
     failures: dict[int, tuple[int, float]] = {}
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "shardwise.launch.worker", entry, *args)
+        if supervisor.stopped_by is None:
+            elastic_launch(config, sys.executable)("-u", "-m", "shardwise.launch.worker", entry, *args)
     except ChildFailedError as error:
         failures = {rank: (failure.exitcode, float(failure.timestamp)) for rank, failure in error.failures.items()}
-    except SignalException as error:
-        stopped_by = int(error.sigval)
-    except KeyboardInterrupt:
-        stopped_by = int(signal.SIGINT)
     finally:
-        _kill_what_is_left()
-    notes = read_exit_notes(logs)
-    return _find_cause(notes, failures, stopped_by)
-
-
-def _kill_what_is_left() -> None:
-    """Kill workers that a second signal has left behind. Each leads a session of its own."""
-    own = str(os.getpid())
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"{LAUNCHER_PID}={own}\0".encode() in path.read_bytes() and path.parent.name != own:
-                os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-def _find_cause(
-    notes: Mapping[int, ExitNote], failures: Mapping[int, tuple[int, float]], stopped_by: int | None
-) -> _Cause:
-    """Find the rank that failed first; the others are its victims.
-
-    Args:
-        notes: Exit notes of the workers.
-        failures: Exit code (negative: signal) and time of the workers that the agent saw fail.
-        stopped_by: The signal that asked this process to stop.
-    """
-    ends: list[tuple[int, float, int, _Cause]] = []
-    for rank in sorted({*notes, *failures}):
-        note = notes.get(rank)
-        status, time_s = failures.get(rank, (note.code if note is not None else 0, 0.0))
-        if note is not None and note.code != 0:
-            order = 2 if note.is_consequence else 1
-            ends.append(
-                (order, note.time_s, rank, _Cause(note.code, rank, note.reason, note.step, None, note.is_shown))
-            )
-        elif status < 0:
-            number = -status
-            order = 3 if number == signal.SIGTERM else 1 if number in _OTHERS_KILL_WITH else 0
-            text = f"killed by {signal.Signals(number).name}"
-            if number == signal.SIGKILL:
-                text += " (often: out of memory)"
-            ends.append((order, time_s, rank, _Cause(128 + number, rank, text, None, number)))
-        elif status > 0:
-            ends.append((1, time_s, rank, _Cause(status, rank, f"left with exit code {status} without a word")))
-    if stopped_by is not None:
-        own = [end for end in ends if end[3].code < 128 and end[0] < 2]
-        if not own:
-            all_finished = bool(notes) and all(note.code == 0 for note in notes.values()) and not failures
-            return _Cause(0) if all_finished else _Cause(128 + stopped_by, signal_number=stopped_by, is_shown=True)
-        ends = [end for end in own if end[3].code != STOPPED] or own
-    if not ends:
-        return _Cause(1, text="the workers failed, and none of them said why") if failures else _Cause(0)
-    _, _, rank, cause = min(ends, key=lambda end: end[:3])
-    is_shown = any(end[3].is_shown and end[3].code == cause.code for end in ends)  # rank 0 says it for all
-    return replace(cause, is_shown=is_shown, victims=tuple(end[2] for end in ends if end[2] != rank and end[0] > 1))
-
-
-def _can_restart(cause: _Cause) -> bool:
-    if cause.rank is None:
-        return False
-    return cause.signal_number is not None or cause.code in _RESTARTABLE
-
-
-def _describe(cause: _Cause, logs: Path, *, with_tail: bool = False) -> str:
-    if cause.rank is None:
-        return f"shardwise: {cause.text}"
-    at = f" at step {cause.step}" if cause.step is not None else ""
-    lines = [f"shardwise: rank {cause.rank}{at}: {cause.text}"]
-    if cause.victims:
-        lines.append(f"  ranks {list(cause.victims)} ended in consequence")
-    log = logs / f"rank-{cause.rank}.log"
-    if with_tail:
-        with contextlib.suppress(OSError):
-            lines += [f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]]
-    elif log.exists():
-        lines.append(f"  log: {log}")
-    return "\n".join(lines)
+        kill_workers()
+    return find_cause(read_exit_notes(logs), failures, supervisor.stopped_by, supervisor.hang)
 
 
 def _say(text: str) -> None:
@@ -323,18 +241,3 @@ def _quiet_elastic() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Restore this process's signal handlers, which the agent replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    kept: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -18,8 +18,10 @@ code   meaning                                         code   meaning
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -87,7 +89,8 @@ def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool
     if path.exists():
         return
     note = ExitNote(code, rank, step, reason, is_shown, time.time())
-    replace(path, json.dumps(asdict(note)) + "\n")
+    with contextlib.suppress(OSError):  # on a full disk, or without the folder, the process's exit code has to do
+        replace(path, json.dumps(asdict(note)) + "\n")
 
 
 def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseError], object]) -> int:
@@ -105,11 +108,16 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
     try:
         return work()
     except ShardwiseError as error:
-        if world.rank == 0:
+        to_log = getattr(sys.stderr, "write_to_log", None)
+        is_shown = world.rank == 0
+        if is_shown and error.exit_code == PEER_LOST and to_log is not None:
+            to_log(f"{error}\n")  # the launcher says why the peer has gone, which comes first
+            is_shown = False
+        elif is_shown:
             show(error)
         else:
             time.sleep(_AFTER_RANK_0_S)
-        note_exit(error.exit_code, str(error), is_shown=world.rank == 0)
+        note_exit(error.exit_code, str(error), is_shown=is_shown)
         return error.exit_code
 
 

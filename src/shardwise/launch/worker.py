@@ -6,6 +6,7 @@ exit note. Nothing here imports torch, so that a worker is bound to its launcher
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -19,7 +20,9 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
+from shardwise.launch import heartbeat
 from shardwise.launch.exit_codes import LOG_DIR, note_exit
+from shardwise.launch.stop_request import CATCHES_STOPS, catch_early
 
 #: The process that a worker must not outlive.
 LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"
@@ -77,6 +80,10 @@ class _Tee:
         self._line = self._line[self._line.rfind("\r") + 1 :]
         return written
 
+    def write_to_log(self, text: str) -> None:
+        """Write to the log alone."""
+        self._log.write(text)
+
     def flush(self) -> None:
         self._terminal.flush()
         self._log.flush()
@@ -119,6 +126,11 @@ def main(arguments: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     log = _open_log(rank)
     faulthandler.enable(log)
+    if os.environ.get(LOG_DIR):
+        if os.environ.get(CATCHES_STOPS):
+            catch_early()
+        with contextlib.suppress(OSError):
+            heartbeat.begin(Path(os.environ[LOG_DIR]), rank)
     module, *rest = arguments
     sys.argv = [module, *rest]
     try:

@@ -448,9 +448,9 @@ def join(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
 
 
 @contextlib.contextmanager
-def joined(world: World) -> Iterator[torch.device]:
+def joined(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
     """:func:`join`, and :func:`shutdown` at the end. All ranks of the world must enter."""
-    device = join(world)
+    device = join(world, timeout_s=timeout_s)
     try:
         yield device
     finally:

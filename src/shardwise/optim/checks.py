@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: What each optimizer that has been checked held then.
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, Content] = weakref.WeakKeyDictionary()
+#: Optimizers whose ``state_dict()`` is guarded.
+_guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _installed = False
 
 
@@ -105,10 +107,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
         )
     flat_parameters.before_step(optimizer)
-    # What an optimizer may look at is its own check above. A step that raises, or calls a backward, ends with that.
-    generations = [(engine.backward, engine.backward.generation) for engine in engines]
     if engines:
-        partial.allow(lambda: all(backward.generation == generation for backward, generation in generations))
+        _show_gradients(optimizer, engines, has_closure=has_closure)
+
+
+def _show_gradients(optimizer: torch.optim.Optimizer, engines: list[Engine], *, has_closure: bool) -> None:
+    """Let the optimizer compute norms of its gradients: whether it may has been checked.
+
+    A step that raises, or calls a backward, ends with that.
+    """
+    generations = [(engine.backward, engine.backward.generation) for engine in engines]
+    partial.allow(lambda: all(backward.generation == generation for backward, generation in generations))
+    if not has_closure:  # its backward may be followed by a norm
+        partial.uncover(optimizer)
 
 
 def _check_moment(engine: Engine, *, has_closure: bool) -> None:
@@ -128,6 +139,7 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     flat_parameters.after_step(optimizer)
     partial.allow(None)
+    partial.cover(optimizer)
     for engine in engines_of(optimizer):
         if not _is_stepping(engine):
             engine.invalidate()
@@ -139,6 +151,9 @@ def _is_stepping(engine: Engine) -> bool:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer not in _guarded:
+        _guarded.add(optimizer)
+        optimizer.register_state_dict_pre_hook(_refuse_parts)
     needed = needed_by(optimizer)
     if needed == ELEMENT:
         return
@@ -160,6 +175,18 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
                 continue  # whole on every rank; decided by the layout, so that all ranks decide alike
             if needed is None or not owner.layout.granularity.covers(needed):
                 raise _refusal(type(optimizer).__name__, needed, owner, mark.index)
+
+
+def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse ``optimizer.state_dict()`` where it would be state of one rank's parts."""
+    given = (p for settings in optimizer.param_groups for p in settings["params"])
+    if any((owner := group_of(parameter)) is not None and owner.facts.holds_part for parameter in given):
+        raise StateError(
+            f"{type(optimizer).__name__}.state_dict() would give this rank's part of the optimizer's state: the model"
+            " is parallelized.\n"
+            "  Use sw.save(path, model, optimizer) and sw.load. For torch.distributed.checkpoint run"
+            " `shardwise checkpoint export` on what sw.save wrote."
+        )
 
 
 def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Parameter, held: Slice) -> StateError:

@@ -56,7 +56,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         tell(engine, max_norm, is_of_part=part is not None)
     shards = (shard for group in engine.groups for shard in group.shards)
     spread = ignored_of(engine).spread_parameters.values()
-    grads = [p.grad for p in (*shards, *spread) if p.grad is not None and _is_in(part, p)]
+    grads = [partial.plain_of(p.grad) for p in (*shards, *spread) if p.grad is not None and _is_in(part, p)]
     norm = grad_norm(engine, part)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in {grad.device for grad in grads}:  # some may be on the host
@@ -93,7 +93,7 @@ def grad_norm(engine: Engine, part: Collection[int] | None = None) -> Tensor:
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             if shard.grad is not None and comms.counts(spec.slice) and _is_in(part, shard):
                 dtypes.add(group.dtype)
-                grads.append(shard.grad)
+                grads.append(partial.plain_of(shard.grad))
     total = _sum_of_squares(experts, device)
     if comms.ep is not None:
         comms.ep.all_reduce(total, unit="grad_norm").wait()

@@ -1,14 +1,18 @@
 """The gradient of a shard, which refuses calls that would return one rank's number: norms, checks for inf and nan.
 
-Torch has no hook before ``torch.nn.utils.clip_grad_norm_`` or ``torch.amp.GradScaler`` read a gradient. So one gradient
-of each group is a :class:`PartialGradient`. It computes as a plain tensor does, and raises when it is an argument of
-such a call. ``docs/adr/0011`` has the alternatives.
+Torch has no hook before ``torch.nn.utils.clip_grad_norm_`` or ``torch.amp.GradScaler`` read a gradient. So every
+gradient of which this rank has a part is a :class:`PartialGradient`. It computes as a plain tensor does, and raises
+when it is an argument of such a call. ``docs/adr/0011`` has the alternatives.
+
+A call on it costs about a microsecond more than on a plain tensor. So optimizers, which call once or more for each
+parameter, see the plain tensors during their step (:func:`uncover`, :func:`cover`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise import torch_private
+from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 
 _NORMS = frozenset(
@@ -51,14 +56,21 @@ def allowed() -> Iterator[None]:
 
 
 class PartialGradient(Tensor):
-    """A part of a gradient, sharing memory with a plain tensor. Results computed from it are plain tensors."""
+    """A part of a gradient. Results computed from it are plain tensors.
 
-    is_sparse = False  # optimizers ask at every step; found here, the question costs nothing
+    Attributes:
+        plain: The plain tensor that it shares its memory with.
+    """
+
+    is_sparse = False  # asked by optimizers that see it (with a closure); found here, the question costs nothing
+    plain: Tensor
 
     @classmethod
     def of(cls, gradient: Tensor) -> Tensor:
         """The same memory."""
-        return gradient.as_subclass(cls)
+        made = gradient.as_subclass(cls)
+        made.plain = gradient
+        return made
 
     @classmethod
     def __torch_function__(
@@ -78,6 +90,37 @@ class PartialGradient(Tensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(proto)
+
+
+def plain_of(gradient: Tensor) -> Tensor:
+    """The plain tensor of a part of a gradient; any other tensor as it is."""
+    return gradient.plain if type(gradient) is PartialGradient else gradient
+
+
+#: What :func:`uncover` has replaced, by optimizer: parameter, plain tensor, part.
+_covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Tensor, Tensor, Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def uncover(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer see plain tensors in place of its parameters' partial gradients."""
+    found = _covered[optimizer] = []
+    for settings in optimizer.param_groups:
+        for parameter in settings["params"]:
+            if isinstance(parameter, FlatParameter):
+                continue  # one for many parameters, and setting its gradient would copy
+            grad = parameter.grad
+            if type(grad) is PartialGradient:
+                parameter.grad = grad.plain
+                found.append((parameter, grad.plain, grad))
+
+
+def cover(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`uncover`, where the gradients are still those."""
+    for parameter, plain, part in _covered.pop(optimizer, ()):
+        if parameter.grad is plain:
+            parameter.grad = part
 
 
 def _refusal(func: Callable[..., Any]) -> str:

@@ -44,6 +44,7 @@ class Around:
         cp: Context-parallel ranks.
         routes_tokens: Mixtures send tokens to the ranks that have their experts.
         is_adapted: Frozen layers have adapters beside them.
+        chunks_loss: The loss is computed for a part of the positions at a time.
     """
 
     family: str
@@ -54,6 +55,7 @@ class Around:
     cp: int = 1
     routes_tokens: bool = False
     is_adapted: bool = False
+    chunks_loss: bool = False
 
     @classmethod
     def of(cls, shape: ModelShape, plan: ParallelPlan, workload: Workload) -> Around:
@@ -67,6 +69,7 @@ class Around:
             cp=plan.cp,
             routes_tokens=plan.routes_tokens,
             is_adapted=workload.lora_rank is not None,
+            chunks_loss=workload.chunked_loss,
         )
 
     @property
@@ -164,6 +167,11 @@ def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
     logits = unit.inner_bytes / item
     kept = sum(part.saved_bytes for part in unit.parts if part.name != "loss")
     kept += around.stream - unit.stream_bytes  # gathered over tp
+    if around.chunks_loss:
+        # Logits of a part take about what hidden states do; gradients of these and of the weight wait for backward.
+        hidden = around.tokens * around.hidden
+        held = item * (hidden + logits / around.tokens * around.hidden)
+        return HeadSaved(kept, (item + 8) * hidden + held, held)
     if around.tp > 1:
         return HeadSaved(kept, (item + 4) * logits, (8 + (item if item == 2 else 0)) * logits)
     wide = 0 if item == 4 else 4

@@ -145,6 +145,10 @@ def stage_degrees(shape: ModelShape, world: int) -> list[int]:
     return [p for p in divisors(world) if p == 1 or (support_of(shape).pp and p <= shape.num_layers)]
 
 
+#: Axes that divide the head or what it is given: a loss in chunks has all of both.
+_OF_THE_HEAD = ("tp", "pp", "cp")
+
+
 def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> Iterator[Layout]:
     """Every way to divide the cluster's GPUs over the axes.
 
@@ -153,6 +157,10 @@ def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapp
     """
     if workload.compile or fixed.get("compile"):
         fixed = {"tp": 1, "cp": 1, "ep": 1, **fixed}  # a compiled unit would break at every collective
+    if workload.chunked_loss:
+        if any(fixed.get(axis, 1) != 1 for axis in _OF_THE_HEAD):
+            return
+        fixed = {**fixed, **dict.fromkeys(_OF_THE_HEAD, 1)}
     for p, t, c in _model_parallel(shape, cluster, workload.seq_len, fixed):
         data = cluster.num_gpus // (p * t * c)
         if workload.global_batch % data:
@@ -183,6 +191,9 @@ def why_none(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
     }
     found = []
     for axis, values in possible.items():
+        if workload.chunked_loss and axis in _OF_THE_HEAD and fixed.get(axis, 1) != 1:
+            found.append(f"{axis}={fixed[axis]} does not go with a loss in chunks")
+            continue
         wanted = fixed.get(axis, 1)
         if not isinstance(wanted, int) or wanted == 1:
             continue

@@ -103,6 +103,7 @@ def _row(row: Mapping[str, str]) -> PublishedRow | None:
     if not all(row[field] for field in needed):
         return None
     source, software = next((short, used) for start, short, used in FRAMEWORKS if row["source"].startswith(start))
+    software += "-async-tp" if software == "torchtitan" and "AsyncTP" in row["strategy"] else ""
     degrees = {axis: number(axis) or 1 for axis in ("tp", "pp", "cp")}
     world = number("gpus")
     ranks = world // (degrees["tp"] * degrees["pp"] * degrees["cp"])

@@ -9,6 +9,7 @@
     ├── MeshError            (ValueError)    axes and world size do not match
     ├── PlacementError       (ValueError)    an unknown strategy or an illegal move between placements
     ├── StateError           (RuntimeError)  a model, unit or optimizer in a state where the call makes no sense
+    ├── NonFiniteError       (ArithmeticError)  a loss, gradient, parameter or optimizer state: NaN or infinite
     ├── CommError            (RuntimeError)  communication between ranks
     │   ├── RankDisagreement                 ranks issued different collectives
     │   └── CommTimeout      (TimeoutError)  a peer did not answer in time
@@ -81,6 +82,12 @@ class CommTimeout(CommError, TimeoutError):  # noqa: N818 - the public name
     """A peer did not take part in a collective within the time limit."""
 
     exit_code = 82
+
+
+class NonFiniteError(ShardwiseError, ArithmeticError):
+    """A loss, a gradient, a parameter or optimizer state is NaN or infinite."""
+
+    exit_code = 80
 
 
 class CheckpointError(ShardwiseError, RuntimeError):

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 CONFIG, PLAN, METRICS, SUMMARY, MODEL = "config.yaml", "plan.json", "metrics.jsonl", "summary.json", "model.txt"
 ENVIRONMENT, MEMORY, PREDICTED, REPORT = "environment.json", "memory.json", "predicted.json", "report.html"
-PROFILE = "profile"
+PROFILE, ODD_STEPS = "profile", "odd-steps"
 LOGS, CHECKPOINTS, EVENTS, WANDB_ID = "logs", "checkpoints", "events", "wandb-id"

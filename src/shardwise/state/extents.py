@@ -13,6 +13,7 @@ only in their extents and in who holds copies.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -221,8 +222,8 @@ def gather(
         The whole tensors by name on rank 0, ``{}`` elsewhere.
 
     Collective:
-        A message to rank 0 for each range of another rank. Besides the result, rank 0 holds one range at a time. All
-        ranks must call.
+        A message to rank 0 for each range of another rank. Besides the result, rank 0 holds at most one range at a
+        time, and none where ranges are runs of the whole tensors' memory. All ranks must call.
     """
     own = [each for each in holdings if each.extents and each.is_first]
     if comm.rank > 0:
@@ -231,24 +232,35 @@ def gather(
                 _send(comm, part, 0, holding.unit)
         return {}
     whole: dict[str, Tensor] = {}
-    for extent, part in _arriving(comm, own, reports):
-        full = whole_extent(extent)
-        if extent.name not in whole:
-            whole[extent.name] = empty(full) if room is None else room(full)
-        copy_shared(extent, part, full, memory_order(whole[extent.name]))
-    return whole
-
-
-def _arriving(comm: Comm, own: Sequence[Holding], reports: Sequence[Report]) -> Iterator[tuple[Extent, Tensor]]:
-    """The ranges of all ranks, one at a time: this rank's own, then what the others send."""
+    place = functools.partial(_place, whole, room or empty)
     for holding in own:
-        yield from zip(holding.extents, holding.fetch()[1], strict=True)
+        for extent, part in zip(holding.extents, holding.fetch()[1], strict=True):
+            copy_shared(extent, part, *place(extent))
     for source, report in enumerate(reports):
         for unit, extents in report.holdings if source != comm.rank else ():
             for extent in extents:
-                part = torch.empty(extent.numel, dtype=torch_dtype(extent.dtype), device=comm.device)
-                _receive(comm, part, source, unit)
-                yield extent, part
+                _receive_into(comm, extent, *place(extent), source=source, unit=unit)
+    return whole
+
+
+def _place(whole: dict[str, Tensor], room: Callable[[Extent], Tensor], extent: Extent) -> tuple[Extent, Tensor]:
+    """The whole tensor that a range is of: its extent, and its elements in the order of memory."""
+    full = whole_extent(extent)
+    if extent.name not in whole:
+        whole[extent.name] = room(full)
+    return full, memory_order(whole[extent.name])
+
+
+def _receive_into(comm: Comm, extent: Extent, full: Extent, into: Tensor, *, source: int, unit: str) -> None:
+    """Receive a range of another rank into the whole tensor, without a copy where it is one run there."""
+    blocks = shared(extent, full)
+    is_alike = into.device == comm.device and into.dtype is torch_dtype(extent.dtype)
+    if is_alike and len(blocks) == 1 and blocks[0].is_run:
+        _receive(comm, into[blocks[0].target : blocks[0].target + extent.numel], source, unit)
+        return
+    part = torch.empty(extent.numel, dtype=torch_dtype(extent.dtype), device=comm.device)
+    _receive(comm, part, source, unit)
+    copy_shared(extent, part, full, into)
 
 
 @torch.no_grad()

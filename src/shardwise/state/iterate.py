@@ -68,6 +68,7 @@ def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = 
                 value = empty(extent, world.device, wanted)
             world.broadcast(as_bytes(memory_order(value)), root=0, unit=f"whole {extent.name}").wait()
             yield extent.name, value
+            del value  # not beside the next
 
 
 class Units:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
+from shardwise.engine.group import Group
 from shardwise.engine.hooks import Observer
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.buffers import saved_dtypes
@@ -418,31 +419,53 @@ def frozen_names(model: nn.Module) -> set[str]:
     }
 
 
-def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None) -> Targets:
-    """All that this rank holds of parameters and buffers, as targets to load into.
+def frozen_extents(model: nn.Module, pairs: Pairs) -> set[str]:
+    """The names among ``pairs`` of parameters in groups of which none is trained: what a checkpoint can leave out."""
+    engine = engine_of(model, "sw.save")
+    frozen = {spec.name for group in engine.groups if not _trains(group) for spec in group.layout.params}
+    return frozen.intersection(extent.name for extent, _ in pairs)
+
+
+def _trains(group: Group) -> bool:
+    return any(shard.requires_grad for shard in group.shards)
+
+
+def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None, *, with_frozen: bool = True) -> Targets:
+    """All that this rank holds of parameters and buffers, as targets to load into; frozen parameters only if asked for.
 
     They are the live tensors, but for quantized weights and cast buffers, which ``install`` makes from what was read.
     """
     engine = engine_of(model, "sw.load")
     engine.follow_shards()
-    holdings = [of_group(group) for group in engine.groups]
+    groups = [group for group in engine.groups if with_frozen or _trains(group)]
+    holdings = [of_group(group) for group in groups]
     dtypes = saved_dtypes(model)
+    stored = stored or {}
     for name, buffer in persistent_buffers(model).items():
         if not buffer.is_contiguous():
             raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
-        saved = (stored or {}).get(f"{BUFFER}{name}")
+        # A checkpoint that was imported does not tell buffers from parameters.
+        key = name if name in stored and f"{BUFFER}{name}" not in stored else f"{BUFFER}{name}"
+        saved = stored.get(key)
         is_as_stored = saved is not None and saved.dtype == dtype_name(buffer.dtype)
         flat = buffer.detach().view(-1).to(buffer.dtype if is_as_stored else dtypes.get(name, buffer.dtype))
-        holdings.append(of_tensor(f"{BUFFER}{name}", buffer, copies=None, flat=flat))
+        holdings.append(of_tensor(key, buffer, copies=None, flat=flat))
     return Targets(holdings)
 
 
-def load_ranges(model: nn.Module, read: Callable[[Pairs], None]) -> None:
-    """Replace this rank's ranges of every parameter that the engine holds by what ``read`` puts into them."""
+def load_ranges(model: nn.Module, read: Callable[[Pairs], None], names: Container[str]) -> None:
+    """Replace this rank's ranges of every parameter in ``names`` by what ``read`` puts into them.
+
+    Group by group: a form whose values are not its master (int8 blocks) has one group of them beside it. Parameters of
+    one group are all in ``names``, or none of them is.
+    """
     engine = engine_of(model, "sw.load")
     engine.follow_shards()
-    targets = Targets([of_group(group) for group in engine.groups])
-    with torch.no_grad():
-        read(targets.extents)
-    targets.install()
+    for group in engine.groups:
+        if group.layout.params[0].name not in names:
+            continue
+        targets = Targets([of_group(group)])
+        with torch.no_grad():
+            read(targets.extents)
+        targets.install()
     engine.invalidate()

@@ -46,12 +46,12 @@ from shardwise.state.held import Names, owned_pieces
 _OPTIMIZER = "optimizer/"
 #: What torch's optimizers keep once per parameter, as a tensor without dimensions. Of a parameter that has none either,
 #: nothing else tells it from the state of its one element.
-_PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
+PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
     """Whether optimizer state has one value for each element of the parameter that is held as ``held``."""
-    return isinstance(value, Tensor) and value.shape == held.shape and (value.dim() > 0 or key not in _PER_PARAMETER)
+    return isinstance(value, Tensor) and value.shape == held.shape and (value.dim() > 0 or key not in PER_PARAMETER)
 
 
 class _Held:

@@ -100,6 +100,12 @@ class _Site:
     path: str
     style: Style
     attribute: str | None = None
+    adapted: str | None = None  # path of the layer that an adapter has put this one into
+
+    @property
+    def owner(self) -> str:
+        """Path of the module that the layer is a part of."""
+        return (self.adapted or self.path).rpartition(".")[0]
 
     @property
     def name(self) -> str:
@@ -176,11 +182,25 @@ def _matches(table: Mapping[str, str], modules: Mapping[str, nn.Module], paramet
         style = parse_style(text, pattern)
         for path, module in modules.items():
             if matches(pattern, path):
-                yield _Site(module, path, style)
+                yield from _inside_adapter(_Site(module, path, style))
         for name in parameters:
             if matches(pattern, name):
                 path, _, attribute = name.rpartition(".")
                 yield _Site(modules[path], path, style, attribute)
+
+
+def _inside_adapter(site: _Site) -> list[_Site]:
+    """The layers that take over the style of one which peft has put an adapter around.
+
+    Of a LoRA these are the layer itself, and the factor that has its outputs (or, where it is cut by inputs, its
+    inputs); the other factor stays whole.
+    """
+    side = "lora_A" if site.style.name.startswith("rowwise") else "lora_B"
+    factors, base = getattr(site.module, side, None), getattr(site.module, "base_layer", None)
+    if base is None or not isinstance(factors, nn.ModuleDict) or site.style.name == "replicate":
+        return [site]
+    layers = {"base_layer": base} | {f"{side}.{name}": layer for name, layer in factors.items()}
+    return [_Site(layer, f"{site.path}.{name}", site.style, None, site.path) for name, layer in layers.items()]
 
 
 def known_table(model: nn.Module) -> dict[str, str]:
@@ -305,7 +325,7 @@ def _colwise(site: _Site, cuts: ShardingPlan) -> None:
 def _colwise_heads(site: _Site, cuts: ShardingPlan, *, is_shared: bool = False) -> None:
     """Divide by whole heads; several ranks hold a head of keys and values where there are fewer heads than ranks."""
     outputs, _ = _linear(site)
-    features, parent = _features(site, outputs), site.path.rpartition(".")[0]
+    features, parent = _features(site, outputs), site.owner
     width = getattr(cuts.model.get_submodule(parent), "head_dim", None)
     if not isinstance(width, int) or features % width:
         raise PlanError(f"{parent!r} does not tell the width of its heads (head_dim).\n  Use colwise (tp_plan).")

@@ -102,7 +102,7 @@ class CausalLoss:
 
         def end(_module: nn.Module, _args: object, output: Any) -> Any:
             head.is_local = False  # a stage of a pipeline may not have run the head
-            return _without_logits(output) if head.has_given_part and output is not None else None
+            return without_logits(output) if head.has_given_part and output is not None else None
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
@@ -148,7 +148,8 @@ def has_loss(model: nn.Module) -> bool:
     )
 
 
-def _without_logits(output: Any) -> Any:
+def without_logits(output: Any) -> Any:
+    """An output of transformers without its logits."""
     if isinstance(output, tuple):
         return (output[0], None, *output[2:])
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})

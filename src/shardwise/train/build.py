@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,16 +14,33 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.forms.attachment import attachment_of
-from shardwise.launch.notice import tell_once
-from shardwise.spec.errors import StateError
-from shardwise.spec.text import printable
-from shardwise.train.config import Config, OptimizerSection
-from shardwise.train.data import Part, RandomPart
-from shardwise.train.pretrained import NotNamedError, deferred_from_folder, model_from_folder
+from shardwise.spec.errors import ConfigError, StateError
+from shardwise.train.config import Config, LoraSection, OptimizerSection
+from shardwise.train.data.rows import Samples
+from shardwise.train.hf import read_language_model
+from shardwise.train.lora import adapt, renamed
+from shardwise.train.pretrained import NotNamedError, deferred_from_folder, model_from_folder, tell_whole
 from shardwise.train.resolve import RunConfig
+from shardwise.train.task import ANSWER, CAUSAL, CLASS, Task
 
-#: Inputs and targets of a microbatch, both (B, T), int64.
-TokenBatch = tuple[Tensor, Tensor]
+
+class TokenBatch(NamedTuple):
+    """A microbatch.
+
+    Attributes:
+        inputs: (B, T), int64.
+        targets: (B, T), int64; -100 where nothing is learned.
+        positions: (B, T), int64, where documents in a row do not see each other; else ``None``.
+        num_targets: The learned tokens by which the sum of this microbatch's losses is divided, so that the mean over
+            microbatches and ranks is that over all learned tokens of the step; ``None``: all tokens are learned.
+        mask: (B, T), int64, 0 at padding; ``None``: there is none.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    positions: Tensor | None = None
+    num_targets: float | None = None
+    mask: Tensor | None = None
 
 
 def build_model(resolved: RunConfig, device: torch.device, *, reads_weights: bool = True) -> nn.Module:
@@ -35,14 +51,27 @@ def build_model(resolved: RunConfig, device: torch.device, *, reads_weights: boo
         device: Where it is built.
         reads_weights: False draws weights even where the folder has some. On meta there are none either way.
     """
-    section = resolved.config.model
+    section, lora = resolved.config.model, resolved.config.lora
     if section.hf is not None:
         folder = Path(section.hf).expanduser()
         model = model_from_folder(folder, reads_weights=reads_weights and device.type != "meta")
+        if lora.is_used:
+            model = adapt(model, lora, folder, draws=device.type != "meta")
+        model = _with_loss(resolved, model)
         return model if device.type == "cpu" else model.to(device)  # fake tensors cannot be moved, not even to the CPU
     from shardwise.models import gpt
 
-    return gpt(section.preset or "gpt-tiny", device=device, **section.overrides)
+    return _with_loss(resolved, gpt(section.preset or "gpt-tiny", device=device, **section.overrides))
+
+
+def _with_loss(resolved: RunConfig, model: nn.Module) -> nn.Module:
+    """The model with the loss that the run asks for."""
+    if not resolved.config.train.chunked_cross_entropy:
+        return model
+    try:
+        return sw.chunk_cross_entropy(model)
+    except StateError as error:
+        raise ConfigError(f"train.chunked_cross_entropy: {error}") from None
 
 
 def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
@@ -57,16 +86,29 @@ def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, W
     Raises:
         ConfigError: As :func:`build_model`.
     """
-    section, generator = resolved.config.model, torch.get_rng_state()
+    section, lora, generator = resolved.config.model, resolved.config.lora, torch.get_rng_state()
     try:
         if section.hf is not None:
-            return deferred_from_folder(Path(section.hf).expanduser())
+            model, files = _deferred_hf(Path(section.hf).expanduser(), lora)
+            return _with_loss(resolved, model), files
         return sw.deferred_init(lambda: build_model(resolved, torch.device("cpu"))), None
     except (StateError, NotNamedError) as error:
         name = f"model.hf={section.hf}" if section.hf is not None else f"model {section.preset}"
-        tell_once(f"every rank loads {printable(name)} whole, since {printable(str(error).splitlines()[0])}")
+        tell_whole(name, error)
         torch.set_rng_state(generator)
         return build_model(resolved, device), None
+
+
+def _deferred_hf(folder: Path, lora: LoraSection) -> tuple[nn.Module, WeightFiles | None]:
+    """A folder's model on meta, with adapters, where it gets some, on the CPU."""
+    model, files = deferred_from_folder(folder)
+    if not lora.is_used:
+        return model, files
+    if files is None:
+        raise NotNamedError("an adapter is put beside weights, and the folder has none")
+    before = dict(model.named_parameters(remove_duplicate=False))
+    model = adapt(model, lora, folder)
+    return model, renamed(files, before, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +116,8 @@ class Objective:
     """How the model is called with inputs and targets, and what of its output is the loss, as for ``sw.train_step``.
 
     Attributes:
-        forward: ``forward(model, (inputs_BT, targets_BT))`` gives the model's output.
-        loss_fn: ``loss_fn(output, (inputs_BT, targets_BT))`` gives the mean loss over the tokens.
+        forward: Gives the model's output.
+        loss_fn: Gives the mean loss over the tokens from the output and the microbatch.
     """
 
     forward: Callable[[nn.Module, TokenBatch], Any]
@@ -86,27 +128,80 @@ class Objective:
         return self.loss_fn(self.forward(model, batch), batch)
 
 
-def objective(*, is_from_hf: bool, cp: int) -> Objective:
+def objective(*, is_from_hf: bool, cp: int, task: Task = CAUSAL, in_chunks: bool = False) -> Objective:
     """Our GPT takes the targets itself; of a Hugging Face model the logits are compared with them in fp32.
 
     Under ``cp`` a Hugging Face model takes the loss itself: the logits of whole sequences would have to be gathered.
     """
+    if in_chunks and is_from_hf:
+        return Objective(_call_for_loss, lambda output, _batch: output.loss)
+    if in_chunks:
+        return Objective(lambda model, batch: model(batch.inputs, batch.targets), _shared_out)
     if not is_from_hf:
-        return Objective(lambda model, batch: model(*batch), lambda output, _batch: output)
+        return Objective(
+            lambda model, batch: model(batch.inputs, batch.targets if batch.num_targets is None else None),
+            lambda output, batch: output if batch.num_targets is None else _cross_entropy(output, batch),
+        )
     if cp > 1:
         return Objective(
-            lambda model, batch: model(input_ids=batch[0], labels=batch[1], shift_labels=batch[1]),
+            lambda model, batch: model(input_ids=batch.inputs, labels=batch.targets, shift_labels=batch.targets),
             lambda output, _batch: output.loss,
         )
-    return Objective(
-        lambda model, batch: model(input_ids=batch[0]),
-        lambda output, batch: F.cross_entropy(output.logits.float().flatten(0, 1), batch[1].flatten()),
+    call = _call_with_decoder if task.name == ANSWER else _call_hf
+    return Objective(call, lambda output, batch: _cross_entropy(output.logits, batch))
+
+
+def _shared_out(mean: Tensor, batch: TokenBatch) -> Tensor:
+    """The mean loss of a microbatch by its share of the step's learned tokens."""
+    return mean if batch.num_targets is None else mean * (batch.targets != -100).sum() / batch.num_targets
+
+
+def _call_for_loss(model: nn.Module, batch: TokenBatch) -> Any:
+    """The model's loss is taken inside its forward."""
+    places = {} if batch.positions is None else {"position_ids": batch.positions}
+    return model(
+        input_ids=batch.inputs,
+        labels=batch.targets,
+        shift_labels=batch.targets,
+        num_items_in_batch=batch.num_targets,
+        use_cache=False,
+        **places,
     )
+
+
+def _call_hf(model: nn.Module, batch: TokenBatch) -> Any:
+    """Positions that begin anew tell transformers that a row holds several documents, where there is no mask."""
+    if batch.mask is not None:
+        return model(input_ids=batch.inputs, attention_mask=batch.mask)
+    if batch.positions is None:
+        return model(input_ids=batch.inputs)
+    return model(input_ids=batch.inputs, position_ids=batch.positions, use_cache=False)
+
+
+def _call_with_decoder(model: Any, batch: TokenBatch) -> Any:
+    """The decoder sees the answer one token late; without labels the model takes no loss of its own."""
+    return model(
+        input_ids=batch.inputs,
+        attention_mask=batch.mask,
+        decoder_input_ids=model.prepare_decoder_input_ids_from_labels(batch.targets),
+        use_cache=False,
+    )
+
+
+def _cross_entropy(logits: Tensor, batch: TokenBatch) -> Tensor:
+    """Of logits (B, T, V) and targets (B, T), or (B, V) and (B,)."""
+    logits, targets = logits.float().flatten(0, -2), batch.targets.flatten()
+    if batch.num_targets is None:
+        return F.cross_entropy(logits, targets)
+    return F.cross_entropy(logits, targets, reduction="sum") / batch.num_targets
 
 
 def objective_of(config: Config) -> Objective:
     """The objective of a run."""
-    return objective(is_from_hf=config.model.hf is not None, cp=config.parallel.cp)
+    folder = config.model.hf
+    task = CAUSAL if folder is None else read_language_model(Path(folder).expanduser()).task
+    in_chunks = config.train.chunked_cross_entropy
+    return objective(is_from_hf=folder is not None, cp=config.parallel.cp, task=task, in_chunks=in_chunks)
 
 
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
@@ -128,7 +223,9 @@ def build_optimizer(section: OptimizerSection, groups: Iterable[Any]) -> torch.o
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum or 0.0, weight_decay=decay)
     kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
     betas, eps = section.betas or (0.9, 0.95), section.eps or 1e-8
-    return kind(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay)
+    groups = list(groups)
+    is_fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None  # see train.update
+    return kind(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay, fused=is_fused)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -137,9 +234,22 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def to_tensors(part: Part | RandomPart, samples: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a microbatch, both (B, T), int64."""
-    tokens = torch.from_numpy(np.stack([part.sample(index) for index in samples]))
+def to_tensors(
+    part: Samples, samples: Sequence[int], device: torch.device, num_targets: float | None = None
+) -> TokenBatch:
+    """A microbatch of samples on ``device``."""
+    held = [None if rows is None else torch.from_numpy(rows) for rows in part.rows(samples)]
     if device.type == "cuda":
-        tokens = tokens.pin_memory().to(device, non_blocking=True)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        held = [None if rows is None else rows.pin_memory().to(device, non_blocking=True) for rows in held]
+    inputs_BT, targets_BT, positions_BT, mask_BT = (None if rows is None else rows.contiguous() for rows in held)
+    assert inputs_BT is not None
+    assert targets_BT is not None
+    return TokenBatch(inputs_BT, targets_BT, positions_BT, num_targets, mask_BT)
+
+
+def blank_batch(resolved: RunConfig, device: torch.device) -> TokenBatch:
+    """A microbatch of the run's shapes, whose values say nothing."""
+    tokens_BT = torch.zeros(resolved.batch.micro, resolved.seq_len, dtype=torch.int64, device=device)
+    task = resolved.task
+    targets = torch.zeros_like(tokens_BT[:, 0] if task.name == CLASS else tokens_BT)
+    return TokenBatch(tokens_BT, targets, mask=torch.ones_like(tokens_BT) if task.has_pairs else None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import CHECKPOINTS, find_latest, open_checkpoint, publish_latest, retain, step_directory
-from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
+from shardwise.checkpoint import CHECKPOINTS, LATEST, find_latest, open_checkpoint, publish_latest, step_directory
+from shardwise.checkpoint.folder import RefusedError, open_folder, open_for_reading, read_at
+from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
+from shardwise.spec.run_files import CONFIG
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train import random_state
-from shardwise.train.config import Config
+from shardwise.train.config import CheckpointSection, Config
 from shardwise.train.control import Control
+from shardwise.train.differences import differences
+from shardwise.train.memory_tier import MemoryTier
 
 #: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
 _FREE = (
@@ -25,6 +31,11 @@ _FREE = (
     "train.eval_every",
     "train.eval_batches",
     "train.check_memory",
+    "train.non_finite",
+    "train.check_replicas_every",
+    "train.max_skipped_steps",
+    "train.step_timeout_s",
+    "train.grace_s",
     "log",
     "checkpoint",
     "parallel",
@@ -36,6 +47,7 @@ _FREE = (
 _ON_REQUEST = ("optimizer.lr", "schedule", "train.clip_grad_norm")
 #: What differs of these is said.
 _SAID = (
+    "train.steps",
     "parallel",
     "train.micro_batch_size",
     "train.gradient_accumulation_steps",
@@ -44,18 +56,63 @@ _SAID = (
 )
 
 
-def find_checkpoint(run_dir: Path, wanted: str) -> Path:
+#: Words of ``--resume`` for the newest checkpoint, whichever it is.
+NEWEST = ("latest", "latest-good")
+
+
+def is_empty(run_dir: Path) -> bool:
+    """Whether a run has saved nothing so far, not even something that is damaged."""
+    found = find_latest(run_dir)
+    return found.path is None and not found.rejected and MemoryTier(run_dir).newest() is None
+
+
+#: What ``LATEST`` holds: its bytes at most, and its form.
+_LONGEST_POINTER, _POINTER = 256, rf"{CHECKPOINTS}/step-\d{{8,18}}"
+
+
+def pointer_problem(run_dir: Path, path: Path) -> str | None:
+    """Why ``LATEST`` does not name a checkpoint of this run, in a few words; ``None`` where it does."""
+    if not os.path.lexists(run_dir / LATEST):
+        return "was missing"
+    try:
+        with open_folder(run_dir) as folder, open_for_reading(folder, LATEST) as (file, status):
+            raw = bytearray(min(status.st_size, _LONGEST_POINTER))
+            read_at(file, memoryview(raw), 0)
+    except (OSError, RefusedError) as error:
+        return f"could not be read ({error})"
+    named = raw.decode(errors="replace").strip()
+    if named == f"{CHECKPOINTS}/{path.name}":
+        return None
+    if not named:
+        return "was empty"
+    return f"named {named}" if re.fullmatch(_POINTER, named) else "named no checkpoint of this run"
+
+
+_NEW_LENGTH = " (from here on the learning rate is that of a schedule of the new length)"
+
+
+def find_checkpoint(run_dir: Path, wanted: str, *, say: Callable[[str], object] = len) -> Path:
     """The checkpoint that ``--resume WANTED`` means.
 
     Args:
         run_dir: The run's folder.
-        wanted: ``latest``, ``latest-good``, a checkpoint's folder, or a name such as ``step-00000100`` in the run.
+        wanted: ``latest`` or ``latest-good`` (either means the newest in memory where that is newer), a checkpoint's
+            folder, or a name such as ``step-00000100`` in the run.
+
+        say: Called with what is passed over by ``latest-good``, and why.
 
     Raises:
         CheckpointError: There is none, or ``latest`` is damaged.
     """
-    if wanted in {"latest", "latest-good"}:
-        return find_latest(run_dir, verify=wanted == "latest-good").require(allow_older=wanted == "latest-good")
+    if wanted in NEWEST:
+        in_memory = MemoryTier(run_dir).newest(after=find_latest(run_dir).step or 0)
+        if in_memory is not None:
+            return in_memory
+        found = find_latest(run_dir, verify=wanted == "latest-good")
+        path = found.require(allow_older=wanted == "latest-good")
+        for damaged, reason in found.rejected:
+            say(f"{printable(damaged.name)} is damaged and passed over: {printable(reason)}")
+        return path
     for path in (Path(wanted).expanduser(), run_dir / CHECKPOINTS / wanted):
         if path.is_dir():
             if (path / CHECKPOINTS).is_dir():
@@ -119,19 +176,9 @@ def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str
             f"  Only {', '.join(_FREE)} may differ, and {', '.join(_ON_REQUEST)} where --set asks for it (--set"
             " optimizer.lr=1e-4). Restore the others, or start a new run."
         )
-    return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_SAID, *requested))]
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Dotted key, old value and new value of everything that differs between two nested mappings."""
-    result: list[tuple[str, Any, Any]] = []
-    for key in [*old, *(k for k in new if k not in old)]:
-        left, right = old.get(key), new.get(key)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            result += differences(left, right, f"{prefix}{key}.")
-        elif left != right:
-            result.append((f"{prefix}{key}", left, right))
-    return result
+    told = [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_SAID, *requested))]
+    bends = config.schedule.name != "constant"
+    return [f"{line}{_NEW_LENGTH if bends and line.startswith('train.steps') else ''}" for line in told]
 
 
 def _is_in(key: str, keys: Iterable[str]) -> bool:
@@ -149,28 +196,51 @@ class Checkpoints:
 
     Attributes:
         saved_step: The newest step that has been saved, 0 for none.
-        failures: One line for each save that the disk refused.
+        failures: One line for each save that has failed.
+        is_under_way: Whether a checkpoint is being written while training goes on.
     """
 
-    def __init__(self, run_dir: Path, *, run_id: str, keep: int, control: Control, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        run_dir: Path,
+        *,
+        run_id: str,
+        section: CheckpointSection,
+        control: Control,
+        device: torch.device,
+    ) -> None:
         self.saved_step = 0
         self.failures: list[str] = []
-        self._run_dir, self._run_id, self._keep = run_dir, run_id, keep
+        self._model, self._run_dir, self._run_id = model, run_dir, run_id
+        self._keep, self._allows_non_finite = section.keep, section.allow_non_finite
         self._control, self._device = control, device
-        self._known_good: list[Path] = []
+        self._memory = MemoryTier(run_dir)
+        self._step_under_way = 0
+        self._is_in_memory = False
+        self._is_told = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a checkpoint is being written while training goes on."""
+        return self._step_under_way > 0
 
     def save(
         self,
-        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         average: ExponentialMovingAverage | None = None,
         *,
         step: int,
         state: dict[str, Any],
+        frozen: bool = True,
+        waits: bool = True,
+        in_memory: bool = False,
     ) -> str | None:
         """Save a step, publish it, and remove what is older than the kept ones.
 
-        A disk that refuses does not end the run: the earlier checkpoints stay, and the failure is counted.
+        Without ``frozen`` it is one of what is trained. A disk that refuses does not end the run: the earlier
+        checkpoints stay, and the failure is counted. Without ``waits`` the checkpoint is written while training goes
+        on; the next call, or :meth:`finish`, says how that went. A checkpoint ``in_memory`` never waits.
 
         Returns:
             What went wrong, for printing; ``None`` where nothing did.
@@ -178,25 +248,102 @@ class Checkpoints:
         Collective:
             Those of ``sw.save``, and small JSON. All ranks must call in the same order.
         """
-        path = step_directory(self._run_dir, step)
+        said = self.finish()
         if self.saved_step == step:
-            return None
+            return said
+        self._control.on_first(self._check_folder)
         held = {**state, "step": step, "run_id": self._run_id}
         own = {"random": random_state.capture(self._device)}
+        save = sw.save_async if in_memory or not waits else sw.save
+        if in_memory:
+            self._control.on_first(self._memory.make_room)
         try:
-            sw.save(path, model, optimizer, state=held, average=average, rank_state=own)
-            refused = self._control.on_first(lambda: self._publish(path))
+            save(
+                self._memory.directory(step) if in_memory else step_directory(self._run_dir, step),
+                self._model,
+                optimizer,
+                state=held,
+                average=average,
+                rank_state=own,
+                keep=None if in_memory else self._keep,
+                frozen=frozen,
+                allow_non_finite=self._allows_non_finite,
+            )
         except StorageError as error:
-            kept = f"step {self.saved_step} is kept" if self.saved_step else "there is no earlier checkpoint"
+            return "\n".join(filter(None, (said, self._failed(step, error, in_memory=in_memory))))
+        if in_memory or not waits:
+            self._step_under_way, self._is_in_memory, self._is_told = step, in_memory, False
+        else:
+            self.saved_step = step
+        return said
+
+    def hear(self) -> str | None:
+        """What has gone wrong with the save under way, once, where this rank knows of it. Does not wait."""
+        problem = sw.save_failure(self._model) if self.is_under_way and not self._is_told else None
+        if problem is None:
+            return None
+        self._is_told = True
+        return self._warning(self._step_under_way, problem, in_memory=self._is_in_memory)
+
+    def finish(self) -> str | None:
+        """Wait for the save under way, if there is one.
+
+        Returns:
+            What went wrong with it and has not been said yet, for printing.
+
+        Collective:
+            As of ``sw.finish_save``.
+        """
+        step, self._step_under_way = self._step_under_way, 0
+        if not step:
+            return None
+        try:
+            sw.finish_save(self._model)
+        except (StorageError, CheckpointError) as error:
+            message = self._failed(step, error, in_memory=self._is_in_memory)
+            return None if self._is_told else message
+        if not self._is_in_memory:
+            self.saved_step = step
+        return None
+
+    def _check_folder(self) -> None:
+        """Raise where somebody has removed the run: what is saved from here on would be of a run without its files."""
+        for name in (CHECKPOINTS, CONFIG):
+            if not (self._run_dir / name).exists():
+                raise StorageError(
+                    f"{printable(self._run_dir / name)} has been removed while the run was going on.\n"
+                    "  Nothing is saved any more. Start the run anew, or put its folder back and resume."
+                )
+
+    def _failed(self, step: int, error: ShardwiseError, *, in_memory: bool) -> str:
+        if not in_memory:
             self.failures.append(f"step {step}: {str(error).splitlines()[0]}")
-            return f"WARNING: step {step} was not saved; {kept}. {error}"
-        self.saved_step = step
-        return "\n".join(f"WARNING: checkpoint {line}" for line in refused) or None
+        return self._warning(step, str(error), in_memory=in_memory)
+
+    def _warning(self, step: int, problem: str, *, in_memory: bool) -> str:
+        what = "kept in memory" if in_memory else "saved"
+        return f"WARNING: step {step} was not {what}; {self._kept}. {problem}"
+
+    def open_memory(self, *, is_new: bool) -> None:
+        """Make the folder of checkpoints in memory, on rank 0.
+
+        Raises:
+            StorageError: It cannot be made. On all ranks.
+        """
+        self._control.on_first(self._memory.create if is_new else self._memory.open)
+
+    def close_memory(self) -> None:
+        """Give the memory back when the run is over and on the disk. Only rank 0 does something."""
+        if self._control.is_first:
+            self._memory.clear()
+
+    @property
+    def _kept(self) -> str:
+        return f"step {self.saved_step} is kept" if self.saved_step else "there is no earlier checkpoint"
 
     def load(
         self,
         path: Path,
-        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         average: ExponentialMovingAverage | None = None,
     ) -> dict[str, Any]:
@@ -205,12 +352,14 @@ class Checkpoints:
         Raises:
             CheckpointError: It is damaged, or of another model or optimizer.
         """
-        state = sw.load(path, model, optimizer, average=average)
-        if not isinstance(state.get("step"), int) or not isinstance(state.get("progress"), dict):
-            raise CheckpointError(
-                f"{path} was not saved by `shardwise train`: it has no step or progress.\n  Load it with sw.load()."
-            )
-        self.saved_step = state["step"] if path.parent.parent.absolute() == self._run_dir.absolute() else 0
+        state = sw.load(path, self._model, optimizer, average=average, keep_settings=True)
+        place = path.parent.parent.absolute()
+        if place in (self._memory.root, self._run_dir.absolute()):
+            self._run_id = state["run_id"]  # which the run keeps, however its folder is called by now
+        if place == self._memory.root:
+            self.saved_step = self._control.on_first(lambda: find_latest(self._run_dir).step or 0)
+        else:
+            self.saved_step = state["step"] if place == self._run_dir.absolute() else 0
         return state
 
     def set_aside_later(self, path: Path, step: int) -> list[str]:
@@ -229,13 +378,10 @@ class Checkpoints:
                 held.rename(held.with_name(f"superseded-{held.name}-{secrets.token_hex(4)}"))
         except OSError as error:
             raise StorageError(f"{error.filename} cannot be renamed: {error.strerror}.\n  Move it away.") from None
-        if later and path.absolute().parent == folder:
-            publish_latest(self._run_dir, path)
-        return [f"{held.name} is set aside as superseded-{held.name}-*" for held in later]
-
-    def _publish(self, path: Path) -> list[str]:
-        publish_latest(self._run_dir, path)
-        open_checkpoint(path).check_files()
-        result = retain(self._run_dir, self._keep, known_good=self._known_good, run_id=self._run_id)
-        self._known_good = list(result.good)
-        return [f"{name.name}: {reason}" for name, reason in result.refused]
+        told = [f"{held.name} is set aside as superseded-{held.name}-*" for held in later]
+        if path.absolute().parent == folder:
+            wrong = pointer_problem(self._run_dir, path)
+            if wrong is not None:
+                publish_latest(self._run_dir, path)
+                told += [] if later else [f"{LATEST} {wrong}: it names {path.name} now"]
+        return told

@@ -61,7 +61,11 @@ class ModelSection(Section):
 class DataSection(Section):
     """Where tokens come from and how they are cut into samples."""
 
-    source: str = Field("stdlib", description="path, folder or glob of text; a token file; 'stdlib' or 'random'")
+    source: str = Field(
+        "stdlib",
+        description="path, folder or glob: text; token files (ours, .npy, Megatron's .bin with .idx); rows of a data"
+        " set (.jsonl, .parquet, .csv, or what datasets' save_to_disk wrote). 'stdlib' or 'random'",
+    )
     seq_len: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
         None, description="tokens per sample; the longest that the model takes, but at most 2,048"
     )
@@ -72,6 +76,31 @@ class DataSection(Section):
     )
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="last part of the tokens, not trained on"
+    )
+    column: str | None = Field(
+        None,
+        description="of a data set: the column of the texts or conversations; by default messages, conversations,"
+        " prompt (with completion) or text, the first that is there",
+    )
+    learns: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="of conversations: all that the assistant says, its last answer, or every token"
+    )
+    chat_template: str | None = Field(
+        None, description="file with the template that makes a conversation text; the tokenizer's own by default"
+    )
+    packing: bool | None = Field(
+        None,
+        description="several conversations share a sample, each with positions and attention of its own; by default"
+        " where model.hf is given, without cp. Else each is a sample, cut or filled up to seq_len",
+    )
+    separate_documents: bool = Field(
+        default=False,
+        description="of texts: positions begin anew behind each end-of-text token, and attention does not cross it",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="tokenize texts while training goes on, some files at a time, instead of all before it begins; the"
+        " last files are held out",
     )
     max_bytes: Positive | None = Field(None, description="use the first bytes of the text only; stdlib: 4,000,000")
 
@@ -122,6 +151,25 @@ class OptimizerSection(Section):
     )
 
 
+class LoraSection(Section):
+    """Low-rank adapters, trained instead of the model of ``model.hf``. None unless ``rank`` or ``adapter`` is given."""
+
+    rank: Positive | None = Field(None, description="of the adapters' matrices, such as 16")
+    alpha: PositiveFloat | None = Field(None, description="adapters are scaled by alpha / rank; by default 2 * rank")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="of what goes into an adapter")
+    targets: str | list[str] = Field(
+        "all-linear", description="layers that get one: ends of their names, such as [q_proj, v_proj], or all-linear"
+    )
+    adapter: str | None = Field(
+        None, description="folder of an adapter, as peft saves it, to go on from; it brings rank, alpha and targets"
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are adapters."""
+        return self.rank is not None or self.adapter is not None
+
+
 class ScheduleSection(Section):
     """The learning rate over the steps."""
 
@@ -147,8 +195,31 @@ class TrainSection(Section):
         None, description="evaluate a moving average of the weights, such as 0.999; checkpoints hold it too"
     )
     eval_batches: Positive = Field(8, description="global batches of held-out samples per evaluation")
+    chunked_cross_entropy: bool = Field(
+        default=False,
+        description="compute the loss a part of the positions at a time, so that logits are never whole (torch 2.13)",
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="when the loss or the gradient of a step is NaN or infinite: end the run, or go on with the next"
+        " step. The update is left out in both cases",
+    )
+    max_skipped_steps: Positive = Field(5, description="non_finite: skip ends the run after more of them in a row")
+    check_replicas_every: Positive | None = Field(
+        100,
+        description="steps between comparisons of what several ranks hold a copy of (ddp, zero1, zero2, dp_replicate,"
+        " tp), also before each checkpoint; null: never",
+    )
     check_memory: bool = Field(
         default=True, description="refuse a run that is predicted to need more memory than its devices have"
+    )
+    step_timeout_s: PositiveFloat | None = Field(
+        None,
+        description="end a run that makes no progress in a step for so long; null: ten times the longest step so far,"
+        " at least 60 s. Start, first step, saves, loads and evaluations have ten times as long, at least 1800 s",
+    )
+    grace_s: PositiveFloat = Field(
+        30.0, description="time between a request to stop and the end of the processes; a scheduler's own, if shorter"
     )
 
 
@@ -156,7 +227,14 @@ class CheckpointSection(Section):
     """What is kept on disk."""
 
     every: Positive | None = Field(None, description="steps between checkpoints; null: none on the way")
+    memory_every: Positive | None = Field(
+        None, description="steps between checkpoints in memory, which a restart goes on from; null: none"
+    )
     keep: Annotated[int, Field(ge=2, le=10**6)] = Field(3, description="newest checkpoints kept, at least 2")
+    asynchronous: bool = Field(
+        default=False, description="write checkpoints while training goes on; takes as much memory of the host again"
+    )
+    allow_non_finite: bool = Field(default=False, description="save NaN and infinity in parameters too")
     final: bool = Field(default=True, description="a checkpoint after the last step")
 
 
@@ -170,6 +248,11 @@ class LogSection(Section):
     )
     tensorboard: bool | Literal["auto"] = Field("auto", description="auto: where tensorboard is installed")
     wandb: bool = Field(default=False, description="also send metrics to Weights & Biases (WANDB_* variables apply)")
+    loss_spikes: PositiveFloat | None = Field(
+        10.0,
+        description="warn of a loss that is so many standard deviations above the median of the last 100 steps, with"
+        " its samples; null: do not",
+    )
     hardware: str | None = Field(
         None,
         description="for the predicted time of a step: name of the GPU, or a file of `shardwise calibrate`; where it is"
@@ -189,6 +272,7 @@ class Config(Section):
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
+    lora: LoraSection = Field(default_factory=LoraSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     train: TrainSection = Field(default_factory=TrainSection)
@@ -284,7 +368,7 @@ def read_config(
 
 
 def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
-    """A file laid on the one that it extends."""
+    """A file laid on the one that it extends, which lies in the first file's folder, or with it in the current one."""
     document = read_document(path)
     where, name = document.where.get(("extends",)), document.values.pop("extends", None)
     if name is None:
@@ -295,6 +379,13 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
     if base in chain:
         shown = " -> ".join(str(step.name) for step in (*chain[chain.index(base) :], base))
         raise ConfigError(f"{where}: extends goes in a circle: {shown}.\n  Take one of them out.")
+    first = chain[0].parent
+    inside = (first, Path.cwd()) if first.is_relative_to(Path.cwd()) else (first,)
+    if not any(base.is_relative_to(folder) for folder in inside):
+        raise ConfigError(
+            f"{where}: extends names {name!r}, which lies outside of {' and '.join(map(str, inside))}.\n"
+            "  Copy it there, or start from a folder that holds both files."
+        )
     if not base.is_file():
         raise ConfigError(f"{where}: extends names {name!r}, which is no file.\n  The path is relative to {path.name}.")
     below = _read_chain(base, chain)
@@ -357,7 +448,8 @@ def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
     if kind == "extra_forbidden":
         homes = [f"{name}.{key}" for name, section in _SECTIONS.items() if key in section.model_fields]
         known = Config.model_fields if len(path) == 1 else _SECTIONS[path[0]].model_fields
-        hint = did_you_mean(key, [*known, "extends"]) or (f" Did you mean {homes[0]}?" if homes else "")
+        near = did_you_mean(key, [*known, "extends"])
+        hint = f" Did you mean {homes[0]}?" if homes and (len(path) == 1 or not near) else near
         return f"unknown key.{hint}" if len(path) > 1 else f"unknown section {key!r}.{hint}"
     if kind == "model_type":
         return f"expected the fields of section {key}, got {got!r}"

@@ -5,24 +5,41 @@ A channel of its own on the run's device, so that it never mixes with the engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import all_gather_json, refuse_different
-from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError, StorageError
+from shardwise.comm.control import all_gather_json
+from shardwise.spec.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    ShardwiseError,
+    StateError,
+    StorageError,
+)
 from shardwise.spec.text import printable
-from shardwise.train.data import DataError
+from shardwise.train.data.token_files import DataError
+from shardwise.train.differences import differences
 from shardwise.train.folder import RunLockedError
 
 T = TypeVar("T")
 
 _KINDS: dict[str, type[ShardwiseError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, CheckpointError, DataError, StorageError, RunLockedError, StateError, ShardwiseError)
+    for kind in (
+        ConfigError,
+        CheckpointError,
+        DataError,
+        StorageError,
+        RunLockedError,
+        StateError,
+        NonFiniteError,
+        ShardwiseError,
+    )
 }
 
 
@@ -97,18 +114,25 @@ class Control:
         self.comm.all_gather(table.view(-1), unit="step").wait()
         return table.tolist()
 
-    def check_same(self, value: Any, what: str) -> None:
+    def check_same(self, value: Mapping[str, Any], what: str) -> None:
         """Refuse to start where ranks were given different things.
 
         Raises:
-            ConfigError: On every rank, naming the first rank that differs from rank 0.
+            ConfigError: On every rank, naming the first rank that differs from rank 0, and what differs.
+
+        Collective:
+            One all-gather of JSON.
         """
-        refuse_different(
-            self.comm,
-            self.all_json(value),
-            f"the ranks do not have the same {what}",
-            "Give every rank the same configuration and versions.",
-            error=ConfigError,
+        everyones = self.all_json(value)
+        odd = next((rank for rank, other in enumerate(everyones) if other != everyones[0]), None)
+        if odd is None:
+            return
+        lines = "".join(
+            f"\n  - {key}: rank 0 has {printable(here)}, rank {odd} has {printable(there)}"
+            for key, here, there in differences(everyones[0], everyones[odd])[:20]
+        )
+        raise ConfigError(
+            f"the ranks do not have the same {what}:{lines}\n  Give every rank the same configuration and versions."
         )
 
 

@@ -92,7 +92,8 @@ def read_document(path: Path) -> Document:
     if document.values is None:
         document.values = {}
     if not isinstance(document.values, dict):
-        raise ConfigError(f"{path}: expected sections (a mapping), got {document.values!r}.\n  Correct the file.")
+        kind = "a list" if isinstance(document.values, list) else "a text"  # which may be a secret
+        raise ConfigError(f"{path}: expected sections (a mapping), got {kind}.\n  Correct the file.")
     return document
 
 

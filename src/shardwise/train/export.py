@@ -6,25 +6,25 @@ import dataclasses
 import itertools
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import shardwise as sw
 from shardwise.api.export import FolderOptions, write_folder
 from shardwise.api.export_form import form_of
 from shardwise.checkpoint import Checkpoint, open_checkpoint
-from shardwise.comm.dtype import memory_order, torch_dtype
+from shardwise.checkpoint.weights import WeightFiles
+from shardwise.comm.dtype import dtype_name, memory_order, torch_dtype
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
 from shardwise.state.extents import empty
 from shardwise.state.held import BUFFER, persistent_buffers
-from shardwise.train.build import build_model
-from shardwise.train.tokenizer import BYTES, byte_tokenizer
+from shardwise.train.build import defer_model
+from shardwise.train.data.tokenizer import BYTES, byte_tokenizer
 from shardwise.train.trained import Trained
 
 _GENERATION = "generation_config.json"
@@ -37,6 +37,7 @@ def export_trained(
     dtype: str | None = None,
     is_averaged: bool = False,
     max_shard_bytes: float = 5e9,
+    merges_adapter: bool = False,
 ) -> None:
     """Write a run's model as ``sw.export`` does, with the tokenizer that it was trained with.
 
@@ -46,6 +47,7 @@ def export_trained(
         dtype: Of floating-point weights in the files; by default the masters'.
         is_averaged: Write averaged weights where the checkpoint has them.
         max_shard_bytes: Files hold no more, unless one tensor alone does.
+        merges_adapter: Write the whole model of a run that trained an adapter, and not the adapter by itself.
 
     Raises:
         CheckpointError: A file is damaged, or the checkpoint is of another model.
@@ -58,25 +60,56 @@ def export_trained(
             f"{printable(trained.folder)} is a Hugging Face folder already.\n  Name a run's folder or a checkpoint."
         )
     resolved = trained.resolve([], 1)
-    model = sw.deferred_init(lambda: build_model(resolved, torch.device("cpu")))
+    has_adapter = resolved.config.lora.is_used
+    if merges_adapter and not has_adapter:
+        raise ConfigError("--merge: the run trained no adapter.\n  Leave it out.")
+    model, base = defer_model(resolved, torch.device("cpu"))
+    if not has_adapter:
+        base = None  # the checkpoint has all weights
+    elif base is None:
+        base = _InMemory(dict(model.named_parameters()))  # only from_pretrained itself could read the folder
     checkpoint = open_checkpoint(trained.checkpoint)
-    units = _units(model, checkpoint, is_averaged=is_averaged)
-    arriving = (_read(checkpoint, unit) for unit in units)
+    units = _units(model, checkpoint, base, is_averaged=is_averaged)
+    if has_adapter and not merges_adapter:
+        units = [unit for unit in ([pair for pair in unit if pair[0] not in (base or ())] for unit in units) if unit]
+    arriving = (_read(checkpoint, base, unit) for unit in units)
     extents = [[dataclasses.replace(stored, name=name) for name, stored in unit] for unit in units]
     wanted = None if dtype is None else torch_dtype(dtype)
     options = FolderOptions(_tokenizer(trained), wanted, max_shard_bytes)
-    write_folder(path, form_of(model), extents, arriving, options)
+    write_folder(path, form_of(model, merges=merges_adapter), extents, arriving, options)
     source = trained.model.get("hf")
+    if has_adapter and not merges_adapter:
+        return
     if source is not None and (settings := Path(source).expanduser() / _GENERATION).is_file():
         shutil.copyfile(settings, path / _GENERATION)
 
 
-def _units(model: nn.Module, checkpoint: Checkpoint, *, is_averaged: bool) -> Sequence[Sequence[tuple[str, Extent]]]:
-    """Names in the model with what the checkpoint stores for them, in runs of one block."""
+class _InMemory:
+    """The weights of a model that was loaded whole, as ``WeightFiles`` gives those of files."""
+
+    def __init__(self, held: Mapping[str, Tensor]) -> None:
+        self._held = {name: tensor for name, tensor in held.items() if not tensor.requires_grad}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def read(self, pairs: Iterable[tuple[Extent, Tensor]]) -> None:
+        """Fill each flat target."""
+        for extent, target in pairs:
+            target.copy_(memory_order(self._held[extent.name]))
+
+
+def _units(
+    model: nn.Module, checkpoint: Checkpoint, base: WeightFiles | _InMemory | None, *, is_averaged: bool
+) -> Sequence[Sequence[tuple[str, Extent]]]:
+    """Names in the model with what the checkpoint, or the folder below it, stores for them, in runs of one block."""
     stored, found = checkpoint.tensors, []
-    for name, _ in model.named_parameters():
+    for name, parameter in model.named_parameters():
         held = stored.get(f"average/{name}") if is_averaged else None
         held = stored.get(name) if held is None else held  # frozen parameters have no average
+        if held is None and base is not None and name in base:
+            dtype = dtype_name(parameter.dtype)
+            held = Extent(name, tuple(parameter.shape), dtype, 0, parameter.numel())
         found.append((name, held))
     found += [(name, stored.get(f"{BUFFER}{name}")) for name in persistent_buffers(model)]
     missing = [name for name, held in found if held is None]
@@ -96,9 +129,14 @@ def _block(name: str) -> str:
     return match.group() if match else ""
 
 
-def _read(checkpoint: Checkpoint, unit: Sequence[tuple[str, Extent]]) -> dict[str, Tensor]:
+def _read(
+    checkpoint: Checkpoint, base: WeightFiles | _InMemory | None, unit: Sequence[tuple[str, Extent]]
+) -> dict[str, Tensor]:
     found = {name: empty(stored) for name, stored in unit}
     pairs = [(stored, memory_order(found[name])) for name, stored in unit]
+    if base is not None:
+        base.read([pair for pair in pairs if pair[0].name in base])
+        pairs = [pair for pair in pairs if pair[0].name not in base]
     checkpoint.read_into(pairs, ignored=checkpoint.tensors.keys())
     return found
 

@@ -29,6 +29,8 @@ from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS
 from shardwise.spec.text import printable
 
 LOCK_NAME = "run.lock"
+#: Of a run's folder, in characters: its name is part of what checkpoints say of their run.
+_LONGEST_NAME = 200
 #: How a file system says that it has no locks: Lustre without ``-o flock``, NFS without a lock daemon.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -138,7 +140,7 @@ def holds_run(directory: Path) -> bool:
 
 
 def choose(
-    name: str, given: Path | None, *, is_resuming: bool, wanted: str | None = None, base: Path = Path("runs")
+    name: str, given: Path | None, *, is_resuming: bool = False, wanted: str | None = None, base: Path = Path("runs")
 ) -> Path:
     """The folder of a run. Nothing is created.
 
@@ -163,13 +165,20 @@ def choose(
         return given
     taken = _numbered(base, name)
     if is_resuming:
-        if not taken:
+        found = newest(name, base)
+        if found is None:
             near = f" There are: {', '.join(sorted(_names(base)))}." if _names(base) else ""
             raise CheckpointError(
                 f"no run {name!r} to resume in {printable(base)}.{printable(near)}\n  Name its folder with --run-dir."
             )
-        return taken[max(taken)]
+        return found
     return base / name if not taken else base / f"{name}-{max(taken) + 1}"
+
+
+def newest(name: str, base: Path = Path("runs")) -> Path | None:
+    """The newest folder with a run of this name, where none was given; ``None`` where there is none."""
+    taken = _numbered(base, name)
+    return taken[max(taken)] if taken else None
 
 
 def _advice(wanted: str | None) -> str:
@@ -188,7 +197,13 @@ def create(directory: Path) -> None:
 
     Raises:
         StorageError: They cannot.
+        ConfigError: The folder's name cannot be printed.
     """
+    if not directory.name.isprintable() or len(directory.name) > _LONGEST_NAME:
+        raise ConfigError(
+            f"{printable(directory.name)} is no name for a run's folder: expected at most {_LONGEST_NAME} characters"
+            " that can be printed.\n  Name another one with --run-dir."
+        )
     try:
         for part in (directory, directory / LOGS, directory / CHECKPOINTS):
             part.mkdir(parents=True, exist_ok=True)

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.spec.errors import ShardwiseError
+from shardwise.spec.errors import CheckpointError, ShardwiseError
 from shardwise.spec.precision import dtype_name
+from shardwise.spec.text import printable
+from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, Task
 
-_OWN_LOOP = "`shardwise train` trains causal language models; train it in a loop of your own with sw.parallelize"
+_OWN_LOOP = (
+    "`shardwise train` trains language models and classifiers of texts; train it in a loop of your own with"
+    " sw.parallelize"
+)
 #: Model types whose language-modelling head sees the tokens that it is to predict unless ``is_decoder`` is set.
 _ENCODERS = {
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
@@ -19,66 +24,109 @@ _ENCODERS = {
 }
 
 
-class NotCausalError(Exception):
+#: Files of weights that are not read, most common first: pickles, and other frameworks' files.
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors.index.json")
+#: Files with such endings that hold something else.
+_NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"}
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a folder whose weights would be passed over, and so be drawn anew. One without any is as it should be.
+
+    Raises:
+        CheckpointError: It has no safetensors file, but files of another kind.
+    """
+    if any(folder.glob("*.safetensors")):
+        return
+    others = [
+        path.name for kind in _OTHER_WEIGHTS for path in sorted(folder.glob(kind)) if path.name not in _NO_WEIGHTS
+    ]
+    if not others:
+        return
+    named = f"{others[0]} and {len(others) - 1} more" if len(others) > 1 else others[0]
+    advice = "Convert it where you trust it: load it with transformers and call model.save_pretrained(NEW_FOLDER)"
+    if others[0].endswith(".json"):
+        advice = "Copy or download the folder again"
+    raise CheckpointError(
+        f"{printable(folder)} has its weights in {printable(named)}; expected *.safetensors (pickles can run code, and"
+        f" are not read).\n  {advice}."
+    )
+
+
+class NotTrainedError(Exception):
     """Why a folder cannot be trained; collected into a ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """Facts of a causal language model.
+    """Facts of a language model.
 
     Attributes:
         vocab_size: Number of token ids.
         positions: The longest sequence that it takes; ``None`` where its configuration does not say.
+        task: What it is trained for.
     """
 
     vocab_size: int
     positions: int | None
+    task: Task = CAUSAL
 
 
 def read_language_model(folder: Path) -> LanguageModel:
     """The facts that ``config.json`` of a folder holds.
 
     Raises:
-        NotCausalError: The folder holds no causal language model, or one that needs code of its own.
+        NotTrainedError: The folder holds no such model, or one that needs code of its own.
+        CheckpointError: Its weights are in files that are not read.
     """
+    check_weights(folder)
     path = folder / "config.json"
     try:
         held = json.loads(path.read_text("utf-8"))
     except OSError:
-        raise NotCausalError(
+        raise NotTrainedError(
             f"no readable {path}; name a folder with a Hugging Face model (nothing is downloaded)"
         ) from None
     except (ValueError, RecursionError):
-        raise NotCausalError(f"{path} is not JSON") from None
+        raise NotTrainedError(f"{path} is not JSON") from None
     if not isinstance(held, dict):
-        raise NotCausalError(f"{path} is not a configuration: expected a mapping")
-    reason, vocab = _not_causal(held), held.get("vocab_size")
-    if reason is None and (isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1):
-        reason = f"it names no vocab_size: not a language model; {_OWN_LOOP}"
-    if reason is None and "auto_map" in held:
-        reason = "it has an auto_map: the model needs code of its own, which is never run"
-    if reason is not None:
-        raise NotCausalError(f"{path}: {reason}")
+        raise NotTrainedError(f"{path} is not a configuration: expected a mapping")
+    try:
+        task, vocab = _task(held), held.get("vocab_size")
+    except NotTrainedError as error:
+        raise NotTrainedError(f"{path}: {error}") from None
+    if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
+        raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {_OWN_LOOP}")
+    if "auto_map" in held:
+        raise NotTrainedError(f"{path}: it has an auto_map: the model needs code of its own, which is never run")
     positions = held.get("max_position_embeddings", held.get("n_positions"))
-    return LanguageModel(held["vocab_size"], positions if isinstance(positions, int) and positions > 0 else None)
+    return LanguageModel(vocab, positions if isinstance(positions, int) and positions > 0 else None, task)
 
 
-def _not_causal(held: dict[str, Any]) -> str | None:
-    """Why a folder's configuration is not that of a causal language model; ``None`` where nothing says so."""
+def _task(held: dict[str, Any]) -> Task:
+    """What the model of a folder's configuration is trained for.
+
+    Raises:
+        NotTrainedError: For something else than language and classes.
+    """
     kinds = held.get("architectures")
     name = str(kinds[0]) if isinstance(kinds, list) and kinds else str(held.get("model_type", "the model"))
-    if held.get("is_encoder_decoder") is True:
-        return f"{name} has an encoder and a decoder; {_OWN_LOOP} (examples/finetune_t5.py)"
-    if held.get("model_type") in _ENCODERS and held.get("is_decoder") is not True:
-        return (
-            f"{name} is an encoder: every position sees the token that it would have to predict; {_OWN_LOOP}, or set"
-            " is_decoder: true there to make it causal"
-        )
-    if re.search("For(?!CausalLM)[A-Z]", name):
+    if name.endswith("ForSequenceClassification"):
+        labels = held.get("label2id")
+        return Task(CLASS, labels if isinstance(labels, dict) else {})
+    if held.get("is_encoder_decoder") is True and "num_mel_bins" not in held:  # those of speech
+        return Task(ANSWER)
+    other = re.search("For(?!CausalLM|MaskedLM)[A-Z]", name) is not None
+    if not other and (
+        name.endswith("ForMaskedLM") or (held.get("model_type") in _ENCODERS and held.get("is_decoder") is not True)
+    ):
+        return Task(MASKED)
+    if other:
         vision = " (examples/finetune_vit.py)" if "Image" in name else ""
-        return f"{name} is made for another task; {_OWN_LOOP}{vision}, or export its language model by itself"
-    return None
+        raise NotTrainedError(
+            f"{name} is made for another task; {_OWN_LOOP}{vision}, or export its language model by itself"
+        )
+    return CAUSAL
 
 
 def stored_dtype(folder: Path) -> str | None:

@@ -260,9 +260,9 @@ class Progress:
         if not self._is_shown:
             return
         norm = "norm n/a" if record.grad_norm is None else f"norm {record.grad_norm:.3f}"
-        if record.grad_norm is not None and record.loss_scale is not None:
-            is_skipped = not math.isfinite(record.grad_norm)
-            norm = f"{'skipped' if is_skipped else norm}  scale {record.loss_scale:g}"
+        if record.grad_norm is not None:
+            norm = norm if math.isfinite(record.grad_norm) else "skipped"
+            norm += "" if record.loss_scale is None else f"  scale {record.loss_scale:g}"
         numbers = f"loss {record.loss:.4f}  {norm}  {record.tokens_per_s:,.0f} tok/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, numbers=numbers)
@@ -499,6 +499,8 @@ class Report:
         where = printable(self.directory)
         progress.say(f"run {where}: {name} on {self.world_size} x {kind}, {config.parallel.strategy}{axes}")
         tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
+        if source.streams:
+            tokens = f"{source.num_tokens:,} bytes in {len(source.files)} files, tokenized on the way"
         seq_len, longer = self.resolved.seq_len, self.resolved.positions or 0
         more = f" (data.seq_len; the model takes up to {longer:,})" if longer > seq_len else ""
         progress.say(f"model {self.model.splitlines()[0]}; more in {printable(self.directory / MODEL)}")

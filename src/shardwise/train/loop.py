@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -15,17 +17,24 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.api.save import drop_save
+from shardwise.comm import stall
 from shardwise.comm.axes import open_comms
 from shardwise.forms.attachment import engine_of
+from shardwise.launch import fault, heartbeat
+from shardwise.launch.cause import safe
 from shardwise.launch.exit_codes import note_exit
+from shardwise.launch.hang import watch_own_rank
 from shardwise.launch.notice import tell_once
+from shardwise.launch.program import program
+from shardwise.launch.stop_request import StopRequest, exit_code
 from shardwise.launch.world import World, joined
 from shardwise.measure.profile import StepProfile, step_range
 from shardwise.measure.storage import held_bytes
 from shardwise.optim.scaler import needs_scaler
 from shardwise.sim.chrome import chrome_trace
-from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
-from shardwise.spec.run_files import PROFILE, REPORT
+from shardwise.spec.errors import CommError, ConfigError, NonFiniteError, RankDisagreement, ShardwiseError, StorageError
+from shardwise.spec.run_files import LOGS, PROFILE, REPORT
 from shardwise.spec.text import printable
 from shardwise.train import folder, random_state
 from shardwise.train.build import (
@@ -37,10 +46,22 @@ from shardwise.train.build import (
     set_lr,
     to_tensors,
 )
-from shardwise.train.checkpoints import Checkpoints, check_config, find_checkpoint, saved_config
+from shardwise.train.bundle import bundle_folder, write_bundle
+from shardwise.train.checkpoints import (
+    NEWEST,
+    Checkpoints,
+    check_config,
+    find_checkpoint,
+    is_empty,
+    saved_config,
+)
 from shardwise.train.config import Config
 from shardwise.train.control import Control
-from shardwise.train.data import DataError, Part, RandomPart
+from shardwise.train.data.packing import PackedRows
+from shardwise.train.data.rows import Samples
+from shardwise.train.data.sampler import Sampler
+from shardwise.train.data.stream import StreamSampler, stream_of
+from shardwise.train.data.token_files import DataError
 from shardwise.train.folder import RunLock, replace_text
 from shardwise.train.log import (
     Outcome,
@@ -52,23 +73,25 @@ from shardwise.train.log import (
     Speed,
     peak_flops,
 )
+from shardwise.train.lora import check_base, fingerprint
+from shardwise.train.memory_tier import check_one_machine
 from shardwise.train.owned import owned_units
+from shardwise.train.pace import Pace
 from shardwise.train.predict import PeakTensorBytes, predict
 from shardwise.train.proof import parity_line
 from shardwise.train.resolve import Batch, RunConfig, data_of
-from shardwise.train.sampler import Sampler
+from shardwise.train.saved_state import check_state
+from shardwise.train.spikes import LossSpikes
 from shardwise.train.step_time import predict_step
-from shardwise.train.unread import ReadStep, StepTime, StopRequest, UnreadStep, UnreadSteps, exit_code
+from shardwise.train.unread import ReadStep, StepTime, UnreadStep, UnreadSteps, not_finite
+from shardwise.train.update import Update, with_true_gradient
 from shardwise.train.workload import flops_per_token
+
+#: torch's own time limit of a collective comes so much after ours, which says more.
+_LATER_S = 60.0
 
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
 MEASURED_STEPS = 3
-
-
-class NonFiniteError(ShardwiseError):
-    """The loss or the gradient is not a finite number; nothing was saved since."""
-
-    exit_code = 80
 
 
 def train(
@@ -96,36 +119,55 @@ def train(
     Collective:
         Every rank of the world must call.
     """
-    with joined(world) as device, StopRequest() as stop, contextlib.ExitStack() as stack:
+    pace = Pace(resolved.config.train.step_timeout_s)
+    pace.start()
+    with (
+        StopRequest() as stop,
+        joined(world, timeout_s=pace.long_limit_s + _LATER_S) as device,
+        contextlib.ExitStack() as stack,
+    ):
         control = Control(open_comms(device, "control")[0])
-        control.check_same([resolved.config.model_dump(mode="json"), torch.__version__], "configuration or torch")
-        directory = Path(control.on_first(lambda: str(_open_directory(resolved, run_dir, resume, world))))
+        control.check_same({**resolved.config.model_dump(mode="json"), **program()}, "configuration or program")
+        directory = Path(control.on_first(lambda: str(open_directory(resolved, run_dir, resume, world))))
+        if resolved.config.checkpoint.memory_every is not None:
+            check_one_machine(world.num_nodes)
         if world.num_nodes > 1:
             _check_shared(control, directory, world)
-        if control.is_first:
+        if world.source != "launcher":  # our launcher holds the lock, and has read all of the data
             lock = RunLock(directory)
             stack.callback(lock.release)
-        note = control.on_first(lambda: lock.acquire())  # noqa: PLW0108  the name is bound on rank 0 only
-        if note:
-            tell_once(note)
-        if world.source != "launcher":  # our launcher has read all of the data before it started this process
+            note = control.on_first(lock.acquire)
+            if note:
+                tell_once(note)
             control.on_first(lambda: resolved.source.check(resolved.vocab_size))
-        if world.restart_count and resume is None:
-            resume = "latest" if control.on_first(lambda: _has_checkpoint(directory)) else None
-        trainer = Trainer(resolved, control, directory, device, stop)
+        resume = control.on_first(lambda: begins_from(directory, resume, is_restart=world.restart_count > 0))
+        stack.callback(_watch(world, directory / LOGS, pace).set)
+        trainer = Trainer(resolved, control, directory, device, stop=stop, pace=pace)
         trainer.profiled = profiled
         return trainer.run(resume, is_demo=is_demo)
 
 
-def _open_directory(resolved: RunConfig, run_dir: Path | None, resume: str | None, world: World) -> Path:
-    is_again = resume is not None or world.restart_count > 0
-    if run_dir is not None:
+def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
+    """Write this rank's heartbeat, and watch it where our launcher does not. Returns what ends the watch."""
+    ends = threading.Event()
+    with contextlib.suppress(OSError):
+        logs.mkdir(parents=True, exist_ok=True)
+        heart = heartbeat.begin(logs, world.rank)
+        heart.ask(stall.where)
+        if world.source != "launcher":
+            pace.start()
+            ends = watch_own_rank(logs, world.rank, world.size, safe=lambda: f"  safe: {safe(heart.beat, logs)}")
+    return ends
+
+
+def open_directory(resolved: RunConfig, run_dir: Path | None, resume: str | None, world: World) -> Path:
+    """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again."""
+    if run_dir is not None and world.source != "launcher":
         RunLock(run_dir).check()
-    chosen = (
-        run_dir
-        if run_dir is not None and is_again and resume is None
-        else folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
-    )
+    if resume is None and world.restart_count > 0:  # it goes on in its folder, if it has got as far as making one
+        chosen = run_dir or folder.newest(resolved.config.name) or folder.choose(resolved.config.name, None)
+    else:
+        chosen = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
     folder.create(chosen)
     return chosen
 
@@ -157,10 +199,14 @@ def _check_shared(control: Control, directory: Path, world: World) -> None:
         )
 
 
-def _has_checkpoint(directory: Path) -> bool:
-    from shardwise.checkpoint import find_latest
-
-    return find_latest(directory).path is not None
+def begins_from(directory: Path, resume: str | None, *, is_restart: bool) -> str | None:
+    """What the run goes on from: after a restart what it has saved itself by then, whatever it was started from."""
+    if is_restart and not is_empty(directory):
+        return "latest"
+    if resume in NEWEST and is_empty(directory):
+        tell_once(f"{printable(directory)} holds no checkpoint yet: the run starts from the beginning")
+        return None
+    return resume
 
 
 def _mfu_of_token(resolved: RunConfig, model: nn.Module, device: torch.device, num_ranks: int) -> float | None:
@@ -187,7 +233,7 @@ def product_dtype(model: nn.Module) -> str:
     return max(counts, key=counts.__getitem__, default="fp32")
 
 
-def held_out_samples(part: Part | RandomPart, batch: Batch, num_batches: int) -> int:
+def held_out_samples(part: Samples, batch: Batch, num_batches: int) -> int:
     """How many held-out samples an evaluation takes.
 
     ``num_batches`` global batches, or all there are where that is less, cut to a multiple of what all ranks forward at
@@ -201,21 +247,24 @@ class Trainer:
     """The loop and what it holds. Made once per process."""
 
     def __init__(
-        self, resolved: RunConfig, control: Control, directory: Path, device: torch.device, stop: StopRequest
+        self,
+        resolved: RunConfig,
+        control: Control,
+        directory: Path,
+        device: torch.device,
+        *,
+        stop: StopRequest,
+        pace: Pace,
     ) -> None:
-        self.resolved, self.control, self.device, self.stop = resolved, control, device, stop
+        self.resolved, self.control, self.device, self.stop, self.pace = resolved, control, device, stop, pace
         self.done, self.speed = Progressed(), Speed()
+        self.save_s = 0.0  # of the last save that training waited for
         self.profiled, self.traced = range(0), cast("StepProfile | None", None)
         config, batch = resolved.config, resolved.batch
         self.data = data_of(resolved)
-        self.sampler = Sampler(
-            self.data.train.num_samples,
-            config.train.seed,
-            batch.micro,
-            batch.accumulation,
-            resolved.mesh.data_parallel_rank(control.rank),
-            batch.data_parallel_size,
-        )
+        stream, reader = stream_of(self.data.train), resolved.mesh.data_parallel_rank(control.rank)
+        share = config.train.seed, batch.micro, batch.accumulation, reader, batch.data_parallel_size
+        self.sampler = Sampler(self.data.train.num_samples, *share) if stream is None else StreamSampler(stream, *share)
         self.model, self.optimizer = self._build()
         is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
         self.scaler = sw.GradScaler(device.type, enabled=is_scaled)
@@ -224,6 +273,15 @@ class Trainer:
                 "optimizer.in_backward=true, but the model is in fp16: its scaled gradients are looked at before the"
                 " update.\n  Set parallel.mp_policy: {param_dtype: bf16, master_dtype: fp32}, or in_backward=false."
             )
+        if config.optimizer.in_backward and config.train.non_finite == "skip":
+            raise ConfigError(
+                "optimizer.in_backward=true updates before the gradients of all parameters are known, so that"
+                " train.non_finite=skip cannot leave an update out.\n  Set one of them to its default."
+            )
+        stops = config.train.non_finite == "stop"
+        self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
+        self.skipped_in_a_row = 0
+        self.spikes = None if config.log.loss_spikes is None else LossSpikes(config.log.loss_spikes)
         self.mfu_of_token = _mfu_of_token(resolved, self.model, device, control.size)
         decay = config.train.ema_decay
         self.average = None if decay is None else sw.ExponentialMovingAverage(self.model, decay)
@@ -237,8 +295,9 @@ class Trainer:
             owned_units(self.model, resolved.mesh, control),
             predict_step(resolved, self.device, control.size),
         )
+        run_id = control.on_first(lambda: f"{directory.name}-{secrets.token_hex(4)}")
         self.saves = Checkpoints(
-            directory, run_id=directory.name, keep=config.checkpoint.keep, control=control, device=device
+            self.model, directory, run_id=run_id, section=config.checkpoint, control=control, device=device
         )
 
     @property
@@ -256,7 +315,14 @@ class Trainer:
         model, weights = defer_model(self.resolved, self.device)
         model.train()
         model = sw.parallelize(model, self.resolved.plan, init=weights)
-        optimizer = build_optimizer(self.config.optimizer, parameter_groups(self.config.optimizer, model))
+        groups = parameter_groups(self.config.optimizer, model)
+        idle = [rank for rank, count in enumerate(self.control.all_json(len(groups))) if count == 0]
+        if idle:
+            raise ConfigError(
+                f"rank {', '.join(map(str, idle))} would have nothing to train: no adapter lies in its stage.\n"
+                "  Lower parallel.pp, or give more layers an adapter (lora.targets)."
+            )
+        optimizer = build_optimizer(self.config.optimizer, groups)
         if self.config.optimizer.in_backward:
             sw.optimizer_in_backward(model, optimizer)
         return model, optimizer
@@ -276,11 +342,15 @@ class Trainer:
         outcome = Outcome(1, "failed")
         try:
             self.report.introduce(self.progress)
+            if isinstance(self.data.train, PackedRows):
+                self.progress.say(str(self.data.train))
             if resume is not None:
                 self.progress.say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))
             outcome = self._loop()
         except ShardwiseError as error:
             outcome = Outcome(error.exit_code, str(error).splitlines()[0])
+            if isinstance(error, CommError):
+                drop_save(self.model)  # it would wait for the rank that is gone
             raise
         finally:
             self.progress.close()
@@ -290,6 +360,8 @@ class Trainer:
                     self.done, outcome, self.speed, peak_bytes=self.peak_bytes, failed_saves=self.saves.failures
                 )
                 self.report.write_page()
+        if self.saves.saved_step == self.done.step:
+            self.saves.close_memory()
         if outcome.exit_code == 0:
             parity = parity_line(self.resolved, self.data, self.device) if is_demo else None
             self.report.conclude(self.progress, self.done, self.speed, peak_bytes=self.peak_bytes)
@@ -306,9 +378,15 @@ class Trainer:
         if resume is None:
             random_state.seed_all(random_state.rank_seed(self.config.train.seed, self.reader))
         else:
-            path = Path(self.control.on_first(lambda: str(find_checkpoint(self.report.directory, resume))))
+            path = Path(
+                self.control.on_first(lambda: str(find_checkpoint(self.report.directory, resume, say=tell_once)))
+            )
             changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
-            state = self.saves.load(path, self.model, self.optimizer, self.average)
+            self.control.on_first(lambda: check_state(path, self.resolved.batch.total, self.optimizer.param_groups))
+            with self.pace.long("load"):
+                state = self.saves.load(path, self.optimizer, self.average)
+            if self._base is not None:
+                self.control.on_first(lambda: check_base(self._base, state.get("base")))
             self.sampler.load_state(state["sampler"])
             saved_hash = state["data"]
             self.done = Progressed(**{**state["progress"], "step": state["step"]})
@@ -320,6 +398,8 @@ class Trainer:
                 f"{self.config.data.source}: the data is not what the run began with (its hash has changed).\n"
                 "  Restore the data, or start a new run."
             )
+        if self.config.checkpoint.memory_every is not None:
+            self.saves.open_memory(is_new=path is None)
         if path is not None:
             changes += self.control.on_first(lambda: self.saves.set_aside_later(path, self.done.step))
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
@@ -346,21 +426,31 @@ class Trainer:
             self._evaluate()
         step = self.done.step
         while step < train.steps:
+            self.pace.step(step + 1, saved_step=self.saves.saved_step)
+            self._fault_at("step_begin", step + 1)
             if step + 1 in self.profiled:
                 self._profile(step + 1)
             else:
                 self._step(step)
             step += 1
+            self._fault_at("after_step", step)
+            if self.saves.is_under_way and (trouble := self.saves.hear()):
+                self.progress.say(trouble)
             is_last = step == train.steps
             evaluates = train.eval_every is not None and (is_last or step % train.eval_every == 0)
             saves = bool(saving.every and step % saving.every == 0) or (is_last and saving.final)
-            if not (is_last or evaluates or saves or self.unread.is_due(step)):
+            keeps = bool(saving.memory_every and step % saving.memory_every == 0) and not saves
+            if not (is_last or evaluates or saves or keeps or self.unread.is_due(step)):
                 continue
             self._read(evaluates=evaluates)  # a checkpoint is of steps that were read: their values are finite
             if self.unread.signal_number and not is_last:
                 return self._stop(self.unread.signal_number)
             if saves:
-                self._save()
+                self._save(waits=is_last or not saving.asynchronous)
+            elif keeps:
+                self._save(in_memory=True)
+        self._finish_save()
+        self.pace.end(saved_step=self.saves.saved_step)
         if self.saves.failures and saving.final and self.saves.saved_step != self.done.step:
             raise StorageError(
                 f"the last checkpoint was not saved: {self.saves.failures[-1]}\n  Free space and resume."
@@ -396,10 +486,17 @@ class Trainer:
             lr = self.config.optimizer.lr * self.resolved.schedule.ratio(step)
             set_lr(self.optimizer, lr)  # before the backward, which may be what updates
             scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
-            loss = self._forward_backward()
+            self._fault_at("before_backward", step + 1)
+            generators, everyones = random_state.take(self.device), self.sampler.whole_step()
+            samples = self.sampler.next_step()
+            loss = self._forward_backward(samples, everyones)
+            every = self.config.train.check_replicas_every
+            if every is not None and (step + 1) % every == 0:
+                self._check_replicas(step + 1, after_backward=True)
+            fault.at("before_update", step + 1, self._gradients)
             update = None if self.config.optimizer.in_backward else StepTime(self.device)
             with step_range(step + 1, "optimizer") if self.traced is not None else contextlib.nullcontext():
-                norm, is_skipped = (None, False) if update is None else self._update()
+                norm, is_skipped = (None, False) if update is None else self.update.make(self.scaler)
             if update is not None:
                 update.stop()
             if self.average is not None:
@@ -423,29 +520,44 @@ class Trainer:
                 scale=scale,
                 data_s=self.speed.data_s,
                 sent_bytes=sum(event.sent_bytes for event in events),
+                samples=samples,
+                generators=generators,
                 exposed_s=None if waited is None else (self._waited_s() or 0.0) - waited,
             )
         )
+
+    def _fault_at(self, point: str, step: int) -> None:
+        fault.at(point, step, lambda: (held.data for held in self.model.parameters() if held.numel()))
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (p.grad for p in self.model.parameters() if p.grad is not None and p.grad.numel())
 
     def _waited_s(self) -> float | None:
         """Seconds that this rank has waited for the model's communication; ``None`` where the host does not wait."""
         if self.device.type != "cpu":
             return None
         comms = engine_of(self.model, "train").comms
-        return sum(comm.waited_s for comm in comms if comm not in (comms.control, comms.world))
+        of_model = (comms.gather, comms.reduce, comms.replicate)  # which may be the control's too
+        beside = [comm for comm in (comms.control, comms.world) if comm not in of_model]
+        return sum(comm.waited_s for comm in comms if comm not in beside)
 
-    def _forward_backward(self) -> Tensor | None:
+    def _forward_backward(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Tensor | None:
         """The sum of this rank's losses, on the device; ``None`` on a rank that has no loss.
 
         Gradients are ready then, or where backward updates, parameters are new.
+
+        Args:
+            samples: Those of each microbatch of this rank.
+            everyones: Those of all ranks.
         """
         losses: list[Tensor] = []
         objective = objective_of(self.config)
         self.speed.data_s = 0.0
+        count = self.resolved.batch.total
         sw.train_step(
             self.model,
-            self._microbatches(self.data.train, self.sampler.next_step()),
-            objective.loss_fn,
+            self._microbatches(self.data.train, samples, everyones, count),
+            lambda output, batch: with_true_gradient(objective.loss_fn(output, batch)),
             self.resolved.batch.accumulation,
             scaler=self.scaler,
             forward=objective.forward,
@@ -453,25 +565,18 @@ class Trainer:
         )
         return sum(losses, torch.zeros((), device=self.device)) if losses else None
 
-    def _microbatches(self, part: Part | RandomPart, samples: Iterable[Sequence[int]]) -> Iterator[TokenBatch]:
+    def _microbatches(
+        self, part: Samples, samples: Iterable[Sequence[int]], everyones: Iterable[int], count: int
+    ) -> Iterator[TokenBatch]:
+        """This rank's microbatches, of a step (or an evaluation) over ``count`` samples, ``everyones``."""
+        learned = part.num_targets(everyones)
+        share = None if learned is None else learned * self.resolved.batch.micro / count
         for each in samples:
+            heartbeat.move()
             started = time.perf_counter()
-            batch = to_tensors(part, each, self.device)
+            batch = to_tensors(part, each, self.device, share)
             self.speed.data_s += time.perf_counter() - started
             yield batch
-
-    def _update(self) -> tuple[Tensor, bool]:
-        """Clip and step. Returns the norm before clipping, and whether loss scaling has skipped the step.
-
-        In fp16 the host waits for the gradients here, as with torch's own ``GradScaler``.
-        """
-        self.scaler.unscale_(self.optimizer)
-        norm = sw.clip_grad_norm(self.model, self.config.train.clip_grad_norm or math.inf)
-        is_skipped = self.scaler.has_found_inf and self.scaler.get_scale() > 1.0  # at 1 a smaller one would not help
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        return norm, is_skipped
 
     # --- what the steps have found -----------------------------------------------------------------------------------
 
@@ -479,17 +584,19 @@ class Trainer:
         """Read what the steps since the last reading have found, record it, and take the held-out loss if asked.
 
         Raises:
-            NonFiniteError: A loss or a norm is not finite. The steps before are recorded.
+            NonFiniteError: A loss or a norm is not finite, and that is not to be skipped. The steps before are
+                recorded.
 
         Collective:
             One all-gather, and those of an evaluation.
         """
         found = self.unread.read(own_peak_bytes=self.speed.own_peak_bytes, own_signal=self.stop.signal_number)
+        if self.unread.warning:
+            self.progress.say(self.unread.warning)
         is_evaluated = False
         for index, values in enumerate(found):
-            self._check_finite("loss", values.losses)
-            if values.norm is not None and not values.step.is_skipped:
-                self._check_finite("gradient norm", {0: values.norm})
+            self._check_finite(values)
+            self._report_spike(values)
             record = self._take(values, made_steps=self.speed.made_steps - len(found) + index + 1)
             self.progress.step(record)
             if evaluates and index == len(found) - 1:
@@ -499,18 +606,45 @@ class Trainer:
                 self.recorder.step(record)
         assert is_evaluated == evaluates
 
-    def _check_finite(self, what: str, values: dict[int, float]) -> None:
-        bad = [rank for rank, value in values.items() if not math.isfinite(value)]
-        if not bad:
+    def _check_finite(self, values: ReadStep) -> None:
+        """Look at the loss and the norm of the step after those that are done.
+
+        Raises:
+            NonFiniteError: One is not finite, and such steps are not skipped, or too many of them were.
+        """
+        problem = not_finite(values)
+        if problem is None:
+            self.skipped_in_a_row = 0
             return
-        where = f" on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if len(values) > 1 else ""
-        message = (
-            f"step {self.done.step + 1}: the {what} is {values[bad[0]]}{where}. Nothing was saved since; safe:"
-            f" {self._safe}.\n"
-            "  Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the samples of this step. A resume takes"
-            " another rate by --set optimizer.lr=..."
+        step, train, directory = self.done.step + 1, self.config.train, self.report.directory
+        self.skipped_in_a_row += 1
+        write_bundle(directory, self.control.rank, step, problem, values)
+        about = f"Its samples, losses and random states are in {printable(bundle_folder(directory, step))}."
+        if train.non_finite == "skip" and self.skipped_in_a_row <= train.max_skipped_steps:
+            self.progress.say(f"WARNING: step {step} was left out: {problem}. {about}")
+            return
+        if train.non_finite == "skip":
+            problem += f", as in the {train.max_skipped_steps} steps before (train.max_skipped_steps)"
+        update = " Parameters are as before that step." if values.norm is not None else ""
+        raise NonFiniteError(
+            f"step {step}: {problem}.{update} Nothing was saved since; safe: {self._safe}.\n"
+            f"  {about} Lower optimizer.lr, lengthen schedule.warmup_steps, or set train.non_finite=skip. A resume"
+            " takes another rate by --set optimizer.lr=..."
         )
-        raise NonFiniteError(message)
+
+    def _report_spike(self, values: ReadStep) -> None:
+        """Warn of a loss that stands out, and keep its samples, losses and random states."""
+        loss = sum(values.losses.values()) / len(values.losses)
+        found = None if self.spikes is None else self.spikes.look(loss)
+        if found is None:
+            return
+        step, directory = self.done.step + 1, self.report.directory
+        write_bundle(directory, self.control.rank, step, found, values)
+        rank = max(values.losses, key=values.losses.__getitem__)
+        self.progress.say(
+            f"WARNING: step {step}: {found}; the highest is {values.losses[rank]:.4f}, of rank {rank}. Its samples are"
+            f" in {printable(bundle_folder(directory, step))}."
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -528,8 +662,9 @@ class Trainer:
         loss, step_s = sum(values.losses.values()) / len(values.losses), step.time.seconds()
         done.step += 1
         done.tokens += tokens
-        done.first_loss = loss if done.first_loss is None else done.first_loss
-        done.final_loss = loss
+        if math.isfinite(loss):
+            done.first_loss = loss if done.first_loss is None else done.first_loss
+            done.final_loss = loss
         self.speed.steps_s += step_s
         if made_steps > self.speed.timed_from:
             self.speed.tokens += tokens
@@ -560,7 +695,8 @@ class Trainer:
         """The held-out loss, of the averaged weights where there are any."""
         begin = time.perf_counter()
         count = held_out_samples(self.data.held_out, self.resolved.batch, self.config.train.eval_batches)
-        with self.average.swapped_in() if self.average is not None else contextlib.nullcontext():
+        swapped = self.average.swapped_in() if self.average is not None else contextlib.nullcontext()
+        with self.pace.long("evaluation"), swapped:
             loss = self._held_out_loss(count)
         done = self.done
         done.eval_loss_first = loss if done.eval_loss_first is None else done.eval_loss_first
@@ -586,7 +722,7 @@ class Trainer:
         try:
             sw.eval_step(
                 self.model,
-                self._microbatches(part, samples),
+                self._microbatches(part, samples, range(0, count * stride, stride), count),
                 objective.loss_fn,
                 len(samples),
                 forward=objective.forward,
@@ -598,9 +734,21 @@ class Trainer:
         rows = [row for row in self.control.rows([sum(found), float(bool(found))]) if row[1]]
         return sum(row[0] for row in rows) * batch.micro / count / (len(rows) / batch.data_parallel_size)
 
-    def _save(self) -> None:
-        if self.config.optimizer.in_backward:
-            self._check_parameters()
+    def _check_replicas(self, step: int, *, after_backward: bool = False) -> None:
+        """Compare what several ranks hold a copy of.
+
+        Raises:
+            RankDisagreement: Something differs.
+
+        Collective:
+            As of ``sw.check_replicas``.
+        """
+        try:
+            sw.check_replicas(self.model, self.optimizer, after_backward=after_backward)
+        except RankDisagreement as error:
+            raise RankDisagreement(f"step {step}: {error}\n  Nothing was saved since; safe: {self._safe}.") from None
+
+    def _save(self, *, waits: bool = True, in_memory: bool = False) -> None:
         state = {
             "progress": self.done.state(),
             "sampler": self.sampler.state(),
@@ -610,33 +758,69 @@ class Trainer:
             "strategy": str(self.config.parallel.strategy),
             "mesh": self.resolved.mesh.sizes,
         }
+        if self._base is not None:
+            state["base"] = self.control.on_first(lambda: fingerprint(self._base))
         begin = time.perf_counter()
-        message = self.saves.save(self.model, self.optimizer, self.average, step=self.done.step, state=state)
+        if self.config.train.check_replicas_every is not None and not in_memory:
+            self._check_replicas(self.done.step)
+        frozen = self._base is None
+        with self.pace.long("save"):
+            message = self.saves.save(
+                self.optimizer,
+                self.average,
+                step=self.done.step,
+                state=state,
+                frozen=frozen,
+                waits=waits,
+                in_memory=in_memory,
+            )
+        took_s = time.perf_counter() - begin
+        self.speed.checkpoint_s += took_s
+        self.save_s = took_s if waits and not in_memory else self.save_s
+        if message:
+            self.progress.say(message)
+
+    def _finish_save(self) -> None:
+        begin = time.perf_counter()
+        with self.pace.long("save"):
+            message = self.saves.finish()
         self.speed.checkpoint_s += time.perf_counter() - begin
         if message:
             self.progress.say(message)
 
-    def _check_parameters(self) -> None:
-        """Check parameters before a save where backward updates them, as no gradient norm has been checked there.
-
-        Raises:
-            NonFiniteError: A parameter is not finite.
-        """
-        held = [p for p in self.model.parameters() if p.is_floating_point()]
-        is_bad = not all(bool(p.isfinite().all()) for p in held)
-        ranks = [rank for rank, row in enumerate(self.control.rows([float(is_bad)])) if row[0]]
-        if ranks:
-            raise NonFiniteError(
-                f"step {self.done.step}: parameters held by rank {', '.join(map(str, ranks))} are no longer finite. Not"
-                f" saved; safe: {self._safe}.\n  Lower optimizer.lr, or clip, with optimizer.in_backward=false."
-            )
+    @property
+    def _base(self) -> Path | None:
+        """The folder of the weights below the run's adapters, which checkpoints leave out."""
+        folder = self.config.model.hf
+        return Path(folder).expanduser() if self.config.lora.is_used and folder is not None else None
 
     def _stop(self, signal_number: int) -> Outcome:
+        code = exit_code(signal_number)
+        refusal = self.control.on_first(self._no_time_to_save)
+        if refusal is not None:
+            self._finish_save()
+            self.progress.say(refusal)
+            note_exit(code, refusal, step=self.done.step, is_shown=True)
+            return Outcome(code, refusal)
         self._save()
         if self.saves.saved_step != self.done.step:
             raise StorageError(f"stop requested, but the step was not saved: {self.saves.failures[-1]}")
-        code = exit_code(signal_number)
         reason = f"stop requested, saved step {self.done.step}, continue with --resume"
         self.progress.say(reason)
         note_exit(code, reason, step=self.done.step, is_shown=True)
         return Outcome(code, reason)
+
+    def _no_time_to_save(self) -> str | None:
+        """Why a save would not be finished before the processes are ended; ``None`` where it would, by the last save.
+
+        A run without any checkpoint tries all the same: it has nothing to lose.
+        """
+        waited_s = time.monotonic() - self.stop.came_at_s if self.stop.signal_number else 0.0
+        left_s = self.config.train.grace_s - waited_s
+        if self.save_s <= left_s or not self.saves.saved_step:
+            return None
+        return (
+            f"stop requested, but step {self.done.step} is not saved: that needs about {self.save_s:.0f} s, and"
+            f" {max(left_s, 0):.0f} of {self.config.train.grace_s:g} s (train.grace_s) are left; safe: {self._safe},"
+            " continue with --resume"
+        )

@@ -25,7 +25,7 @@ from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.memory.activations import Activations
 from shardwise.state.average import ExponentialMovingAverage
-from shardwise.train.build import build_model, objective_of
+from shardwise.train.build import blank_batch, build_model, objective_of
 from shardwise.train.control import Control
 from shardwise.train.resolve import RunConfig
 
@@ -109,14 +109,13 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
     what stays of them between steps: what is allocated in a step counts as activations.
     """
     batch, objective, plan = resolved.batch, objective_of(resolved.config), resolved.plan
-    tokens_BT = torch.empty(batch.micro, resolved.seq_len, dtype=torch.int64, device="meta")
     with torch.random.fork_rng(devices=[]):
         found = sw.dry_run(
             lambda: build_model(resolved, torch.device("meta")),
             plan,
             world_size=control.size,
             rank=control.rank,
-            batch=(tokens_BT, tokens_BT),
+            batch=blank_batch(resolved, torch.device("meta")),
             loss_fn=objective.loss_fn,
             forward=objective.forward,
             backend="nccl" if device.type == "cuda" else "gloo",
@@ -140,11 +139,10 @@ def measure_replicas(resolved: RunConfig, device: torch.device) -> Activations:
             data_parallel.install(model)  # what the replicas compute, and the gradients of each
         for tensor in [*model.parameters(), *model.buffers()]:
             count.see(tensor)
-        shape = resolved.batch.micro, resolved.seq_len
 
         def forward_and_backward() -> None:
-            inputs_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-            (objective_of(resolved.config).loss(model, (inputs_BT, targets_BT)) / 1).backward()
+            batch = blank_batch(resolved, device)  # held until backward is over, as a step's is
+            (objective_of(resolved.config).loss(model, batch) / 1).backward()
 
         with count:
             activations = measure_activations(model, count, forward_and_backward)

@@ -6,6 +6,7 @@ names (merged or split tensors, new weights for those that are missing) is left 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import torch_dtype
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StateError
+from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import printable
+from shardwise.train.hf import NotTrainedError, read_language_model
+from shardwise.train.task import ANSWER, CLASS, MASKED, NEXT
 
 _MOST_SHOWN = 3
 
@@ -27,8 +31,57 @@ class NotNamedError(Exception):
     """The files hold the model in a form that only ``from_pretrained`` can read; the text says why."""
 
 
+def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | None = None, **fields: Any) -> nn.Module:
+    """A model of transformers from its folder, in shards: no rank ever holds it whole.
+
+    Every rank reads only what it owns of the safetensors files, straight into its shards::
+
+        model = sw.from_pretrained("models/llama-3-8b", strategy="zero3")
+        ...
+        sw.export("models/mine", model, tokenizer="models/llama-3-8b")
+
+    The values are those that ``from_pretrained(folder, dtype="auto")`` of transformers gives. Weights stored in 16
+    bit stay so, unless the plan says ``mp_policy=sw.PrecisionPolicy("bf16", master_dtype="fp32")``. Files that
+    transformers rearranges when it loads them are loaded whole on every rank; a line says so. On GPUs a rank uses the
+    current device.
+
+    Args:
+        folder: Holds ``config.json`` and ``*.safetensors`` of a language model (next token, masked, sequence to
+            sequence or classification); without weights they are drawn, the same on every rank.
+        plan: As ``sw.parallelize`` takes it.
+        **fields: As ``sw.parallelize`` takes them.
+
+    Returns:
+        The model, parallelized.
+
+    Collective:
+        As ``sw.parallelize``. All ranks must call, and see the same files.
+
+    Raises:
+        ConfigError: transformers is not installed, or cannot load the folder.
+        CheckpointError: A file is missing or damaged.
+        PlanError, MeshError: As ``sw.parallelize``.
+    """
+    path = Path(folder).expanduser()
+    generator = torch.get_rng_state()
+    try:
+        model, files = deferred_from_folder(path)
+    except (StateError, NotNamedError) as error:
+        tell_whole(str(path), error)
+        torch.set_rng_state(generator)
+        model, files = model_from_folder(path), None
+        if torch.cuda.is_available():
+            model = model.to(torch.device("cuda", torch.cuda.current_device()))
+    return sw.parallelize(model, plan, init=files, **fields)
+
+
+def tell_whole(name: str, error: Exception) -> None:
+    """Print once why a model is not read in parts."""
+    tell_once(f"every rank loads {printable(name)} whole, since {printable(str(error).splitlines()[0])}")
+
+
 def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
-    """A Hugging Face causal language model, whole: with the folder's weights, or where it has none with drawn ones.
+    """A Hugging Face model, whole: with the folder's weights, or where it has none with drawn ones.
 
     Args:
         folder: Holds ``config.json``, and ``*.safetensors`` with the weights.
@@ -37,7 +90,7 @@ def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
     Raises:
         ConfigError: transformers is not installed, or cannot load the folder.
     """
-    kind = _auto_model()
+    kind = _auto_model(folder)
     try:
         if reads_weights and any(folder.glob("*.safetensors")):
             return kind.from_pretrained(folder, use_safetensors=True, dtype="auto", **_OPTIONS)
@@ -50,7 +103,7 @@ def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
 
 
 def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
-    """A Hugging Face causal language model on meta; no value is read or drawn yet.
+    """A Hugging Face model on meta; no value is read or drawn yet.
 
     Returns:
         The model, as ``sw.deferred_init`` gives it, and the files that hold its weights, for ``sw.parallelize(init=)``;
@@ -61,7 +114,7 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
         NotNamedError: Only ``from_pretrained`` can read the files.
         StateError: The construction cannot be recorded.
     """
-    kind, files = _auto_model(), WeightFiles.open(folder)
+    kind, files = _auto_model(folder), WeightFiles.open(folder)
     if files is None and any(folder.glob("*.safetensors")):
         raise NotNamedError("its files have other names than model.safetensors")
     try:
@@ -81,12 +134,26 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
 _OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
-def _auto_model() -> Any:
+_CLASSES = {
+    NEXT: "AutoModelForCausalLM",
+    MASKED: "AutoModelForMaskedLM",
+    ANSWER: "AutoModelForSeq2SeqLM",
+    CLASS: "AutoModelForSequenceClassification",
+}
+
+
+def _auto_model(folder: Path) -> Any:
     try:
-        from transformers import AutoModelForCausalLM  # pyrefly: ignore[missing-import]
+        import transformers  # pyrefly: ignore[missing-import]
     except ImportError:
-        raise ConfigError("model.hf needs the transformers package.\n  Install shardwise[hf].") from None
-    return AutoModelForCausalLM
+        raise ConfigError("a Hugging Face folder needs the transformers package.\n  Install shardwise[hf].") from None
+    try:
+        task = read_language_model(folder).task
+    except NotTrainedError as error:
+        raise ConfigError(
+            f"the model in {printable(folder)} cannot be loaded: {error}.\n  Name another folder."
+        ) from None
+    return getattr(transformers, _CLASSES[task.name])
 
 
 def _read_config(folder: Path) -> Any:
@@ -98,8 +165,8 @@ def _read_config(folder: Path) -> Any:
 def _refusal(folder: Path, error: Exception) -> ConfigError:
     reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
     return ConfigError(
-        f"model.hf={printable(folder)} cannot be loaded: {reason}\n"
-        "  Name a folder with config.json and safetensors files of a causal language model."
+        f"the model in {printable(folder)} cannot be loaded: {reason}\n"
+        "  Name a folder with config.json and safetensors files."
     )
 
 

@@ -18,7 +18,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import check_offload
 from shardwise.train.build import build_model, build_optimizer, parameter_groups, to_tensors
 from shardwise.train.config import RawConfig
-from shardwise.train.data import Data
+from shardwise.train.data.samples import Data
 from shardwise.train.random_state import seed_all
 from shardwise.train.resolve import RunConfig, data_of, resolve
 
@@ -87,9 +87,10 @@ def compare_with_one_process(
         return build_model(resolved, device)
 
     def batch(step: int) -> Any:
-        inputs_BT, targets_BT = to_tensors(data.train, range(step * size, (step + 1) * size), device)
-        if config.model.hf is None:
-            return inputs_BT, targets_BT
+        held = to_tensors(data.train, range(step * size, (step + 1) * size), device)
+        inputs_BT = held.inputs
+        if config.model.hf is None:  # of conversations every token counts here, as the mean is taken by rank
+            return inputs_BT, inputs_BT if resolved.source.kind == "examples" else held.targets
         return {"input_ids": inputs_BT, "labels": inputs_BT}  # transformers shifts the labels itself
 
     generator = torch.get_rng_state()

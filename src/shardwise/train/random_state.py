@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import math
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,17 +26,38 @@ def rank_seed(seed: int, reader: int, step: int = 0) -> int:
     return (seed * 1_000_003 + reader * 8_191 + step * 131 + 17) % 2**63
 
 
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The states of all generators, as each library gives its own. Taking them costs a few microseconds."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: torch.Tensor
+    cuda: torch.Tensor | None
+
+
+def take(device: torch.device) -> Generators:
+    """The states of all generators now."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return Generators(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002  see seed_all
+
+
 def capture(device: torch.device) -> dict[str, Any]:
     """The state of all generators: JSON values only."""
-    version, words, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = np.random.get_state()  # noqa: NPY002  see seed_all
+    return described(take(device))
+
+
+def described(held: Generators) -> dict[str, Any]:
+    """States of generators as JSON values, for :func:`restore`."""
+    version, words, gauss = held.python
+    name, keys, place, has_gauss, cached = held.numpy
     state: dict[str, Any] = {
         "python": [version, _text(np.array(words, np.uint64).tobytes()), gauss],
         "numpy": [str(name), _text(np.asarray(keys, np.uint32).tobytes()), int(place), int(has_gauss), float(cached)],
-        "torch": _text(torch.get_rng_state().numpy().tobytes()),
+        "torch": _text(held.torch.numpy().tobytes()),
     }
-    if device.type == "cuda":
-        state["cuda"] = _text(torch.cuda.get_rng_state(device).numpy().tobytes())
+    if held.cuda is not None:
+        state["cuda"] = _text(held.cuda.numpy().tobytes())
     return state
 
 
@@ -42,20 +65,49 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     """Put every generator back where :func:`capture` found it.
 
     Raises:
-        CheckpointError: The state is damaged.
+        CheckpointError: The state is damaged. No generator has been changed then.
     """
     try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(int(w) for w in np.frombuffer(_bytes(words), np.uint64)), gauss))
-        name, keys, place, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, np.frombuffer(_bytes(keys), np.uint32), place, has_gauss, cached))  # noqa: NPY002
-        torch.set_rng_state(_tensor(state["torch"]))
+        python, numpy_state = _python_state(*state["python"]), _numpy_state(*state["numpy"])
+        cpu = _tensor(state["torch"], like=torch.get_rng_state())
+        cuda = None
         if device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(_tensor(state["cuda"]), device)
+            cuda = _tensor(state["cuda"], like=torch.cuda.get_rng_state(device))
+        torch.set_rng_state(cpu)  # the only one that is checked by its library
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint's random state is damaged: {error}.\n  Resume from another checkpoint."
         ) from None
+    random.setstate(python)
+    np.random.set_state(numpy_state)  # noqa: NPY002  see seed_all
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+
+
+#: Words of the Mersenne Twister, of Python's and of numpy's generator, and the largest place in them. Neither library
+#: checks the place that it is given, and numpy reads from there.
+_WORDS = 624
+
+
+def _python_state(version: Any, words: Any, gauss: Any) -> tuple[Any, ...]:
+    found = tuple(int(word) for word in np.frombuffer(_bytes(words), np.uint64))
+    if version != 3 or len(found) != _WORDS + 1 or found[-1] > _WORDS or max(found) >= 2**32:
+        raise ValueError("it is none of Python's generator")
+    return version, found, None if gauss is None else _finite(gauss)
+
+
+def _numpy_state(name: Any, keys: Any, place: Any, has_gauss: Any, cached: Any) -> tuple[Any, ...]:
+    found = np.frombuffer(_bytes(keys), np.uint32)
+    is_place = isinstance(place, int) and not isinstance(place, bool) and 0 <= place <= _WORDS
+    if name != "MT19937" or found.size != _WORDS or not is_place or has_gauss not in {0, 1}:
+        raise ValueError("it is none of numpy's generator")
+    return name, found, place, has_gauss, _finite(cached)
+
+
+def _finite(value: Any) -> float:
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise ValueError(f"{str(value)[:40]!r} is no finite number")
+    return value
 
 
 def _text(raw: bytes) -> str:
@@ -66,5 +118,8 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+def _tensor(text: str, *, like: torch.Tensor) -> torch.Tensor:
+    found = torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+    if found.shape != like.shape:
+        raise ValueError(f"it has {found.numel()} bytes of torch's generator, expected {like.numel()}")
+    return found

@@ -17,10 +17,16 @@ from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule.builders import PipelinePolicy
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_config
-from shardwise.train.config import Config, RawConfig
-from shardwise.train.data import Data, Source, check_size, find_source, open_data
-from shardwise.train.hf import LanguageModel, NotCausalError, read_language_model, stored_dtype
-from shardwise.train.tokenizer import BYTES, find_tokenizer, has_tokenizer, tokenized
+from shardwise.train.config import Config, DataSection, RawConfig
+from shardwise.train.data.chat import COMPLETION, PROMPT, TEXT, Chat, column_of
+from shardwise.train.data.pairs import Pairs
+from shardwise.train.data.records import first_row
+from shardwise.train.data.samples import Data, check_size, open_data
+from shardwise.train.data.source import Source, find_source
+from shardwise.train.data.stream import open_stream
+from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer, tokenized
+from shardwise.train.hf import LanguageModel, NotTrainedError, read_language_model, stored_dtype
+from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, NEXT, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,8 @@ class RunConfig:
         raised_from: The dtype in which a Hugging Face folder stores the weights, where the optimizer updates fp32
             copies of them; ``None``: masters have the stored dtype.
         asked: The keys, as ``section.field``, that ``--set`` gave.
+        task: What the model is trained for.
+        end_token: The id behind which another document begins, where documents do not see each other.
     """
 
     config: Config
@@ -114,17 +122,32 @@ class RunConfig:
     schedule: Schedule
     raised_from: str | None = None
     asked: frozenset[str] = frozenset()
+    end_token: int | None = None
+    task: Task = CAUSAL
 
 
 def data_of(resolved: RunConfig) -> Data:
-    """The samples of a run, as ``train.data.open_data`` makes them."""
-    config = resolved.config
+    """The samples of a run, as ``data.samples.open_data`` makes them."""
+    config, source = resolved.config, resolved.source
+    if source.streams:
+        return open_stream(
+            source,
+            config.data.tokenizer or BYTES,
+            seq_len=resolved.seq_len,
+            vocab_size=resolved.vocab_size,
+            end=resolved.end_token,
+            task=resolved.task,
+            seed=config.train.seed,
+        )
     return open_data(
         resolved.source,
         seq_len=resolved.seq_len,
         held_out=config.data.held_out,
         vocab_size=resolved.vocab_size,
         seed=config.train.seed,
+        packs=bool(config.data.packing),
+        end=resolved.end_token,
+        task=resolved.task,
     )
 
 
@@ -160,6 +183,7 @@ def resolve(
     if raises_masters and not raw.mistakes:
         plan, raised_from = _with_fp32_masters(config, plan)
     optimizer = _check_optimizer(raw)
+    _check_lora(raw)
     schedule = _schedule(raw)
     batch = _batch(raw, mesh, plan) if has_plan else Batch(1, 1, 1)
     seq_len = _seq_len(raw, facts.positions, plan)
@@ -167,13 +191,12 @@ def resolve(
         _check_in_backward(raw, plan, batch)
     raw.raise_if_any()
 
-    source, tokenizer = _source(raw, facts.vocab_size, say, reads=checks_data)
-    if checks_data:
-        at_once = batch.micro * batch.data_parallel_size if config.train.eval_every else 1
-        check_size(source, seq_len=seq_len, held_out=config.data.held_out, needed=batch.total, needed_held_out=at_once)
+    packs = _packing(raw, plan)
+    _check_task(raw, facts.task, plan)
+    source, tokenizer, end_token, task = _source(raw, facts, say, reads=checks_data)
     filled: dict[str, dict[str, object]] = {
         "model": {"preset": config.model.preset or (None if config.model.hf else _DEFAULT_PRESET)},
-        "data": {"seq_len": seq_len, "tokenizer": tokenizer},
+        "data": {"seq_len": seq_len, "tokenizer": tokenizer, "packing": packs},
         "parallel": {"mp_policy": plan.precision.as_dict()} if raised_from is not None else {},
         "optimizer": optimizer,
         # decay_steps stays open, as it follows train.steps
@@ -186,7 +209,7 @@ def resolve(
         },
     }
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in filled.items()}
-    return RunConfig(
+    resolved = RunConfig(
         config.model_copy(update=sections),
         plan,
         mesh,
@@ -199,7 +222,42 @@ def resolve(
         schedule,
         raised_from,
         raw.asked(),
+        end_token,
+        task,
     )
+    if checks_data and source.kind != "random":
+        at_once = batch.micro * batch.data_parallel_size if config.train.eval_every else 1
+        check_size(source, data_of(resolved), seq_len=seq_len, needed=batch.total, needed_held_out=at_once)
+    return resolved
+
+
+def _packing(raw: RawConfig, plan: ParallelPlan) -> bool:
+    """Whether examples share a sample. What keeps documents apart asks for positions that begin anew."""
+    data, is_from_hf = raw.config.data, raw.config.model.hf is not None
+    for key, wanted in (("packing", data.packing), ("separate_documents", data.separate_documents)):
+        if wanted and not is_from_hf:
+            raw.fail("data", key, "the built-in models see all of a sample; leave it out, or name a folder in model.hf")
+        elif wanted and plan.cp > 1:
+            raw.fail("data", key, "cp divides a sample between ranks, and attention there does not stop at documents")
+    raw.raise_if_any()
+    return is_from_hf and plan.cp == 1 if data.packing is None else data.packing
+
+
+def _check_task(raw: RawConfig, task: Task, plan: ParallelPlan) -> None:
+    if raw.config.train.chunked_cross_entropy:
+        divided = [key for key in ("tp", "pp", "cp") if getattr(plan, key) > 1]
+        if divided or task.name != NEXT:
+            reason = f"{divided[0]} divides the head" if divided else "it is for causal language models"
+            raw.fail("train", "chunked_cross_entropy", f"{reason}; leave it out")
+            raw.raise_if_any()
+    if task.name == NEXT:
+        return
+    for key in ("pp", "cp"):
+        if getattr(plan, key) > 1:
+            raw.fail("parallel", key, f"it divides causal language models, and model.hf is trained for {task.name}")
+    if raw.config.lora.is_used and task.name != ANSWER:
+        raw.fail("lora", "rank", f"adapters alone do not learn {task.name}; leave it out, or train in your own loop")
+    raw.raise_if_any()
 
 
 def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPlan, Mesh]:
@@ -238,7 +296,7 @@ def _model(raw: RawConfig) -> tuple[GPTConfig | None, LanguageModel]:
         else:
             try:
                 return None, read_language_model(Path(section.hf).expanduser())
-            except NotCausalError as error:
+            except NotTrainedError as error:
                 raw.fail("model", "hf", str(error))
         return None, unknown
     try:
@@ -253,31 +311,36 @@ def _model(raw: RawConfig) -> tuple[GPTConfig | None, LanguageModel]:
 
 
 def _source(
-    raw: RawConfig, vocab_size: int, say: Callable[[str], None] | None, *, reads: bool
-) -> tuple[Source, str | None]:
-    """The data's files, and the name of the tokenizer: as given, else the model folder's own, else bytes.
+    raw: RawConfig, facts: LanguageModel, say: Callable[[str], None] | None, *, reads: bool
+) -> tuple[Source, str | None, int | None, Task]:
+    """The data's files; the tokenizer's name: as given, else the model folder's own, else bytes; its end; the task.
 
-    Text of a folder's tokenizer becomes its token file, which is written only where ``reads`` is set. The name is
-    ``None`` where the model's folder has no tokenizer and the data needs none.
+    Text of a folder's tokenizer and rows of data sets become token files, which are written only where ``reads`` is
+    set. The name is ``None`` where the model's folder has no tokenizer and the data needs none. The end token is given
+    where documents are kept apart.
     """
-    config = raw.config
+    config, vocab_size, task = raw.config, facts.vocab_size, facts.task
     name = config.data.tokenizer or config.model.hf or BYTES
     has_own = name == BYTES or has_tokenizer(Path(name).expanduser())
     source = find_source(config.data.source, max_bytes=config.data.max_bytes)
-    key, wrong = "tokenizer", None
-    if not has_own and (config.data.tokenizer is not None or source.kind == "text"):
+    key, wrong, end = "tokenizer", None, None
+    separates = config.data.separate_documents and source.kind != "random"
+    needs = source.kind in {"text", "records"} or separates or (reads and task.name == MASKED)
+    if not has_own and (config.data.tokenizer is not None or needs):
         wrong = f"{name!r} is no folder with a tokenizer (tokenizer.json, vocab.json, ...); name one, or 'bytes'"
-    elif source.kind == "text" and name != BYTES:
+    elif needs and (name != BYTES or source.kind == "records" or separates or task.name == MASKED):
         tokenizer = find_tokenizer(name)
-        if tokenizer.vocab_size <= vocab_size:
-            source = (
-                tokenized(source, name, tokenizer, say) if reads else replace(source, vocab_size=tokenizer.vocab_size)
-            )
-        else:
+        task = _with_tokens(raw, task, tokenizer)
+        end = tokenizer.ends[0] if separates and tokenizer.ends else None
+        if separates and end is None:
+            key, wrong = "separate_documents", f"the tokenizer {name!r} has no end-of-text token to know documents by"
+        elif tokenizer.vocab_size > vocab_size:
             wrong = (
                 f"the tokenizer of {name} has {tokenizer.vocab_size:,} ids, the model's embedding {vocab_size:,} rows;"
                 " use the tokenizer that the model was made for, or a model with as many rows"
             )
+        elif source.kind != "tokens":
+            source = _tokenized(raw, source, tokenizer, task, say=say, name=name, reads=reads)
     if wrong is None and (source.vocab_size or 0) > vocab_size:
         advice = (
             "tokenize the text with its tokenizer" if config.model.hf else f"set model.vocab_size={source.vocab_size}"
@@ -286,10 +349,86 @@ def _source(
             "source",
             f"its tokens have a vocabulary of {source.vocab_size:,}, the model's has {vocab_size:,}; {advice}",
         )
+    if reads and wrong is None and task.has_pairs and source.kind != "examples":
+        key, wrong = "source", f"model.hf is trained for {task.name}, which takes rows of a data set"
     if wrong is not None:
         raw.fail("data", key, wrong)
         raw.raise_if_any()
-    return source, name if has_own else None
+    return source, name if has_own else None, end, task
+
+
+def _with_tokens(raw: RawConfig, task: Task, tokenizer: Tokenizer) -> Task:
+    """The task with the ids that it needs of the tokenizer."""
+    held = tokenizer.held if isinstance(tokenizer, OfFolder) else None
+    if task.name == MASKED:
+        if held is None or held.mask_token_id is None:
+            raw.fail("data", "tokenizer", "it has no token that stands for a hidden one (mask_token)")
+            raw.raise_if_any()
+            return task
+        return replace(task, mask=held.mask_token_id)
+    if task.has_pairs and held is not None:
+        return replace(task, pad=held.pad_token_id or 0)
+    return task
+
+
+def _tokenized(
+    raw: RawConfig,
+    source: Source,
+    tokenizer: Tokenizer,
+    task: Task,
+    *,
+    say: Callable[[str], None] | None,
+    name: str,
+    reads: bool,
+) -> Source:
+    """Text as tokens, rows of a data set as tokens or, where they are conversations, as examples."""
+    section = raw.config.data
+    column, chat = TEXT, None
+    if source.kind == "records":
+        try:
+            column, chat = _chat(section, source, tokenizer, task)
+        except ConfigError as error:
+            raw.fail("data", "column" if "column" in str(error).splitlines()[0] else "source", _inline(error))
+            raw.raise_if_any()
+    if not reads:
+        return replace(source, vocab_size=tokenizer.vocab_size)
+    if section.streaming and chat is None:
+        return replace(source, vocab_size=tokenizer.vocab_size, streams=True, column=column)
+    if section.streaming:
+        raw.fail("data", "streaming", "it is for texts; conversations are tokenized before training begins")
+        raw.raise_if_any()
+    return tokenized(source, name, tokenizer, say, column=column, chat=chat)
+
+
+def _chat(section: DataSection, source: Source, tokenizer: Tokenizer, task: Task) -> tuple[str, Chat | Pairs | None]:
+    """The column that is trained on, and how it becomes examples; ``None`` where it holds texts.
+
+    Raises:
+        ConfigError: There is no such column, or the tokenizer cannot make conversations text.
+    """
+    first = first_row(source)
+    if task.has_pairs and isinstance(tokenizer, OfFolder):
+        target, usual = ("label", TEXT) if task.name == CLASS else (COMPLETION, PROMPT)
+        pairs = Pairs(tokenizer.held, section.column or usual, target, task.labels)
+        pairs.check(list(first), section.source)
+        return pairs.column, pairs
+    column = column_of(list(first), section.column, section.source)
+    if column != PROMPT and isinstance(first[column], str):
+        return column, None
+    if not isinstance(tokenizer, OfFolder):
+        raise ConfigError(
+            f"data.source={section.source} holds conversations, which bytes have no form for.\n"
+            "  Name a Hugging Face folder in data.tokenizer."
+        )
+    template = None
+    if section.chat_template is not None:
+        try:
+            template = Path(section.chat_template).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.chat_template={section.chat_template}: {error}.\n  Name a file of text.") from None
+    chat = Chat(tokenizer.held, column, section.learns, template)
+    chat.check()
+    return column, chat
 
 
 def _with_fp32_masters(config: Config, plan: ParallelPlan) -> tuple[ParallelPlan, str | None]:
@@ -300,6 +439,10 @@ def _with_fp32_masters(config: Config, plan: ParallelPlan) -> tuple[ParallelPlan
     stored = None if config.model.hf is None else stored_dtype(Path(config.model.hf).expanduser())
     if stored not in {"bf16", "fp16"}:
         return plan, None
+    if config.lora.is_used:  # what is stored in 16 bit stays so, as it is frozen; adapters are fp32 by themselves
+        return plan if plan.mp_policy is not None else replace(
+            plan, mp_policy=PrecisionPolicy(param_dtype=stored)
+        ), None
     policy = plan.precision if plan.mp_policy is not None else PrecisionPolicy(param_dtype=stored)
     if policy.master_dtype is not None:
         return plan, None
@@ -318,6 +461,18 @@ def _check_optimizer(raw: RawConfig) -> dict[str, object]:
     if section.name == "sgd":
         return {"momentum": 0.9 if section.momentum is None else section.momentum}
     return {"betas": section.betas or (0.9, 0.95), "eps": section.eps or 1e-8}
+
+
+def _check_lora(raw: RawConfig) -> None:
+    section = raw.config.lora
+    if section.is_used and raw.config.model.hf is None:
+        raw.fail("lora", "rank", "adapters go into a Hugging Face model; name its folder in model.hf")
+    usual = type(section)()
+    for key in ("alpha", "dropout", "targets"):
+        if section.rank is None and getattr(section, key) != getattr(usual, key):
+            raw.fail("lora", key, "it goes with lora.rank; an adapter of a folder brings its own")
+    if section.rank is not None and section.adapter is not None:
+        raw.fail("lora", "adapter", "it brings its own rank; take lora.rank out")
 
 
 def _check_in_backward(raw: RawConfig, plan: ParallelPlan, batch: Batch) -> None:

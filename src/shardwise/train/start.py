@@ -6,6 +6,7 @@ workers (:func:`launch_training`); each worker reads the same arguments again an
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -85,7 +86,6 @@ def launch_training(
     Returns:
         The exit code.
     """
-    from shardwise.launch.elastic import launch
     from shardwise.train.log import check_extras
 
     if max_restarts < 0:
@@ -97,16 +97,81 @@ def launch_training(
     directory = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
     folder.RunLock(directory).check()
     if resume is not None:
-        from shardwise.train.checkpoints import check_config, find_checkpoint, saved_config
+        from shardwise.train.checkpoints import NEWEST, check_config, find_checkpoint, is_empty, saved_config
 
-        check_config(saved_config(find_checkpoint(directory, resume)), resolved.config, resolved.asked)
+        if resume not in NEWEST or not is_empty(directory):
+            check_config(saved_config(find_checkpoint(directory, resume)), resolved.config, resolved.asked)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, num_ranks)
     check_budget(resolved, find_device(num_ranks))
     folder.create(directory)
+    lock = folder.RunLock(directory)
+    note = lock.acquire()  # for the workers too, so that no other start comes in between
+    try:
+        if note:
+            say(note)
+        folder.choose(resolved.config.name, directory, is_resuming=resume is not None, wanted=resume)  # is it so still?
+        return _launch(resolved, directory, num_ranks, arguments, resume=resume, max_restarts=max_restarts, say=say)
+    finally:
+        lock.release()
+
+
+def _launch(
+    resolved: RunConfig,
+    directory: Path,
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    resume: str | None,
+    max_restarts: int,
+    say: Callable[[str], None],
+) -> int:
+    """Start the workers of a run whose folder is this process's own. Returns the exit code."""
+    from shardwise.launch.elastic import launch
+    from shardwise.launch.stop_request import CATCHES_STOPS
+
     verb, *others = arguments
     words = [verb, f"--run-dir={directory}", *others]
-    return launch("shardwise", words, num_ranks, max_restarts=max_restarts, log_dir=directory / LOGS)
+    code = launch(
+        "shardwise",
+        words,
+        num_ranks,
+        max_restarts=max_restarts,
+        log_dir=directory / LOGS,
+        env={CATCHES_STOPS: "1"},
+        grace_s=resolved.config.train.grace_s,
+        restarts_from=lambda: _restart_point(directory, resume),
+        next_words=f"continue with `{_resuming(words)}`",
+    )
+    if resolved.config.checkpoint.memory_every is not None:
+        from shardwise.train.memory_tier import MemoryTier
+
+        rescued = MemoryTier(directory).rescue()
+        if rescued is not None:
+            say(rescued)
+    return code
+
+
+def _restart_point(directory: Path, resume: str | None) -> str:
+    """What a restart of the run continues from: its newest step in memory or on disk, else what it was started from."""
+    from shardwise.checkpoint import find_latest
+    from shardwise.train.memory_tier import MemoryTier
+
+    step = max(find_latest(place).step or 0 for place in (MemoryTier(directory).root, directory))
+    if step:
+        return f"step {step}"
+    return "the beginning" if resume in {None, "latest", "latest-good"} else printable(resume)
+
+
+def _resuming(words: Sequence[str]) -> str:
+    """The command that continues a run which was started with these arguments."""
+    kept, is_value = list(words[:2]), False
+    for word in words[2:]:  # the folder is among the first two
+        name, _, value = word.partition("=")
+        if not is_value and name not in {"--resume", "--run-dir"}:
+            kept.append(word)
+        is_value = name in {"--resume", "--run-dir"} and not value
+    return shlex.join(["shardwise", *kept, "--resume"])
 
 
 def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, strategies: Sequence[str]) -> int:

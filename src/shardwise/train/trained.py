@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.text import printable
 from shardwise.train.checkpoints import find_checkpoint, saved_config
-from shardwise.train.config import RawConfig, read_config
-from shardwise.train.data import BYTE_VOCAB, DataError, find_source
+from shardwise.train.config import LoraSection, RawConfig, read_config
+from shardwise.train.data.source import BYTE_VOCAB, find_source
+from shardwise.train.data.token_files import DataError
+from shardwise.train.data.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
 from shardwise.train.resolve import RunConfig, resolve
-from shardwise.train.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
+from shardwise.train.task import NEXT
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -31,6 +33,7 @@ class Trained:
         source: The run's ``data.source``.
         tp_plan: The run's ``parallel.tp_plan``.
         tokens_by: The run's ``data.tokenizer``: ``bytes``, a folder, or ``None`` where it is not known.
+        lora: The run's section ``lora``.
         raises_masters: The run held fp32 masters of weights that its folder stores in 16 bit: its checkpoints do.
     """
 
@@ -40,6 +43,7 @@ class Trained:
     source: str | None = None
     tp_plan: dict[str, str] | None = None
     raises_masters: bool = False
+    lora: dict[str, Any] | None = None
     tokens_by: str | None = BYTES
 
     def draft(self, overrides: Sequence[str]) -> RawConfig:
@@ -56,6 +60,7 @@ class Trained:
         base = {
             "name": "generate",
             "model": self.model,
+            "lora": self.lora or {},
             "data": {"source": "random"},  # no data is read
             "parallel": {"strategy": "zero3", "tp_plan": self.tp_plan},
         }
@@ -124,15 +129,17 @@ class Trained:
 
         import shardwise as sw
         from shardwise.launch.world import joined
-        from shardwise.train.build import build_model
+        from shardwise.train.build import defer_model
 
+        if resolved.task.name != NEXT:
+            raise ConfigError(
+                f"the model is trained for {resolved.task.name}, and `generate` continues texts.\n"
+                "  Export the run, and use the folder with transformers."
+            )
         with joined(world) as device:
             torch.manual_seed(0)
-            if resolved.model is not None:  # built unit by unit, and each rank reads what it owns
-                model = sw.deferred_init(lambda: build_model(resolved, device))
-            else:
-                model = build_model(resolved, device)
-            model = sw.parallelize(model, resolved.plan)
+            model, weights = defer_model(resolved, device)  # each rank reads what it owns
+            model = sw.parallelize(model, resolved.plan, init=weights)
             average = sw.ExponentialMovingAverage(model) if is_averaged else None
             if self.checkpoint is not None:
                 sw.load(self.checkpoint, model, average=average)
@@ -152,6 +159,11 @@ def find_trained(path: Path) -> Trained:
     if (path / CHECKPOINTS).is_dir() or (path / MANIFEST_NAME).exists():
         checkpoint = find_checkpoint(path, "latest") if (path / CHECKPOINTS).is_dir() else path
         config = saved_config(checkpoint)
+        if LoraSection(**config.get("lora") or {}).is_used:
+            from shardwise.checkpoint import open_checkpoint
+            from shardwise.train.lora import check_base
+
+            check_base(Path(config["model"]["hf"]).expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
         parallel = config.get("parallel", {})
         policy = parallel.get("mp_policy") or {}
         return Trained(
@@ -160,6 +172,7 @@ def find_trained(path: Path) -> Trained:
             config["model"],
             config["data"]["source"],
             parallel.get("tp_plan"),
+            lora=config.get("lora"),
             raises_masters=policy.get("master_dtype") == "fp32",
             tokens_by=config["data"].get("tokenizer"),
         )

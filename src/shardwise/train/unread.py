@@ -1,4 +1,4 @@
-"""What reaches a run from outside the steps: requests to stop, and the values that steps leave on the device.
+"""The values that steps leave on the device, and when the ranks read and exchange them.
 
 Between two readings a step neither waits for the device nor exchanges anything beside what the model and its optimizer
 do. Values of several steps are read together, with one exchange and one wait, when they are due. Steps are timed on the
@@ -8,61 +8,16 @@ device, by events on its stream.
 from __future__ import annotations
 
 import math
-import os
-import signal
-import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from shardwise.train.control import Control
-
-#: Finished steps are saved: resubmit.
-STOPPED = 75
-INTERRUPTED = 128 + signal.SIGINT
-
-
-class StopRequest:
-    """Catches SIGTERM and SIGINT while it is open. A second Ctrl-C ends the process at once.
-
-    Attributes:
-        signal_number: The first signal that came, 0 for none.
-    """
-
-    def __init__(self) -> None:
-        self.signal_number = 0
-        self._kept: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        """Take over the signals. Only the main thread can; elsewhere nothing is caught."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._kept[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give the signals back."""
-        for number, handler in self._kept.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._kept.clear()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if number == signal.SIGINT and self.signal_number == signal.SIGINT:
-            os._exit(INTERRUPTED)
-        self.signal_number = self.signal_number or number
-
-
-def exit_code(signal_number: int) -> int:
-    """What a run leaves with that was stopped by a signal and has saved its steps."""
-    return INTERRUPTED if signal_number == signal.SIGINT else STOPPED
-
+from shardwise.train.random_state import Generators
+from shardwise.train.slow import SlowRanks
 
 #: Values are read this often at least (in seconds), so that a request to stop or a loss of NaN is noticed in time.
 LONGEST_UNREAD_S = 10.0
@@ -105,6 +60,8 @@ class UnreadStep:
         scale: Loss scale of the step; ``None`` where nothing is scaled.
         data_s: Seconds that this rank's host spent on data.
         sent_bytes: Bytes that this rank sent.
+        samples: The samples of each microbatch of this rank.
+        generators: The states of this rank's random number generators before the step.
         exposed_s: Seconds that this rank's host waited for communication; ``None`` where the host does not wait.
     """
 
@@ -118,6 +75,8 @@ class UnreadStep:
     scale: float | None
     data_s: float
     sent_bytes: int
+    samples: list[list[int]]
+    generators: Generators
     exposed_s: float | None = None
 
 
@@ -136,6 +95,17 @@ class ReadStep:
     step: UnreadStep
 
 
+def not_finite(values: ReadStep) -> str | None:
+    """What of a step is not finite: its loss on some ranks, or the norm of its gradient; ``None`` where all is well."""
+    bad = [rank for rank, value in values.losses.items() if not math.isfinite(value)]
+    if bad:
+        others = f" on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if len(values.losses) > 1 else ""
+        return f"the loss is {values.losses[bad[0]]}{others}"
+    if values.norm is not None and not values.step.is_skipped and not math.isfinite(values.norm):
+        return f"the gradient norm is {values.norm}"
+    return None
+
+
 @dataclass(slots=True)
 class UnreadSteps:
     """The steps since the last reading.
@@ -146,6 +116,8 @@ class UnreadSteps:
         steps: In order.
         peak_bytes: Most bytes of tensors that any rank has held, as of the last reading.
         signal_number: A signal that any rank had got by then; 0 for none.
+        warning: What the last reading has found of a slow rank, once.
+        slow: Finds it.
     """
 
     control: Control
@@ -153,8 +125,15 @@ class UnreadSteps:
     steps: list[UnreadStep] = field(default_factory=list)
     peak_bytes: int = 0
     signal_number: int = 0
+    warning: str | None = None
+    slow: SlowRanks = field(init=False)
     _read_at: float = field(default_factory=time.perf_counter)
+    _has_read: bool = False
     _count: int = 1  # of steps before the next reading is due by time; the first step is read at once
+
+    def __post_init__(self) -> None:
+        """Begin to compare the ranks."""
+        self.slow = SlowRanks(self.control.size)
 
     def is_due(self, step: int) -> bool:
         """Whether the values have to be read after ``step``. The same answer on every rank."""
@@ -168,7 +147,7 @@ class UnreadSteps:
             own_signal: The signal that this rank has got; 0 for none.
 
         Collective:
-            One all-gather of 16 bytes per step and rank, and 32 more. All ranks must call after the same step.
+            One all-gather of 16 bytes per step and rank, and 48 more. All ranks must call after the same step.
             The host waits for the device.
         """
         now = time.perf_counter()
@@ -176,17 +155,33 @@ class UnreadSteps:
         steps, self.steps = self.steps, []
         has_loss = any(step.loss is not None for step in steps)
         rows = self.control.rows(
-            [elapsed_s, float(own_signal), float(own_peak_bytes), float(has_loss)],
+            [elapsed_s, float(own_signal), float(own_peak_bytes), float(has_loss), *_own_work_s(steps)],
             [value for step in steps for value in (step.loss, step.norm)],
         )
         self.signal_number = int(max(row[1] for row in rows))
         self.peak_bytes = max(self.peak_bytes, *(int(row[2]) for row in rows))
+        self.warning = None
+        if self._has_read:  # the first steps compile
+            self.warning = self.slow.add(len(steps), [row[4] for row in rows], [row[5] for row in rows])
+        self._has_read = True
         pace_s = rows[0][0] / max(len(steps), 1)  # as rank 0 sees it: all ranks go by the same number
         self._count = max(1, math.floor(LONGEST_UNREAD_S / pace_s)) if pace_s > 0 else self.every
         found = []
         for index, step in enumerate(steps):
-            place = 4 + 2 * index
+            place = 6 + 2 * index
             losses = {rank: row[place] / step.num_losses for rank, row in enumerate(rows) if row[3]}
-            norm = None if step.norm is None else rows[self.control.rank][place + 1]
+            norms = [row[place + 1] for row in rows]  # equal, unless the memory of a rank is damaged
+            norm = next((each for each in norms if not math.isfinite(each)), norms[self.control.rank])
+            norm = None if step.norm is None else norm
             found.append(ReadStep(losses, norm, step))
         return found
+
+
+def _own_work_s(steps: Sequence[UnreadStep]) -> tuple[float, float]:
+    """Seconds of this rank's own work in ``steps``, and of that for data.
+
+    Work is what a step takes without waiting for other ranks. Where the host does not wait (on a GPU) only data counts.
+    """
+    data_s = sum(step.data_s for step in steps)
+    work_s = sum(step.data_s if step.exposed_s is None else step.time.seconds() - step.exposed_s for step in steps)
+    return work_s, data_s

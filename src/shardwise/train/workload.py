@@ -46,6 +46,8 @@ def workload_of(resolved: RunConfig) -> Workload:
         recompute=_recompute(plan.recompute, resolved),
         compile=plan.compile,
         in_backward=section.in_backward,
+        chunked_loss=resolved.config.train.chunked_cross_entropy,
+        lora_rank=resolved.config.lora.rank,
     )
 
 

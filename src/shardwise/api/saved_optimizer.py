@@ -1,0 +1,118 @@
+"""What a checkpoint says of its optimizer, checked before anything is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from shardwise.spec.errors import CheckpointError
+from shardwise.spec.text import aligned, printable
+
+
+class SavedOptimizer(BaseModel):
+    """The entry ``optimizer`` of a checkpoint that ``sw.save`` wrote.
+
+    Attributes:
+        kind: Name of the optimizer's class.
+        groups: Settings of each parameter group.
+        scalars: Per-parameter state that is a number, by the parameter's name.
+        members: Names of the parameters in each group; ``None`` where one group has all.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    kind: str = Field(alias="class", max_length=1024)
+    groups: list[dict[str, Any]]
+    scalars: dict[str, dict[str, bool | int | float]]
+    members: list[list[str]] | None = None
+
+
+def read_optimizer(path: Path, entry: Any) -> SavedOptimizer:
+    """The entry, or an error that names what is wrong in it.
+
+    Raises:
+        CheckpointError: It is not such an entry.
+    """
+    try:
+        found = SavedOptimizer.model_validate(entry)
+    except pydantic.ValidationError as error:
+        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)[:5]]
+        raise _refused(path, lines) from None
+    wrong = [
+        f"{name}.{key} is {value}"
+        for name, numbers in found.scalars.items()
+        for key, value in numbers.items()
+        if key == "step" and not (math.isfinite(value) and value >= 0 and value == int(value))
+    ]
+    if found.members is not None and len(found.members) != len(found.groups):
+        wrong.append(f"members has {len(found.members)} groups, groups has {len(found.groups)}")
+    if wrong:
+        raise _refused(path, wrong[:5])
+    return found
+
+
+def changed_settings(
+    path: Path, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, Any, Any]]:
+    """The settings that loading would change: which one, its value here and the saved one.
+
+    Args:
+        path: The checkpoint, for messages.
+        saved: Settings of each group, in the order of ``groups``.
+        groups: The optimizer's own groups.
+
+    Raises:
+        CheckpointError: A saved setting is of another kind than the optimizer's own, or it has none of this name.
+    """
+    changed, wrong = [], []
+    for number, (settings, group) in enumerate(zip(saved, groups, strict=True)):
+        for key, value in settings.items():
+            where = f"groups.{number}.{key}"
+            own = group.get(key)
+            own = own.item() if isinstance(own, Tensor) and own.dim() == 0 else own
+            if key == "params" or (key not in group and key != "initial_lr"):
+                wrong.append(f"{where}: the optimizer has no such setting")
+            elif not _are_alike(own, value):
+                wrong.append(f"{where} is {value!r}, and {own!r} in the optimizer")
+            elif key in group and own != value and own != tuple(_listed(value)):
+                changed.append((where, own, value))
+    if wrong:
+        raise _refused(path, [printable(line) for line in wrong[:5]])
+    return changed
+
+
+def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> str:
+    """A table of settings that differ."""
+    rows = [("setting", "in the optimizer", "saved"), *((key, str(own), str(value)) for key, own, value in changed)]
+    return "\n".join(f"  {line}" for line in aligned(rows, words=range(3)))
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _are_alike(own: Any, value: Any) -> bool:
+    """Whether a saved value can take the place of the optimizer's own."""
+    if own is None or value is None:
+        return True
+    if isinstance(own, bool) or isinstance(value, bool):
+        return isinstance(own, bool) and isinstance(value, bool)
+    if isinstance(own, int | float):
+        return isinstance(value, int | float) and (math.isfinite(value) or not math.isfinite(own))
+    if isinstance(own, list | tuple):
+        return isinstance(value, list | tuple) and len(own) == len(value) and all(map(_are_alike, own, value))
+    return isinstance(value, type(own))
+
+
+def _refused(path: Path, lines: Sequence[str]) -> CheckpointError:
+    listed = "".join(f"\n  - {line}" for line in lines)
+    return CheckpointError(
+        f"checkpoint {path}: what it says of its optimizer cannot be right:{listed}\n"
+        "  It was changed by hand or damaged. Resume from another checkpoint, or load without the optimizer."
+    )

@@ -1,0 +1,140 @@
+"""Saving from one process without a process group, tensor by tensor: for checkpoints that come from elsewhere.
+
+The folder is one that :mod:`shardwise.checkpoint.writer` could have written on as many ranks as there are files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint import plain
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    combine,
+    encode,
+    extent_problem,
+    is_checkpoint_file,
+)
+from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
+from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.spec.extent import Extent
+from shardwise.spec.precision import item_bytes
+
+#: What the manifest says of the run.
+_RUN_ID = "imported"
+
+
+def write_alone(
+    directory: Path,
+    tensors: Sequence[Extent],
+    read: Callable[[str], Tensor],
+    data: Mapping[str, Any],
+    *,
+    step: int,
+    max_file_bytes: float,
+) -> None:
+    """Write a checkpoint of whole tensors, or nothing.
+
+    Args:
+        directory: Must not exist.
+        tensors: Each covers a logical tensor.
+        read: Gives a tensor by its name, when it is about to be written; one is held at a time.
+        data: As for ``writer.write``.
+        step: The step after which this is the state.
+        max_file_bytes: A file holds no more, unless one tensor alone does. Ranks that load share the files.
+
+    Raises:
+        CheckpointError: The directory exists, or a tensor or ``data`` is such as no checkpoint can hold.
+        StorageError: The disk refuses.
+    """
+    problems = [problem for extent in tensors if (problem := extent_problem(extent)) is not None]
+    if folders.exists(directory):
+        problems.append(f"{directory} exists, and a checkpoint never goes into a folder that exists")
+    if problems:
+        raise CheckpointError("; ".join(problems[:10]) + ".\n  Nothing was written.")
+    save_id = secrets.token_hex(8)
+    files = list(_in_files(tensors, max_file_bytes))
+    temporary = directory.with_name(f"{directory.name}.tmp-{save_id}")
+    try:
+        packed = plain.pack(dict(data))
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        with _removing_on_failure(temporary), folders.open_folder(temporary, follow=False) as folder:
+            entries = []
+            for rank, held in enumerate(files):
+                pieces = _Content(held, read)
+                plan = layout(save_id=save_id, run_id=_RUN_ID, step=step, rank=rank, pieces=pieces)
+                name = shard_name(save_id, rank)
+                digest = write_shard(folder, name, plan, pieces)
+                entries.append(FileEntry(name=name, bytes=plan.file_bytes, hash=digest))
+            known, uncovered = combine(dict(enumerate(files)))
+            assert not uncovered, uncovered[:3]
+            manifest = Manifest(
+                save_id=save_id,
+                run_id=_RUN_ID,
+                step=step,
+                world_size=len(files),
+                files=entries,
+                tensors=known,
+                data=packed,
+            )
+            folders.write_file(folder, MANIFEST_NAME, encode(manifest))
+            os.fsync(folder)
+            temporary.rename(directory)
+        folders.sync_folder(directory.parent)
+    except ValueError as error:
+        raise CheckpointError(f"{directory} was not written: {error}.") from None
+    except OSError as error:
+        raise StorageError(f"{directory} was not written: {error.strerror or error}.\n  Name another place.") from error
+
+
+class _Content(Mapping[Piece, Tensor]):
+    """The pieces of one file, each read when it is asked for."""
+
+    def __init__(self, tensors: Sequence[Extent], read: Callable[[str], Tensor]) -> None:
+        self._pieces = [Piece(held.name, held.dtype, held.start, held.stop) for held in tensors if held.numel]
+        self._read = read
+
+    def __getitem__(self, piece: Piece) -> Tensor:
+        return self._read(piece.name).reshape(-1)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def _in_files(tensors: Sequence[Extent], most: float) -> Iterator[list[Extent]]:
+    """The tensors of each file, at least one file."""
+    held: list[Extent] = []
+    num_bytes = 0
+    for extent in tensors:
+        size = extent.numel * item_bytes(extent.dtype)
+        if held and num_bytes + size > most:
+            yield held
+            held, num_bytes = [], 0
+        held.append(extent)
+        num_bytes += size
+    yield held
+
+
+@contextlib.contextmanager
+def _removing_on_failure(temporary: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError, RefusedError), folders.open_folder(temporary.parent) as parent:
+            folders.remove_folder(parent, temporary.name, is_checkpoint_file)
+        raise

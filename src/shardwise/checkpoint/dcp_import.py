@@ -1,0 +1,357 @@
+"""From a folder of ``torch.distributed.checkpoint`` to a checkpoint that ``sw.load`` reads on any layout.
+
+The folder holds a nested state dict, whose paths are joined by dots. What becomes of each key, ``model`` and
+``optimizer`` being the keys of the two state dicts:
+
+=========================================  ==========================================================================
+``model.<name>``                           the parameter or buffer of that name
+``optimizer.state.<name>.<key>``           the optimizer's state of that parameter, as ``get_optimizer_state_dict`` and
+                                           FSDP1's ``optim_state_dict`` name it
+``optimizer.param_groups.<number>.<key>``  the settings of a parameter group and the names in it
+``optimizer.param_groups.<name>.<key>``    the settings of a parameter, in state dicts with
+                                           ``flatten_optimizer_state_dict=True``, as torchtitan's
+others                                     part of what ``sw.load`` returns where JSON can hold it; else left out
+=========================================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint import plain
+from shardwise.checkpoint.alone import write_alone
+from shardwise.checkpoint.dcp_folder import DcpFolder, Stored
+from shardwise.comm.dtype import torch_dtype
+from shardwise.spec.errors import CheckpointError
+from shardwise.spec.extent import Extent
+from shardwise.spec.text import printable
+from shardwise.state.optimizer import PER_PARAMETER
+
+#: What wrappers of modules add to names; the plain model has none of these.
+_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_OPTIMIZER = re.compile(r"(?P<prefix>(?:.*?\.)?(?:optimizer|optim)\.)(?:state|param_groups)\.")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import found.
+
+    Attributes:
+        num_tensors: Parameters and buffers.
+        optimizer: Class of the optimizer, or ``None``.
+        step: Number of updates.
+        left_out: Keys of the folder that the checkpoint does not hold.
+    """
+
+    num_tensors: int
+    optimizer: str | None
+    step: int
+    left_out: list[str]
+
+
+def import_dcp(
+    source: Path,
+    target: Path,
+    *,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    has_optimizer: bool = True,
+    optimizer_class: str | None = None,
+    dtype: str | None = None,
+    max_file_bytes: float = 4e9,
+) -> Imported:
+    """Write the model and the optimizer state of ``source`` as the checkpoint ``target``, a tensor at a time.
+
+    Args:
+        source: The folder. It is unpickled, which executes code that it names.
+        target: A folder that does not exist.
+        model_key: Where the model's state dict is in the saved one, such as ``"model"`` or ``"app.model"``; ``""``: at
+            the top. ``None``: where it is found.
+        optimizer_key: The same for the optimizer's.
+        has_optimizer: Import optimizer state where there is some.
+        optimizer_class: Class of the optimizer, where its state does not tell.
+        dtype: Short name of the dtype that the model's floating-point tensors get. ``None``: their own.
+        max_file_bytes: A file holds no more, unless one tensor alone does.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or does not say what is what; the message names the option to give.
+        StorageError: The disk refuses.
+    """
+    folder = DcpFolder(source)
+    of_optimizer = _of_optimizer(folder, optimizer_key, is_one=has_optimizer)
+    model_prefix = _model_prefix(folder, of_optimizer, model_key)
+    content = _Content(folder)
+    content.add_model({key: key.removeprefix(model_prefix) for key in _below(folder, model_prefix, of_optimizer)})
+    if of_optimizer and has_optimizer:
+        content.add_optimizer(of_optimizer, optimizer_class)
+    rest = [key for key in folder.paths if key not in content.taken and key not in of_optimizer]
+    left_out = content.add_rest(rest) + ["optimizer state"] * bool(of_optimizer and not has_optimizer)
+    data: dict[str, Any] = {"state": content.state, "strategy": "torch.distributed.checkpoint", "mesh": None}
+    if content.optimizer is not None:
+        data["optimizer"] = content.optimizer
+    wanted = content.dtypes(dtype)
+
+    def read(name: str) -> Tensor:
+        return folder.read_tensor(content.tensors[name][0]).to(torch_dtype(wanted[name]))
+
+    write_alone(
+        target,
+        [
+            Extent(name, held.shape, wanted[name], 0, math.prod(held.shape))
+            for name, (_, held) in content.tensors.items()
+        ],
+        read,
+        data,
+        step=content.step,
+        max_file_bytes=max_file_bytes,
+    )
+    found = None if content.optimizer is None else content.optimizer["class"]
+    return Imported(content.num_model, found, content.step, left_out)
+
+
+def _of_optimizer(folder: DcpFolder, wanted: str | None, *, is_one: bool) -> dict[str, str]:
+    """The keys of optimizer state and settings, each with what follows the optimizer's own key.
+
+    Args:
+        folder: The folder.
+        wanted: The optimizer's own key. ``None``: where it is found.
+        is_one: Several optimizers are refused.
+    """
+    if wanted is None:
+        prefixes = sorted({match["prefix"] for key in folder.paths if (match := _OPTIMIZER.match(key)) is not None})
+        if len(prefixes) > 1 and is_one:
+            raise CheckpointError(
+                f"{folder.path} holds the state of several optimizers: {', '.join(prefixes)}.\n"
+                "  Name one: --optimizer-key KEY, or leave all out: --no-optimizer."
+            )
+    else:
+        prefixes = [f"{wanted}." if wanted else ""]
+    found = {
+        key: key.removeprefix(prefix)
+        for prefix in prefixes
+        for key in folder.paths
+        if key.startswith((f"{prefix}state.", f"{prefix}param_groups"))
+    }
+    if wanted is not None and not found:
+        raise CheckpointError(f"{folder.path} holds no optimizer state below {wanted!r}.\n  {_describe(folder)}")
+    return found
+
+
+def _model_prefix(folder: DcpFolder, of_optimizer: Collection[str], wanted: str | None) -> str:
+    """What keys of the model begin with."""
+    if wanted is not None:
+        prefix = f"{wanted}." if wanted else ""
+        if not any(key.startswith(prefix) for key in folder.tensors if key not in of_optimizer):
+            raise CheckpointError(f"{folder.path} holds no tensor below {wanted!r}.\n  {_describe(folder)}")
+        return prefix
+    above = {folder.paths[key][:-1] for key in folder.tensors if key not in of_optimizer}
+    named = [path for path in above if path and path[-1] == "model"]
+    chosen = named or ([()] if () in above else list(above))
+    if len(chosen) != 1:
+        raise CheckpointError(
+            f"{folder.path} does not say which of its tensors are the model's.\n"
+            f"  Name where they are: --model-key KEY. {_describe(folder)}"
+        )
+    return "".join(f"{part}." for part in chosen[0])
+
+
+def _below(folder: DcpFolder, prefix: str, of_optimizer: Collection[str]) -> list[str]:
+    """Keys of the model's tensors. At the top those of other state dicts, which lie deeper, are not the model's."""
+    found = [key for key in folder.tensors if key.startswith(prefix) and key not in of_optimizer]
+    return found if prefix else [key for key in found if len(folder.paths[key]) == 1]
+
+
+def _describe(folder: DcpFolder) -> str:
+    """The keys at the top of the saved state dict."""
+    top = list(dict.fromkeys(str(path[0]) for path in folder.paths.values()))
+    return f"At the top it has {', '.join(map(printable, top[:8]))}" + (", ..." if len(top) > 8 else "") + "."
+
+
+@dataclass
+class _Content:
+    """What a checkpoint gets from a folder.
+
+    Attributes:
+        folder: The folder.
+        tensors: Key in the folder, dtype and shape of each tensor, by its name in the checkpoint.
+        num_model: How many of these are the model's.
+        optimizer: What the checkpoint says of the optimizer.
+        state: What ``sw.load`` returns.
+        step: Number of updates.
+        taken: Keys that the checkpoint holds.
+    """
+
+    folder: DcpFolder
+    tensors: dict[str, tuple[str, Stored]] = field(default_factory=dict)
+    num_model: int = 0
+    optimizer: dict[str, Any] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    taken: set[str] = field(default_factory=set)
+
+    def add_model(self, names: Mapping[str, str]) -> None:
+        """Take the tensors with these keys, which the model has under these names."""
+        for key, wrapped in names.items():
+            self._add(_WRAPPERS.sub("", wrapped), key)
+        self.num_model = len(self.tensors)
+
+    def dtypes(self, dtype: str | None) -> dict[str, str]:
+        """The dtype that each tensor gets, the model's floating-point ones ``dtype`` where it is given."""
+        return {
+            name: dtype
+            if dtype and place < self.num_model and torch_dtype(held.dtype).is_floating_point
+            else held.dtype
+            for place, (name, (_, held)) in enumerate(self.tensors.items())
+        }
+
+    def _add(self, name: str, key: str) -> None:
+        if name in self.tensors:
+            raise CheckpointError(f"{self.folder.path} holds {printable(name)} twice.\n  Name one: --model-key KEY.")
+        self.tensors[name] = key, self.folder.tensors[key]
+        self.taken.add(key)
+
+    def add_optimizer(self, names: Mapping[str, str], cls: str | None) -> None:
+        """Take the optimizer's state.
+
+        Args:
+            names: Keys, with what follows the optimizer's own key.
+            cls: Its class, where it is known.
+
+        Raises:
+            CheckpointError: The folder does not say whose state it is, or of which class.
+        """
+        shapes = {name: held.shape for name, (_, held) in self.tensors.items()}
+        scalars: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        state_keys: set[str] = set()
+        for key, rest in names.items():
+            if not rest.startswith("state."):
+                continue
+            name, _, kind = _WRAPPERS.sub("", rest.removeprefix("state.")).rpartition(".")
+            if name not in shapes:
+                raise self._unknown(name)
+            state_keys.add(kind)
+            held = self.folder.tensors.get(key)
+            if held is None or (held.shape == () and (shapes[name] != () or kind in PER_PARAMETER)):
+                value = self._number(key)
+                if value is not None:
+                    scalars[name][kind] = value
+            else:
+                self._add(f"optimizer/{name}/{kind}", key)
+        groups, members = self._groups({k: rest for k, rest in names.items() if rest.startswith("param_groups")})
+        self.optimizer = {
+            "class": cls or self._class_of(state_keys, groups),
+            "groups": groups,
+            "members": members,
+            "scalars": dict(scalars),
+        }
+        self.step = int(max((kept.get("step", 0) for kept in scalars.values()), default=0))
+
+    def _unknown(self, name: str) -> CheckpointError:
+        if name.isdecimal():
+            return CheckpointError(
+                f"{self.folder.path} holds the optimizer's state by number, as optimizer.state_dict() gives it, and not"
+                " by the parameters' names.\n"
+                "  Save it as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() gives it, or import"
+                " the model alone: --no-optimizer."
+            )
+        return CheckpointError(
+            f"{self.folder.path} holds optimizer state of {printable(name)}, but no such parameter.\n"
+            "  Name where the model is: --model-key KEY, or import it alone: --no-optimizer."
+        )
+
+    def _number(self, key: str) -> Any:
+        value = self.folder.read_value(key)
+        if value is not None and not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{self.folder.path}: {printable(key)} is a {type(value).__name__}, which no checkpoint holds.\n"
+                "  Import the model alone: --no-optimizer."
+            )
+        return value
+
+    def _groups(self, names: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[list[str]]]:
+        """Settings of each parameter group, and the names in it."""
+        is_nested = all("param_groups" in self.folder.paths[key] for key in names)
+        groups = self._nested_groups(names) if is_nested else self._flat_groups(names)
+        self.taken.update(names)
+        members = [[_WRAPPERS.sub("", str(name)) for name in group.pop("params", ())] for group in groups]
+        return [{key: _plain(value) for key, value in group.items()} for group in groups], members
+
+    def _nested_groups(self, keys: Iterable[str]) -> list[dict[str, Any]]:
+        nested: dict[str, Any] = {}
+        for key in keys:
+            path = self.folder.paths[key]
+            _put(nested, path[path.index("param_groups") :], self.folder.read_value(key))
+        return _listed(nested).get("param_groups", [])
+
+    def _flat_groups(self, names: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Groups of the parameters whose settings are equal, in the order in which the folder has their first."""
+        settings: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for key, rest in names.items():
+            name, _, kind = rest.removeprefix("param_groups.").rpartition(".")
+            settings[name][kind] = _plain(self.folder.read_value(key))
+        groups: dict[str, dict[str, Any]] = {}
+        for name, own in settings.items():
+            group = groups.setdefault(repr(sorted(own.items())), {**own, "params": []})
+            group["params"].append(name)
+        return list(groups.values())
+
+    def _class_of(self, keys: set[str], groups: Iterable[Mapping[str, Any]]) -> str:
+        """The class of torch's optimizer that has such state and settings."""
+        settings = set[str]().union(*groups)
+        decouples = {group.get("decoupled_weight_decay") for group in groups}
+        if {"exp_avg", "exp_avg_sq"} <= keys and "amsgrad" in settings and decouples <= {True, False}:
+            if len(decouples) == 1:
+                return "AdamW" if decouples.pop() else "Adam"
+        elif keys <= {"momentum_buffer"} and {"nesterov", "dampening"} <= settings:
+            return "SGD"
+        raise CheckpointError(
+            f"{self.folder.path} does not say which optimizer has this state ({', '.join(sorted(keys)) or 'none'}).\n"
+            "  Name its class: --optimizer-class AdamW, or import the model alone: --no-optimizer."
+        )
+
+    def add_rest(self, keys: Iterable[str]) -> list[str]:
+        """Take what is neither the model's nor the optimizer's; returns the keys of what cannot be taken."""
+        left_out = []
+        nested: dict[str, Any] = {}
+        for key in keys:
+            if key in self.folder.tensors:
+                left_out.append(key)
+                continue
+            try:
+                value = self.folder.read_value(key)
+                plain.pack(value)
+            except (CheckpointError, ValueError):  # of a class that is not here, or no value that JSON can hold
+                left_out.append(key)
+            else:
+                _put(nested, self.folder.paths[key], value)
+        self.state = _listed(nested)
+        return left_out
+
+
+def _plain(value: Any) -> Any:
+    """A setting; a number in a tensor as the number."""
+    return value.item() if hasattr(value, "item") and callable(value.item) else value
+
+
+def _put(nested: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Set a value in nested dicts, in which lists are dicts by number."""
+    for part in path[:-1]:
+        nested = nested.setdefault(part, {})
+    nested[path[-1]] = value
+
+
+def _listed(nested: Any) -> Any:
+    """Nested dicts with the lists that they stand for."""
+    if not isinstance(nested, dict):
+        return nested
+    if nested and set(nested) == set(range(len(nested))):
+        return [_listed(nested[place]) for place in range(len(nested))]
+    return {str(key): _listed(value) for key, value in nested.items()}

@@ -1,0 +1,40 @@
+"""What ranks report of their part in a save, and what all are told where one has failed. Plain values, for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.spec.errors import CheckpointError, StorageError
+
+AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. Remove the cause, then save again."
+
+
+def report_name(rank: int) -> str:
+    """Name of the file in which a rank's process says how its part of a save has ended."""
+    return f"report-r{rank:05d}.json"
+
+
+def problem_of(error: BaseException) -> dict[str, Any]:
+    """The report of a rank whose part has failed: ``problem`` and ``is_storage``."""
+    if isinstance(error, OSError) and error.strerror:
+        problem = f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+    elif isinstance(error, CheckpointError | StorageError | ValueError | RefusedError):
+        problem = str(error)
+    else:
+        problem = f"{type(error).__name__}: {error}"
+    return {"problem": problem, "is_storage": isinstance(error, OSError)}
+
+
+def failure_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What all ranks are told where some have failed, and the name of the error; ``None`` where none has."""
+    failed = [(rank, report) for rank, report in enumerate(reports) if "problem" in report]
+    if not failed:
+        return None
+    causes: dict[str, list[str]] = {}
+    for rank, report in failed:
+        causes.setdefault(str(report["problem"]), []).append(str(rank))
+    told = "; ".join(f"rank {', '.join(ranks)}: {cause}" for cause, ranks in causes.items())
+    is_storage = all(report["is_storage"] for _, report in failed)
+    return {"failed": told + "." + AFTERWARDS, "kind": "StorageError" if is_storage else "CheckpointError"}

@@ -1,0 +1,129 @@
+"""The end of a save, on rank 0: the manifest, the rename that commits, and what follows it.
+
+It runs in rank 0 itself, or in its writing process, while training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest, encode, is_checkpoint_file
+from shardwise.checkpoint.outcome import failure_of, problem_of, report_name
+from shardwise.checkpoint.store import CHECKPOINTS, publish_latest, retain
+from shardwise.launch import fault
+from shardwise.spec.errors import CheckpointError, StorageError
+
+
+def refuse_existing(directory: Path) -> None:
+    """Raise where the checkpoint's folder exists.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if folders.exists(directory):
+        raise CheckpointError(f"{directory} exists, and a checkpoint never goes into a folder that exists")
+
+
+def commit(temporary: Path, directory: Path, manifest: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> None:
+    """Write the manifest, when the files of all ranks are there, and rename the folder.
+
+    Args:
+        temporary: The folder with the files.
+        directory: What it becomes.
+        manifest: The fields of the manifest but for the files.
+        reports: Of each rank ``own`` and ``frozen``: the entries of its files; ``frozen`` of all or of none.
+
+    Raises:
+        OSError, CheckpointError, ValueError: It was not published.
+    """
+    has_frozen = reports[0]["frozen"] is not None
+    whole = Manifest.model_validate(
+        {
+            **manifest,
+            "files": [report["own"] for report in reports],
+            "frozen": [report["frozen"] for report in reports] if has_frozen else None,
+        }
+    )
+    with folders.open_folder(temporary, follow=False) as folder:
+        fault.at("before_manifest", whole.step)
+        folders.write_file(folder, MANIFEST_NAME, encode(whole))
+        os.fsync(folder)
+        fault.at("after_manifest", whole.step)
+    refuse_existing(directory)
+    fault.at("before_rename", whole.step)
+    temporary.rename(directory)
+    fault.at("after_rename", whole.step)
+    try:
+        folders.sync_folder(directory.parent)
+    except OSError:
+        directory.rename(temporary)  # what may be lost at the next power cut is not published
+        raise
+
+
+def follow(
+    directory: Path, *, keep: int, run_id: str, known_good: Sequence[str | Path]
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """After a checkpoint was published and its files verified: point ``LATEST`` to it and remove older ones.
+
+    ``LATEST`` is for a run's ``checkpoints`` folder only.
+
+    Args:
+        directory: The checkpoint.
+        keep: As of :func:`store.retain`.
+        run_id: The run that saved it.
+        known_good: Checkpoints that were verified before.
+
+    Returns:
+        The checkpoints that are kept and known to be good, and names of folders that were not removed, with reasons.
+
+    Raises:
+        CheckpointError, StorageError: Not all of that could be done.
+    """
+    root = directory.parent
+    if root.name == CHECKPOINTS:
+        root = root.parent
+        publish_latest(root, directory)
+    known = [directory, *(Path(path) for path in known_good)]
+    kept = retain(root, keep, known_good=known, run_id=run_id)
+    return [str(path) for path in kept.good], [(path.name, reason) for path, reason in kept.refused]
+
+
+def remove_unfinished(temporary: Path) -> None:
+    """Remove the folder of a save that has failed, as far as that is possible."""
+    with contextlib.suppress(OSError, RefusedError), folders.open_folder(temporary.parent) as parent:
+        folders.remove_folder(parent, temporary.name, is_checkpoint_file)
+
+
+def publish(job: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """In rank 0's writing process, when all ranks have reported: publish the checkpoint, or remove what is there.
+
+    Returns:
+        ``good`` and ``refused`` of :func:`follow`, empty where nothing is to be kept; or ``failed`` and ``kind``;
+        and where the checkpoint was published and only what follows failed, ``after``.
+    """
+    temporary, directory = Path(job["temporary"]), Path(job["directory"])
+    failure = failure_of(reports)
+    if failure is None:
+        try:
+            with folders.open_folder(temporary, follow=False) as folder:
+                for rank in range(1, len(reports)):
+                    os.unlink(report_name(rank), dir_fd=folder)
+            commit(temporary, directory, job["manifest"], reports)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the ranks must learn of it
+            failure = failure_of([problem_of(error)])
+    if failure is not None:
+        remove_unfinished(temporary)
+        return failure
+    if job["keep"] is None:
+        return {"good": [], "refused": []}
+    try:
+        good, refused = follow(directory, keep=job["keep"], run_id=job["manifest"]["run_id"], known_good=job["good"])
+    except (CheckpointError, StorageError) as error:
+        return {"good": [], "refused": [], "after": str(error)}
+    return {"good": good, "refused": refused}

@@ -1,0 +1,200 @@
+"""The program of the process that writes checkpoints while training goes on, one for each rank.
+
+It is given this rank's file as memory (``checkpoint.image``) and writes it into the save's temporary folder. Ranks
+other than 0 then leave a report there; rank 0's process waits for all reports and publishes the checkpoint, or removes
+the folder. So no collective is needed, and no interpreter is shared with training. It ends with the process that
+started it.
+
+Nothing here imports torch, but for rank 0's publishing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import digest as digests
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.outcome import problem_of, report_name
+from shardwise.launch import fault
+from shardwise.launch.worker import die_with_parent
+
+_LENGTH = struct.Struct("<Q")
+#: Bytes that are hashed and written at a time.
+_CHUNK_BYTES = 8 * 2**20
+#: Where files can be written past the system's cache: addresses, offsets and lengths in multiples of this.
+_BLOCK = 4096
+#: How often rank 0 looks for reports: soon at first, then rarely.
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.5
+#: Training comes first wherever both want a core.
+_NICENESS = 15
+
+
+def send(channel: socket.socket, message: dict[str, Any], files: tuple[int, ...] = ()) -> None:
+    """Send a message, with descriptors of open files."""
+    raw = json.dumps(message).encode()
+    socket.send_fds(channel, [_LENGTH.pack(len(raw))], files)
+    channel.sendall(raw)
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and the descriptors that came with it; ``None``: the other side is gone."""
+    head, files, _, _ = socket.recv_fds(channel, _LENGTH.size, 1)
+    if len(head) < _LENGTH.size:
+        return None
+    raw = bytearray(_LENGTH.unpack(head)[0])
+    view = memoryview(raw)
+    while view:
+        count = channel.recv_into(view)
+        if count == 0:
+            return None
+        view = view[count:]
+    return json.loads(raw), list(files)
+
+
+def write_image(image: int, num_bytes: int, folder: int, name: str, step: int | None = None) -> str:
+    """Write the first ``num_bytes`` bytes of a memory file to the new file ``name``, and bring it to the disk.
+
+    Where the file system can, past its cache: that takes no processor time from training.
+
+    Returns:
+        The hash of the content.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    digest = digests.start()
+    with mmap.mmap(image, num_bytes, prot=mmap.PROT_READ) as content, memoryview(content) as view:
+        file, is_direct = _create(folder, name)
+        try:
+            begin = 0
+            while begin < num_bytes:
+                end = min(begin + _CHUNK_BYTES, num_bytes)
+                if is_direct and (end - begin) % _BLOCK:
+                    whole = begin + (end - begin) // _BLOCK * _BLOCK
+                    if whole == begin:
+                        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+                        is_direct = False
+                    else:
+                        end = whole
+                part = view[begin:end]
+                digest.update(part)
+                folders.write_all(file, part)
+                part.release()
+                begin = end
+                fault.at("mid_shard_write", step)
+            os.fsync(file)
+            fault.at("after_shard_fsync", step)
+        finally:
+            os.close(file)
+    return digest.hexdigest()
+
+
+def _create(folder: int, name: str) -> tuple[int, bool]:
+    """A descriptor of a new file, and whether it is written past the system's cache."""
+    file = folders.create(folder, name)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except (OSError, AttributeError):  # a file system, or a system, that has no such thing
+        return file, False
+    return file, True
+
+
+def run(job: dict[str, Any], image: int | None) -> dict[str, Any]:
+    """Write this rank's file, and on rank 0 publish all. Returns the outcome: empty, or with ``problem``."""
+    report = _write(job, image)
+    if job["rank"]:
+        return _leave(report, job)
+    from shardwise.checkpoint.publish import publish
+
+    reports = [report, *(_wait_for_report(job, rank) for rank in range(1, job["world_size"]))]
+    return publish(job, reports)
+
+
+def _write(job: dict[str, Any], image: int | None) -> dict[str, Any]:
+    if image is None:
+        return job["report"]
+    try:
+        with folders.open_folder(job["temporary"], follow=False) as folder:
+            name = job["own"]["name"]
+            try:
+                digest = write_image(image, job["own"]["bytes"], folder, name, job["step"])
+                if job["keep"] is not None:
+                    _read_again(folder, name, digest)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)  # on a full disk the report needs the room
+                error.filename = f"{job['temporary']}/{name}"
+                raise
+    except Exception as error:  # noqa: BLE001 - whatever it was, rank 0 must learn of it
+        return problem_of(error)
+    return {**job["report"], "own": {**job["own"], "hash": digest}}
+
+
+def _read_again(folder: int, name: str, digest: str) -> None:
+    """Compare a file with its hash before older checkpoints are removed for it.
+
+    Raises:
+        RefusedError: It is not what was written.
+    """
+    with folders.open_for_reading(folder, name) as (file, status):
+        found = digests.hash_file(file, status.st_size)
+    if found != digest:
+        raise folders.RefusedError(f"{name} reads back with the hash {found}, was written with {digest}")
+
+
+def _leave(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    name = report_name(job["rank"])
+    try:
+        with folders.open_folder(job["temporary"], follow=False) as folder:
+            folders.write_file(folder, f"{name}.part", json.dumps(report).encode())
+            os.rename(f"{name}.part", name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        report = {**problem_of(error), **report}
+    return report if "problem" in report else {}
+
+
+def _wait_for_report(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """What another rank's process has left. It ends, or this process is ended: there is no limit of time here."""
+    path = Path(job["temporary"]) / report_name(rank)
+    pause_s = _FIRST_LOOK_S
+    while True:
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                return {"problem": f"No such file or directory: {path.parent}", "is_storage": True}
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+
+
+def main() -> None:
+    """Serve the process that started this one, until it is gone."""
+    die_with_parent(int(sys.argv[2]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # training is asked to stop, and waits for what is being written
+    os.nice(_NICENESS)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    while (received := receive(channel)) is not None:
+        job, files = received
+        try:
+            outcome = run(job, files[0] if files else None)
+        except Exception as error:  # noqa: BLE001 - told to the process that waits for it
+            outcome = problem_of(error)
+        for file in files:
+            os.close(file)
+        send(channel, outcome)
+
+
+if __name__ == "__main__":
+    main()

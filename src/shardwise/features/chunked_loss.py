@@ -1,0 +1,160 @@
+"""Cross entropy from hidden states and the head's weight, by torch's ``linear_cross_entropy``: logits are never whole.
+
+While a model's forward has labels (or our GPT's targets), its head computes the loss in place of logits, a part of the
+positions at a time; so the head's weight is gathered as for any forward. In fp32 gradients of these positions are
+computed with it: one of the head's weight and one of the hidden states are held from there to backward. In 16 bit the
+losses of the positions are added in fp32, and backward computes the logits of each part again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.models.transformer import GPT
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.plan import ParallelPlan
+from shardwise.tensor.loss import has_loss, without_logits
+
+#: Fields of configurations that change logits between the head and the loss, and the value that does not.
+_BETWEEN = {
+    "final_logit_softcapping": None,
+    "logits_soft_cap": None,
+    "output_logit_soft_cap": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+    "output_multiplier": 1.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the running forward learns: targets (positions,), and what their losses' sum is divided by."""
+
+    targets: Tensor
+    ignored: int = -100
+    num_items: Any = None
+
+
+class _ChunkedHead(nn.Linear):
+    """Mixed into a head's class: logits, or while the model's forward has labels the loss."""
+
+    wanted: _Wanted | None = None
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
+        """Hidden states (..., C) to logits (..., V), or to the loss, a scalar in fp32 or wider."""
+        wanted = self.wanted
+        if wanted is None:
+            return super().forward(input)
+        hidden, weight, bias = input.flatten(0, -2), self.weight, self.bias
+        kind = hidden.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # as for F.linear, of which autocast knows
+            dtype = torch.get_autocast_dtype(kind)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        is_narrow = hidden.dtype in {torch.float16, torch.bfloat16}
+        reduction = "mean" if wanted.num_items is None else "sum"
+        loss = F.linear_cross_entropy(
+            hidden,
+            weight,
+            wanted.targets.to(hidden.device),
+            linear_bias=bias,
+            reduction="none" if is_narrow else reduction,
+            ignore_index=wanted.ignored,
+            options=nn.LinearCrossEntropyOptions(),
+        )
+        if is_narrow:  # torch would return the mean or the sum in 16 bit: three digits, and sums beyond fp16's range
+            loss = loss.float().sum()
+        num_items = wanted.num_items
+        if num_items is None and is_narrow:
+            num_items = (wanted.targets != wanted.ignored).sum().to(loss.device)
+        return loss if num_items is None else loss / num_items
+
+
+def chunk_cross_entropy(model: nn.Module) -> nn.Module:
+    """Have a causal language model compute its loss without ever holding all logits; before ``sw.parallelize``.
+
+    For models of transformers that are called with ``labels``, and for ``sw.models.gpt`` called with targets. Such a
+    call gives the loss up to rounding, and ``logits`` are ``None``; every other call is as before. Memory of a step
+    falls by what logits take, 8 to 12 bytes for each position and id, and rises by a second gradient of the head's
+    weight.
+
+    Args:
+        model: A model that is not parallelized yet, changed in place; one with an adapter of peft, too.
+
+    Returns:
+        The model.
+
+    Raises:
+        StateError: torch is older than 2.13, or the model computes its loss in another way.
+    """
+    if not hasattr(F, "linear_cross_entropy"):
+        raise StateError("chunked cross entropy needs torch 2.13.\n  Install it, or leave the option out.")
+    held: Any = model
+    plain = held.get_base_model() if hasattr(held, "get_base_model") else held
+    if isinstance(plain, GPT):
+        _install(plain, plain.lm_head, "targets")
+        return model
+    head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
+    config = getattr(plain, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    between = [name for name, usual in _BETWEEN.items() if getattr(config, name, usual) not in {usual, None}]
+    if between or not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or not has_loss(plain):
+        reason = f"its {between[0]} changes logits before the loss" if between else "its loss is not that of its head"
+        raise StateError(
+            f"{type(plain).__name__} cannot compute its loss in chunks: {reason}.\n  Leave the option out."
+        )
+    _install(plain, head, "labels")
+    plain.__dict__["_loss_function"] = _pass_on  # what the property of that name reads
+    return model
+
+
+def _pass_on(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:  # noqa: ARG001  transformers' names
+    """The head has computed the loss."""
+    return logits
+
+
+def _install(model: nn.Module, head: nn.Linear, name: str) -> None:
+    head.__class__ = type(f"Chunked{type(head).__name__}", (_ChunkedHead, type(head)), {})
+    assert isinstance(head, _ChunkedHead)
+    position = [*inspect.signature(type(model).forward).parameters].index(name) - 1
+
+    def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = args[position] if len(args) > position else kwargs.get(name)
+        head.wanted = None if labels is None else _wanted(labels, kwargs, shifts=name == "labels")
+
+    def end(_module: nn.Module, _args: object, output: Any) -> Any:
+        has_loss_only, head.wanted = head.wanted is not None, None
+        is_model_output = output is not None and not isinstance(output, Tensor)
+        return without_logits(output) if has_loss_only and is_model_output else None
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end, always_call=True)
+
+
+def _wanted(labels: Tensor, kwargs: dict[str, Any], *, shifts: bool) -> _Wanted:
+    ignored, shifted = kwargs.get("ignore_index", -100), kwargs.get("shift_labels")
+    if shifted is None:
+        shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:] if shifts else labels
+    return _Wanted(shifted.flatten().long(), ignored, kwargs.get("num_items_in_batch"))
+
+
+def check_chunked(model: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse degrees that divide the head, or what it is given.
+
+    Raises:
+        PlanError: The model computes its loss in chunks, and the plan has ``tp``, ``pp`` or ``cp``.
+    """
+    if any(isinstance(module, _ChunkedHead) for module in model.modules()):
+        for name in ("tp", "pp", "cp"):
+            if getattr(plan, name) > 1:
+                hint = " tp divides logits by ids as it is." if name == "tp" else ""
+                raise PlanError(
+                    f"{name}={getattr(plan, name)} does not go with sw.chunk_cross_entropy.{hint}\n"
+                    f"  Set {name}=1, or leave it out."
+                )

@@ -1,0 +1,274 @@
+"""A strategy for Lightning Fabric.
+
+::
+
+    from shardwise.integrations.fabric import ShardwiseFabricStrategy
+
+    strategy = ShardwiseFabricStrategy(sw.ParallelPlan(strategy="zero3"))
+    fabric = lightning.Fabric(strategy=strategy, accelerator="gpu", devices=8)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+
+The loop stays as it is: ``fabric.backward``, ``clip_gradients``, ``no_backward_sync``, ``save`` and ``load``.
+
+Fabric and Lightning's Trainer have strategy base classes of their own, with methods of equal names and other arguments.
+This is why ``ShardwiseStrategy`` (:mod:`shardwise.integrations.lightning`) serves the Trainer alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import MixedPrecision, Precision  # pyrefly: ignore[missing-import]
+from lightning.fabric.strategies import DDPStrategy  # pyrefly: ignore[missing-import]
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.forms.attachment import attachment_of
+from shardwise.integrations.optimizers import optimizers_of
+from shardwise.integrations.plans import check_ddp_options, check_samples
+from shardwise.spec.errors import CheckpointError, PlanError, StateError
+from shardwise.spec.plan import ParallelPlan
+
+#: Of a saved folder: what is neither a model nor an optimizer.
+_REST = "rest.pt"
+
+
+class ShardwiseFabricStrategy(DDPStrategy):
+    """Has ``Fabric.setup`` make models shards under a plan.
+
+    Args:
+        plan: How; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused: every rank gets other
+            samples.
+        **kwargs: As for Fabric's ``DDPStrategy``, without options of ``DistributedDataParallel``.
+
+    Raises:
+        PlanError: The plan, or Fabric's precision, asks for what cannot be done here.
+    """
+
+    def __init__(self, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
+        self.plan = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
+        check_samples(self.plan, "ShardwiseFabricStrategy")
+        super().__init__(**kwargs)
+        check_ddp_options(self._ddp_kwargs, "ShardwiseFabricStrategy")
+        self._backward_sync_control = _Accumulation()
+
+    @property
+    def precision(self) -> Any:
+        """What Fabric's ``precision`` asks for."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        is_autocast = isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed"
+        if not (plugin is None or type(plugin) is Precision or is_autocast):
+            raise PlanError(
+                f"precision={plugin.precision!r} is not done by ShardwiseFabricStrategy.\n"
+                '  Use "32-true" or "bf16-mixed"; ParallelPlan(mp_policy="bf16") computes and sends 16 bit.'
+            )
+        self._precision = plugin
+
+    # -- the model
+
+    def module_init_context(self, empty_init: bool | None = None) -> Any:  # noqa: FBT001  fabric's form
+        """Where ``fabric.init_module()`` builds: with ``empty_init=True`` on meta, and ``setup`` makes the values."""
+        return torch.device("meta") if empty_init else super().module_init_context(empty_init)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move the module; one on meta stays there until :meth:`setup_module`."""
+        if not any(tensor.is_meta for tensor in module.parameters()):
+            super().module_to_device(module)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Make the module shards. An optimizer that was built on it before works on them.
+
+        Collective:
+            As ``sw.parallelize``. All ranks must call.
+        """
+        return sw.parallelize(module, self.plan)
+
+    # -- gradients
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,  # noqa: ARG002
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,  # noqa: FBT001, FBT002  fabric's form
+    ) -> Tensor:
+        """The norm of all gradients of the model, and clipping by it.
+
+        Collective:
+            As ``sw.clip_grad_norm``.
+
+        Raises:
+            StateError: Another norm than the 2-norm is asked for, or the norm is not finite.
+        """
+        if norm_type != 2:
+            raise StateError(f"clip_gradients(norm_type={norm_type}): expected the 2-norm.\n  Leave norm_type out.")
+        norm = sw.clip_grad_norm(module, max_norm)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise StateError(
+                f"clip_gradients(): the norm of the gradients is {norm.item()}.\n"
+                "  Pass error_if_nonfinite=False to go on, and skip the step or call optimizer.zero_grad()."
+            )
+        return norm
+
+    # -- checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The plain model's state dict on rank 0, ``{}`` elsewhere; all ranks must call."""
+        return sw.full_state_dict(module)
+
+    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Refused: ``optimizer.state_dict()`` would be a part.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            f"{type(optimizer).__name__}.state_dict() would have this rank's part of the state alone.\n"
+            "  Call fabric.save(path, {'model': model, 'optimizer': optimizer})."
+        )
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002  fabric's form
+    ) -> None:
+        """Write a folder: for each model one as ``sw.save`` writes it, and a file with the rest of ``state``.
+
+        A folder (or file) of this name stays as it is until the new one is complete.
+
+        Collective:
+            As ``sw.save`` for each model. All ranks must call.
+
+        Raises:
+            CheckpointError: An optimizer is of no model in ``state``, models or optimizers are to be filtered, or there
+                are storage options.
+        """
+        parts = _Parts(state)
+        if storage_options is not None or parts.whole & set(filter or {}):
+            raise CheckpointError(
+                "fabric.save() writes models and optimizers whole, to a file system.\n"
+                "  Filter other values alone; sw.full_state_dict(model.module) gives weights to choose from."
+            )
+        target = Path(self.broadcast(os.fspath(path)))
+        part = target.with_name(f"{target.name}.new")
+        if self.is_global_zero:
+            _remove(part)
+            part.mkdir(parents=True)
+        self.barrier()
+        for name, model in parts.models.items():
+            sw.save(part / name, model, parts.optimizers_of(model) or None)
+        if self.is_global_zero:
+            rest = self._convert_stateful_objects_in_state(parts.rest, filter=dict(filter or {}))
+            torch.save(rest, part / _REST)
+            _remove(target)
+            part.rename(target)
+        self.barrier()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        strict: bool = True,  # noqa: FBT001, FBT002  fabric's form
+        weights_only: bool | None = None,  # noqa: FBT001  fabric's form
+    ) -> dict[str, Any]:
+        """Fill what is in ``state``; any number of ranks and any strategy may have saved it.
+
+        Collective:
+            As ``sw.load`` for each model. All ranks must call.
+
+        Returns:
+            What was saved besides models and optimizers and is not in ``state``.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it has not got what ``state`` asks for.
+        """
+        source = Path(self.broadcast(os.fspath(path)))
+        if isinstance(state, nn.Module):  # fabric.load_raw()
+            full = torch.load(source, map_location="cpu", weights_only=weights_only) if self.is_global_zero else {}
+            sw.load_full_state_dict(state, full, strict=strict)
+            return {}
+        if isinstance(state, torch.optim.Optimizer) or not (source / _REST).is_file():
+            raise CheckpointError(
+                f"{source} is no folder of fabric.save(), or an optimizer alone is to be read from it.\n"
+                "  fabric.load(path, {'model': model, 'optimizer': optimizer}) reads such folders;"
+                " fabric.load_raw(path, model) reads a file with a plain model's state dict."
+            )
+        rest = torch.load(source / _REST, map_location="cpu", weights_only=weights_only)
+        wanted = state if state is not None else {}
+        parts = _Parts(wanted)
+        found = {entry.name for entry in source.iterdir() if entry.is_dir()} | rest.keys()
+        missing = [name for name in (*parts.models, *parts.rest) if name not in found]
+        if missing and strict:
+            raise CheckpointError(
+                f"{source} has {', '.join(sorted(found))}, but not {', '.join(missing)}.\n"
+                "  Ask for what is there, or pass strict=False."
+            )
+        for name, model in parts.models.items():
+            if name in found:
+                sw.load(source / name, model, parts.optimizers_of(model) or None)
+        for name, value in parts.rest.items():
+            if name not in rest:
+                continue
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(rest.pop(name))
+            else:
+                wanted[name] = rest.pop(name)
+        return rest
+
+
+class _Accumulation:
+    """What ``fabric.no_backward_sync`` calls."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:  # noqa: FBT001  fabric's form
+        return sw.gradient_sync(module, is_enabled=False) if enabled else contextlib.nullcontext()
+
+
+class _Parts:
+    """What is saved and loaded, by kind.
+
+    Attributes:
+        models: Parallelized models.
+        optimizers: Optimizers, each of parameters of one of the models.
+        rest: Everything else.
+        whole: Names of models and optimizers.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.models = {name: value for name, value in state.items() if _is_sharded(value)}
+        self.optimizers = {name: value for name, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+        self.whole = self.models.keys() | self.optimizers.keys()
+        self.rest = {name: value for name, value in state.items() if name not in self.whole}
+        owned = [id(each) for model in self.models.values() for each in self.optimizers_of(model)]
+        for name, optimizer in self.optimizers.items():
+            if id(optimizer) not in owned:
+                raise CheckpointError(
+                    f"the optimizer {name!r} is of no model that is saved or loaded with it.\n"
+                    "  Pass both: {'model': model, 'optimizer': optimizer}."
+                )
+
+    def optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        return optimizers_of(model, self.optimizers.values())
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, nn.Module) and attachment_of(value) is not None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,21 @@
+"""Which optimizers update which model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shardwise.forms.attachment import engine_of
+from shardwise.forms.optimizer import engines_of
+
+
+def optimizers_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Those of ``optimizers`` that update parameters of ``model`` (flat ones too), in the given order.
+
+    Raises:
+        StateError: The model is not parallelized.
+    """
+    engine = engine_of(model, "optimizers_of")
+    return [each for each in optimizers if engine in engines_of(each)]

@@ -1,0 +1,179 @@
+"""Which rank ended an attempt and why: from exit notes, exit codes and heartbeats to one block for people."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.launch import heartbeat
+from shardwise.launch.exit_codes import PEER_LOST, STOPPED, TIMED_OUT, ExitNote
+from shardwise.launch.hang import Hang
+from shardwise.spec.run_files import CHECKPOINTS
+from shardwise.spec.text import size
+
+#: Exit codes after which a restart can help: an exception without a code, a lost peer, a hang. So can it after signals.
+_RESTARTABLE = {1, PEER_LOST, TIMED_OUT}
+#: Signals that are sent to a process, or, as SIGABRT, raised by a library when a peer has died.
+_OTHERS_KILL_WITH = {signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
+#: Signals that an error in the process itself raises: faulthandler has written the stack.
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+#: A rank that is seen to end so much later than the first one was ended by the launcher.
+_LATER_S = 2.0
+_LOG_TAIL_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why an attempt ended.
+
+    Attributes:
+        code: Exit code.
+        rank: The rank that ended it; ``None`` where none did.
+        text: What happened to the rank, in words that follow its name.
+        step: The step at which that was.
+        signal_number: The signal that killed the rank, or that asked the launcher to stop.
+        is_shown: Whether the rank has printed the reason on the terminal.
+        victims: Ranks that ended because this one had.
+    """
+
+    code: int
+    rank: int | None = None
+    text: str = ""
+    step: int | None = None
+    signal_number: int | None = None
+    is_shown: bool = False
+    victims: tuple[int, ...] = ()
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether starting all ranks again can help."""
+        if self.rank is None:
+            return False
+        return self.signal_number is not None or self.code in _RESTARTABLE
+
+
+def find_cause(
+    notes: Mapping[int, ExitNote],
+    failures: Mapping[int, tuple[int, float]],
+    stopped_by: int | None,
+    hang: Hang | None = None,
+) -> Cause:
+    """Find the rank that failed first; the others are its victims.
+
+    Args:
+        notes: Exit notes of the workers.
+        failures: Exit code (negative: signal) and time of the workers that the agent saw fail.
+        stopped_by: The signal that asked this process to stop.
+        hang: The hang for which this process ended all workers.
+    """
+    if hang is not None:
+        return Cause(TIMED_OUT, hang.beat.rank, hang.text, hang.beat.step)
+    ends = _ends(notes, failures)
+    if stopped_by is not None:
+        own = [end for end in ends if end[3].code < 128 and end[0] < 2]
+        if not own:
+            all_finished = bool(notes) and all(note.code == 0 for note in notes.values()) and not failures
+            if all_finished:
+                return Cause(0)
+            return Cause(128 + stopped_by, text=_stopped(stopped_by), signal_number=stopped_by)
+        ends = [end for end in own if end[3].code != STOPPED] or own
+    if not ends:
+        return Cause(1, text="the workers failed, and none of them said why") if failures else Cause(0)
+    _, _, rank, cause = min(ends, key=lambda end: end[:3])
+    is_shown = any(end[3].is_shown and end[3].code == cause.code for end in ends)  # rank 0 says it for all
+    return replace(cause, is_shown=is_shown, victims=tuple(end[2] for end in ends if end[2] != rank and end[0] > 1))
+
+
+def _ends(
+    notes: Mapping[int, ExitNote], failures: Mapping[int, tuple[int, float]]
+) -> list[tuple[int, float, int, Cause]]:
+    """How each rank that failed did: how little it counts as a cause, when, its rank, the cause that it would be."""
+    ends: list[tuple[int, float, int, Cause]] = []
+    first_s = min((time_s for _, time_s in failures.values()), default=0.0)
+    for rank in sorted({*notes, *failures}):
+        note = notes.get(rank)
+        status, time_s = failures.get(rank, (note.code if note is not None else 0, 0.0))
+        if note is not None and note.code != 0:
+            order = 2 if note.is_consequence else 1
+            ends.append((order, note.time_s, rank, Cause(note.code, rank, note.reason, note.step, None, note.is_shown)))
+        elif status < 0:
+            number = -status
+            order = 3 if number == signal.SIGTERM else 1 if number in _OTHERS_KILL_WITH else 0
+            if time_s > first_s + _LATER_S:  # the agent ends the others, in the end by SIGKILL
+                order = 3
+            text = f"killed by {signal.Signals(number).name}"
+            ends.append((order, time_s, rank, Cause(128 + number, rank, text, None, number)))
+        elif status > 0:
+            ends.append((1, time_s, rank, Cause(status, rank, f"left with exit code {status} without a word")))
+    return ends
+
+
+def _stopped(number: int) -> str:
+    return f"ended by {signal.Signals(number).name}; the ranks did not save the steps since the last checkpoint"
+
+
+def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool = False, out_of_memory: int = 0) -> str:
+    """What happened, to which process, at which step; where to look; what is safe; what to do next.
+
+    Args:
+        cause: Why the attempt ended.
+        logs: The folder of logs and heartbeats.
+        next_words: What to do next; left out where it is empty.
+        with_tail: Show the end of the rank's log instead of naming the file, which will be removed.
+        out_of_memory: How many processes of this machine the kernel has killed meanwhile for want of memory.
+    """
+    if cause.rank is None:
+        lines = [f"shardwise: {cause.text}"]
+        beat = heartbeat.read(logs, 0)
+    else:
+        beat = heartbeat.read(logs, cause.rank)
+        lines = [
+            _headline(cause, beat, out_of_memory),
+            *([] if cause.code != TIMED_OUT else cause.text.split("\n")[1:]),
+        ]
+        if cause.victims:
+            lines.append(f"  ranks {list(cause.victims)} ended in consequence")
+        log = logs / f"rank-{cause.rank}.log"
+        if with_tail:
+            with contextlib.suppress(OSError):
+                lines += [f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]]
+        elif log.exists():
+            is_crash = cause.signal_number in _CRASHES
+            lines.append(f"  log{', with the stack at the crash' if is_crash else ''}: {log}")
+    if next_words:
+        lines += [f"  safe: {safe(beat, logs)}", f"  next: {next_words}"]
+    return "\n".join(lines)
+
+
+def safe(beat: heartbeat.Beat | None, logs: Path) -> str:
+    """Which checkpoint of the run is safe, by a rank's heartbeat."""
+    step = 0 if beat is None else beat.saved_step
+    if not step:
+        return "nothing has been saved"
+    return f"the checkpoint of step {step}, {logs.parent / CHECKPOINTS / f'step-{step:08d}'}"
+
+
+def _headline(cause: Cause, beat: heartbeat.Beat | None, out_of_memory: int) -> str:
+    if cause.code == TIMED_OUT and cause.text.startswith("rank "):
+        return f"shardwise: {cause.text.split(chr(10))[0]}"
+    process = f" (pid {beat.pid})" if beat is not None else ""
+    step = cause.step if cause.step is not None else beat.step if beat is not None and beat.step else None
+    at = f" at step {step}" if step is not None else ""
+    if cause.signal_number is not None:
+        said = f" {cause.text}{at}{_memory(cause.signal_number, beat, out_of_memory)}"
+    elif cause.text == f"left with exit code {cause.code}":
+        said = f" {cause.text}{at} while others were training" if at else f" {cause.text}"
+    else:
+        said = f"{at}: {cause.text}"
+    return f"shardwise: rank {cause.rank}{process}{said}"
+
+
+def _memory(number: int, beat: heartbeat.Beat | None, out_of_memory: int) -> str:
+    if number != signal.SIGKILL:
+        return ""
+    held = f"; the process held at most {size(beat.peak_rss_bytes)}" if beat is not None and beat.peak_rss_bytes else ""
+    why = "the kernel has killed a process for want of memory" if out_of_memory else "often: out of memory"
+    return f" ({why}{held})"

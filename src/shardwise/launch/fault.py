@@ -1,0 +1,154 @@
+"""Faults by name, for tests of what a run survives: ``SHARDWISE_FAULT="mid_shard_write@rank=1@step=20:kill"``.
+
+The code calls :func:`at` at each of ``POINTS``. It does nothing unless the variable names that point and
+``SHARDWISE_ARM_FAULTS=1`` stands beside it; no configuration can set either. Several faults are separated by ``;``.
+
+Conditions: ``rank`` (default: every rank), ``step`` (every step), ``attempt`` (0: a restarted run is left alone; or
+``any``).
+Actions: ``kill`` (SIGKILL), ``segv``, ``stop`` (SIGSTOP), ``term`` and ``int`` (SIGTERM and SIGINT to this process),
+``raise``, ``exit=CODE``, ``enospc`` (as a full disk), ``sleep=SECONDS``, ``spin`` (for ever, in Python), ``nan`` and
+``flip`` (of the first tensor that the point offers).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+FAULT, ARMED = "SHARDWISE_FAULT", "SHARDWISE_ARM_FAULTS"
+
+#: Where a fault can strike, in the order in which a run comes by.
+POINTS = (
+    "load_begin",
+    "load_mid_shard",
+    "after_load",
+    "step_begin",
+    "before_backward",
+    "before_update",
+    "after_step",
+    "save_begin",
+    "before_shard_open",
+    "mid_shard_write",
+    "after_shard_fsync",
+    "before_manifest",
+    "after_manifest",
+    "before_rename",
+    "after_rename",
+    "before_latest",
+    "after_latest",
+    "gc_before_delete",
+    "gc_mid_delete",
+)
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "segv": signal.SIGSEGV,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+}
+_FAULT = re.compile(r"(?P<point>\w+)(?P<conditions>(?:@\w+=\w+)*):(?P<action>\w+)(?:=(?P<value>[0-9.]+))?")
+
+
+class InjectedError(RuntimeError):
+    """The action ``raise``."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault that is armed."""
+
+    point: str
+    conditions: dict[str, str]
+    action: str
+    value: float = 0.0
+
+    def is_due(self, point: str, step: int | None) -> bool:
+        """Whether it strikes here and now."""
+        here = {
+            "rank": os.environ.get("RANK", "0"),
+            "attempt": os.environ.get("SHARDWISE_RESTART_COUNT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "step": str(step),
+        }
+        wanted = {"attempt": "0", **self.conditions}
+        return point == self.point and all(value in ("any", here[name]) for name, value in wanted.items())
+
+
+def parse(text: str) -> list[Fault]:
+    """The faults that ``text`` names.
+
+    Raises:
+        ValueError: It names a point, a condition or an action that does not exist.
+    """
+    faults = []
+    for part in filter(None, text.split(";")):
+        match = _FAULT.fullmatch(part.strip())
+        if match is None or match["point"] not in POINTS:
+            raise ValueError(f"{FAULT}: {part!r} is no fault. Points: {', '.join(POINTS)}")
+        conditions = dict(item.split("=") for item in match["conditions"].split("@")[1:])
+        if set(conditions) - {"rank", "step", "attempt"}:
+            raise ValueError(f"{FAULT}: {part!r} has another condition than rank, step and attempt")
+        if match["action"] not in (*_SIGNALS, "raise", "exit", "enospc", "sleep", "spin", "nan", "flip"):
+            raise ValueError(f"{FAULT}: {part!r} has an unknown action")
+        faults.append(Fault(match["point"], conditions, match["action"], float(match["value"] or 0)))
+    return faults
+
+
+def _armed() -> list[Fault]:
+    text = os.environ.get(FAULT, "")
+    return parse(text) if text and os.environ.get(ARMED) == "1" else []
+
+
+_FAULTS = _armed()
+
+
+def at(point: str, step: int | None = None, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
+    """A place where a fault can strike.
+
+    Args:
+        point: Its name.
+        step: The step of the run, where there is one.
+        tensors: Gives what ``nan`` and ``flip`` can damage.
+
+    Raises:
+        InjectedError, OSError: The fault asks for it.
+    """
+    for fault in _FAULTS:
+        if fault.is_due(point, step):
+            _strike(fault, tensors)
+
+
+def _strike(fault: Fault, tensors: Callable[[], Iterable[Any]]) -> None:
+    if fault.action in _SIGNALS:
+        sys.stdout.flush()
+        os.kill(os.getpid(), _SIGNALS[fault.action])
+    elif fault.action == "raise":
+        raise InjectedError(f"injected at {fault.point}")
+    elif fault.action == "exit":
+        sys.exit(int(fault.value))
+    elif fault.action == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif fault.action == "sleep":
+        time.sleep(fault.value)
+    elif fault.action == "spin":
+        while True:
+            pass
+    else:
+        _damage(next(iter(tensors())), fault.action)
+
+
+def _damage(tensor: Any, action: str) -> None:
+    import torch
+
+    with torch.no_grad():
+        flat = tensor.detach().view(-1)
+        if action == "nan":
+            flat[0] = float("nan")
+        else:
+            flat[:1].view(torch.uint8)[0] ^= 1

@@ -1,0 +1,209 @@
+"""Which rank has stopped making progress, what it is doing, and the end of the run.
+
+A run hangs when a rank's heartbeat (``launch.heartbeat``) stays at one place for longer than the limit that the rank
+has written there itself. The ranks that wait for it are overdue at the same time; the rank named is the one that the
+others wait for: stopped or gone, else the one that is in no collective, else the one whose step is the lowest.
+
+Our launcher watches the ranks that it has started. Elsewhere (torchrun, Slurm) each rank has a thread that watches its
+own main thread. ``comm.stall`` asks another question, whether waiting ranks disagree about what comes next, and
+answers it within seconds; here any lack of progress counts, and the limit is a matter of time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.launch import heartbeat
+from shardwise.launch.exit_codes import TIMED_OUT, note_exit
+from shardwise.launch.heartbeat import Beat
+
+#: Interval between two looks.
+INTERVAL_S = 0.5
+#: Time over which the use of the processor is measured, and that ranks have to write their stacks.
+_SAMPLE_S = 0.5
+#: A record of another machine that is older than this comes from a process that does not run.
+_SILENT_S = 10.0
+#: A record of this machine that is older than this comes from a process whose threads do not get to run.
+_LOCKED_S = 4.0
+#: A message names at most so many ranks.
+_MOST_LINES = 16
+
+#: States of a main thread, those that explain a hang first.
+GONE, STOPPED, SILENT, LOCKED, COMPUTING, ELSEWHERE, WAITING = (
+    "gone: the process does not exist",
+    "stopped: state T, by SIGSTOP, a debugger or a frozen container",
+    "silent: its machine or process has written nothing lately",
+    "holding the interpreter's lock: no other thread of it has run lately",
+    "computing: its main thread uses the processor all the time",
+    "not in a collective",
+    "waiting for other ranks",
+)
+_ORDER = (GONE, STOPPED, SILENT, LOCKED, COMPUTING, ELSEWHERE, WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A run that makes no progress.
+
+    Attributes:
+        beat: The record of the rank that the others wait for.
+        text: What has been found, in lines.
+    """
+
+    beat: Beat
+    text: str
+
+
+class HangWatch:
+    """Finds ranks whose heartbeat stays at one place.
+
+    Only time during which this object was called counts: a machine that slept, or a container that was frozen and has
+    been thawed, is not a hang.
+    """
+
+    def __init__(self, directory: Path, ranks: Iterable[int]) -> None:
+        self._directory = directory
+        self._places: dict[int, tuple[object, float]] = dict.fromkeys(ranks, (None, 0.0))
+        self._looked_at = time.monotonic()
+
+    def overdue(self) -> Beat | None:
+        """A rank that has been at one place for longer than its limit. Call it every ``INTERVAL_S``."""
+        now = time.monotonic()
+        passed_s, self._looked_at = min(now - self._looked_at, 4 * INTERVAL_S), now
+        found = None
+        for rank, (place, since_s) in self._places.items():
+            beat = heartbeat.read(self._directory, rank)
+            if beat is None:
+                continue
+            same_s = since_s + passed_s if beat.place == place else 0.0
+            self._places[rank] = beat.place, same_s
+            if 0 < beat.limit_s <= same_s:
+                found = beat
+        return found
+
+
+def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
+    """Have the ranks of this machine write their stacks, and say which rank the others wait for.
+
+    Args:
+        directory: Where the heartbeats are.
+        ranks: All ranks of the run.
+        late: The record of a rank that is overdue.
+    """
+    beats = [beat for rank in ranks if (beat := heartbeat.read(directory, rank)) is not None] or [late]
+    here = [beat for beat in beats if beat.host == socket.gethostname()]
+    before = {beat.pid: _main_thread(beat.pid) for beat in here}
+    sizes = {beat.rank: _size(heartbeat.stacks_of(directory, beat.rank)) for beat in here}
+    for beat in here:
+        with contextlib.suppress(OSError):
+            os.kill(beat.pid, heartbeat.STACKS_SIGNAL)
+    time.sleep(_SAMPLE_S)
+    states = {beat.rank: _state(beat, before.get(beat.pid), is_here=beat in here) for beat in beats}
+    held = min(beats, key=lambda beat: (_ORDER.index(states[beat.rank]), beat.step, beat.rank))
+    lines = [
+        (
+            f"rank {held.rank} (pid {held.pid}) has made no progress for {late.limit_s:g} s at step {held.step}, in the"
+            f" phase '{held.phase}'; {states[held.rank]}"
+        ),
+        f"  rank {held.rank} was last seen {held.collective or 'before its first collective'}",
+    ]
+    others = [beat for beat in beats if beat is not held]
+    for beat in others[: _MOST_LINES - 1]:
+        where = beat.collective if beat.is_waiting else states[beat.rank]
+        lines.append(f"  rank {beat.rank} (pid {beat.pid}): step {beat.step}, phase '{beat.phase}', {where}")
+    if len(others) >= _MOST_LINES:
+        lines.append(f"  and {len(others) - _MOST_LINES + 1} more ranks")
+    written = [beat for beat in here if _size(heartbeat.stacks_of(directory, beat.rank)) > sizes[beat.rank]]
+    if written:
+        lines.append(
+            f"  stacks: {', '.join(str(heartbeat.stacks_of(directory, b.rank)) for b in written[:_MOST_LINES])}"
+        )
+    silent = [str(beat.rank) for beat in here if beat not in written]
+    if silent:
+        lines.append(f"  no stack of rank {', '.join(silent)}: a process that is stopped or gone cannot write one")
+    return Hang(held, "\n".join(lines))
+
+
+def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], str]) -> threading.Event:
+    """Watch this process from a thread of its own, and end it with code 82 when its main thread makes no progress.
+
+    For worlds that our launcher has not started. The first rank that gets there prints the message, and ends processes
+    of its machine that are stopped, which would not end by themselves.
+
+    Args:
+        directory: Where the heartbeats of all ranks are.
+        rank: This rank.
+        size: Number of ranks.
+        safe: Says which checkpoint is safe.
+
+    Returns:
+        What ends the watch when it is set.
+    """
+    ends = threading.Event()
+    said = directory / "hang.txt"
+    if rank == 0:
+        said.unlink(missing_ok=True)
+
+    def run() -> None:
+        watch = HangWatch(directory, [rank])
+        while not ends.wait(INTERVAL_S):
+            late = watch.overdue()
+            if late is not None:
+                _end_own_rank(directory, range(size), late, said, safe)
+
+    threading.Thread(target=run, name="shardwise-hang-watch", daemon=True).start()
+    return ends
+
+
+def _end_own_rank(directory: Path, ranks: Sequence[int], late: Beat, said: Path, safe: Callable[[], str]) -> None:
+    hang = explain(directory, ranks, late)
+    text = f"{hang.text}\n{safe()}"
+    with contextlib.suppress(FileExistsError, OSError), said.open("x", encoding="utf-8") as file:
+        file.write(text + "\n")
+        sys.stderr.write(f"shardwise: {text}\n")
+        sys.stderr.flush()
+        if hang.beat.host == socket.gethostname() and _state(hang.beat, None, is_here=True) == STOPPED:
+            with contextlib.suppress(OSError):
+                os.kill(hang.beat.pid, signal.SIGKILL)
+    note_exit(TIMED_OUT, hang.text.splitlines()[0], step=late.step)
+    os._exit(TIMED_OUT)
+
+
+def _state(beat: Beat, before: tuple[str, float] | None, *, is_here: bool) -> str:
+    if not is_here:
+        return SILENT if time.time() - beat.time_s > _SILENT_S else WAITING if beat.is_waiting else ELSEWHERE
+    now = _main_thread(beat.pid)
+    if now is None or now[0] in "ZX":
+        return GONE
+    if now[0] in "Tt":
+        return STOPPED
+    if time.time() - beat.time_s > _LOCKED_S:
+        return LOCKED
+    if beat.is_waiting:
+        return WAITING
+    spins = before is not None and before[0] == now[0] == "R" and now[1] > before[1]
+    return COMPUTING if spins else ELSEWHERE
+
+
+def _main_thread(pid: int) -> tuple[str, float] | None:
+    """State and seconds of processor of a process's main thread; ``None`` where there is no such process."""
+    for name in (f"/proc/{pid}/task/{pid}/stat", f"/proc/{pid}/stat"):
+        with contextlib.suppress(OSError):
+            fields = Path(name).read_text().rsplit(")", 1)[1].split()
+            return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return None
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0

@@ -1,0 +1,191 @@
+"""What this rank is doing, in a small file that others read while the rank hangs: ``logs/heartbeat-RANK.json``.
+
+The main thread writes the file whenever it enters another phase or step; a thread writes it twice a second with the
+collective that the main thread is in. A record has a fixed size and is written by one ``pwrite`` without fsync, which
+takes some microseconds. ``launch.hang`` reads the files.
+
+:func:`begin` also lets this process write the stacks of all its threads to ``logs/stack-RANK.txt`` when it gets
+``STACKS_SIGNAL``. faulthandler does that in C, so that it works while a thread holds the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: A real-time signal that neither Python nor torch, NCCL, Slurm or torch elastic uses.
+STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+#: Interval at which the thread writes.
+INTERVAL_S = 0.5
+
+RECORD_BYTES = 1024
+_LONGEST_COLLECTIVE = 300
+
+#: ru_maxrss is in KiB on Linux, in bytes on macOS.
+_RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
+
+
+@dataclass(slots=True)
+class Beat:
+    """One record.
+
+    Attributes:
+        rank: Rank of the process.
+        pid: Its number.
+        host: Name of its machine.
+        step: The step that is being made; 0 before the first.
+        phase: What the main thread does: ``start``, ``step``, ``evaluation``, ``save``, ``load`` or ``end``.
+        moves: Counts what the main thread has finished inside the phase, such as microbatches.
+        limit_s: How long the main thread may take for the next move, phase or step; 0: for ever.
+        saved_step: The newest step of this run that is in a checkpoint; 0 for none.
+        collective: The collective that the main thread waits in, or the last one.
+        is_waiting: Whether the main thread, or the device, waits in that collective.
+        peak_rss_bytes: The most memory of the host that the process has held.
+        time_s: Time of the record, in seconds since the epoch.
+    """
+
+    rank: int
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+    step: int = 0
+    phase: str = "start"
+    moves: int = 0
+    limit_s: float = 0.0
+    saved_step: int = 0
+    collective: str = ""
+    is_waiting: bool = False
+    peak_rss_bytes: int = 0
+    time_s: float = 0.0
+
+    @property
+    def place(self) -> tuple[int, int, str, int]:
+        """What changes while the main thread goes on."""
+        return self.pid, self.step, self.phase, self.moves
+
+
+class Heart:
+    """Writes the records of this process."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.beat = Beat(rank)
+        self._where: Callable[[], tuple[str, bool]] | None = None
+        self._file = os.open(path_of(directory, rank), os.O_RDWR | os.O_CREAT, 0o644)
+        self._stacks = stacks_of(directory, rank).open("a", encoding="utf-8")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self.write()
+        self._thread = threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        """Write a record. A disk that refuses is left alone: a run does not end for want of a heartbeat."""
+        beat = self.beat
+        beat.time_s = time.time()
+        record = json.dumps({name: getattr(beat, name) for name in beat.__slots__}).encode()
+        with contextlib.suppress(OSError):
+            os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
+
+    def look_where(self) -> None:
+        """Note the collective that the main thread is in, and the memory that the process has held."""
+        if self._where is not None:
+            collective, self.beat.is_waiting = self._where()
+            self.beat.collective = collective[:_LONGEST_COLLECTIVE]
+        self.beat.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
+
+    def ask(self, where: Callable[[], tuple[str, bool]]) -> None:
+        """Let ``where`` say which collective the main thread is in, and whether it waits there."""
+        self._where = where
+
+    def end(self) -> None:
+        """Stop the thread; the last record stays."""
+        self._ends.set()
+        self._thread.join(timeout=2 * INTERVAL_S)
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._stacks.close()
+        os.close(self._file)
+
+    def _run(self) -> None:
+        while not self._ends.wait(INTERVAL_S):
+            self.look_where()
+            self.write()
+
+
+#: The one of this process, while there is one.
+_heart: Heart | None = None
+
+
+def begin(directory: Path, rank: int) -> Heart:
+    """Begin to write this process's records into ``directory``; where that has been done, nothing changes.
+
+    Raises:
+        OSError: The files cannot be made.
+    """
+    global _heart  # noqa: PLW0603 - one per process, as its main thread is one
+    if _heart is None:
+        _heart = Heart(directory, rank)
+    return _heart
+
+
+def end() -> None:
+    """Stop writing."""
+    global _heart
+    heart, _heart = _heart, None
+    if heart is not None:
+        heart.end()
+
+
+def enter(phase: str, *, step: int | None = None, limit_s: float | None = None, saved_step: int | None = None) -> None:
+    """Note that the main thread enters a phase or a step. What is not given stays. Nothing where nobody has begun."""
+    if _heart is None:
+        return
+    _heart.look_where()
+    beat = _heart.beat
+    beat.phase, beat.moves = phase, 0
+    beat.step = beat.step if step is None else step
+    beat.limit_s = beat.limit_s if limit_s is None else limit_s
+    beat.saved_step = beat.saved_step if saved_step is None else saved_step
+    _heart.write()
+
+
+def move() -> None:
+    """Note that the main thread has gone on inside its phase; the thread writes that soon."""
+    if _heart is not None:
+        _heart.beat.moves += 1
+
+
+def path_of(directory: Path, rank: int) -> Path:
+    """The file of a rank's records."""
+    return directory / f"heartbeat-{rank}.json"
+
+
+def stacks_of(directory: Path, rank: int) -> Path:
+    """The file that a rank writes its stacks to."""
+    return directory / f"stack-{rank}.txt"
+
+
+def read(directory: Path, rank: int) -> Beat | None:
+    """A rank's newest record; ``None`` where there is none, or none that is whole."""
+    try:
+        with path_of(directory, rank).open("rb") as file:
+            return Beat(**json.loads(file.read(RECORD_BYTES)))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def clear(directory: Path) -> None:
+    """Remove the records of an earlier attempt, so that nobody takes them for those of this one."""
+    for path in directory.glob("heartbeat-*.json"):
+        path.unlink(missing_ok=True)

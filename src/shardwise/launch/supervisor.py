@@ -1,0 +1,133 @@
+"""What the launcher does while its workers run: it passes signals on, and ends a run that hangs or does not stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from shardwise.launch import heartbeat
+from shardwise.launch.hang import INTERVAL_S, Hang, HangWatch, explain
+from shardwise.launch.stop_request import REQUESTS
+from shardwise.launch.worker import LAUNCHER_PID
+
+#: A worker without a heartbeat (its logs cannot be written) gets a signal all the same after this time.
+_LATEST_S = 10.0
+
+
+class Supervisor:
+    """Watches the workers of one launcher, whatever the attempt, from a thread.
+
+    The first signal is passed to every worker as soon as the worker can take it. A second one ends all workers at once,
+    as the end of the time does that they have after the first.
+
+    Attributes:
+        stopped_by: The first signal that came; ``None`` for none.
+        is_ended: Whether this object has ended the workers for a second signal or a hang, or because time was over.
+        hang: The hang for which the workers were ended.
+    """
+
+    def __init__(self, logs: Path, num_ranks: int, grace_s: float) -> None:
+        self.stopped_by: int | None = None
+        self.is_ended = False
+        self.hang: Hang | None = None
+        self._logs, self._num_ranks, self._grace_s = logs, num_ranks, grace_s
+        self._stopped_at_s = 0.0
+        self._told: set[int] = set()
+        self._kept: dict[int, Any] = {}
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Take over this process's signals, where this is the main thread, and begin to watch."""
+        if threading.current_thread() is threading.main_thread():
+            for number in REQUESTS:
+                self._kept[number] = signal.signal(number, self._note)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Watch no longer and give the signals back."""
+        self._ends.set()
+        self._thread.join()
+        for number, handler in self._kept.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.stopped_by is None:
+            self.stopped_by, self._stopped_at_s = number, time.monotonic()
+            name = signal.Signals(number).name
+            sys.stderr.write(f"shardwise: {name}: the ranks finish their step, save and end; once more ends at once\n")
+        else:
+            self._end()
+
+    def _run(self) -> None:
+        watch = HangWatch(self._logs, range(self._num_ranks))
+        while not self._ends.wait(INTERVAL_S / 2):
+            if self.stopped_by is not None:
+                self._pass_on(self.stopped_by)
+                if time.monotonic() - self._stopped_at_s > self._grace_s and not self.is_ended:
+                    self._end()
+            late = watch.overdue()
+            if late is not None and self.hang is None and not self.is_ended and late.pid in self._workers():
+                self.hang = explain(self._logs, range(self._num_ranks), late)
+                self._end()
+
+    def _pass_on(self, number: int) -> None:
+        beats = [heartbeat.read(self._logs, rank) for rank in range(self._num_ranks)]
+        ready = {beat.pid for beat in beats if beat is not None}
+        is_late = time.monotonic() - self._stopped_at_s > _LATEST_S
+        for pid in self._workers() - self._told:
+            if pid in ready or is_late:
+                self._told.add(pid)
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+
+    def _end(self) -> None:
+        self.is_ended = True
+        kill_workers()
+
+    def _workers(self) -> set[int]:
+        """The workers themselves, without the processes that they have started."""
+        return {pid for pid in _started_here() if _parent(pid) == os.getpid()}
+
+
+def kill_workers() -> None:
+    """Kill all workers of this process and what they have started. A worker leads a session of its own."""
+    for pid in _started_here():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def num_killed_for_memory() -> int:
+    """How many processes the kernel of this machine has killed for want of memory since it started."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _started_here() -> set[int]:
+    mark = f"{LAUNCHER_PID}={os.getpid()}\0".encode()
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes() and path.parent.name != str(os.getpid()):
+                found.add(int(path.parent.name))
+    return found
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return 0

@@ -1,0 +1,240 @@
+"""Which tokens of a conversation, or of a prompt and its answer, are learned.
+
+A conversation becomes text by the chat template of its tokenizer. Where the template marks what the assistant says
+(``{% generation %}``), that is learned. Any other template is applied to the conversation up to an answer, once without
+and once with it: what the answer adds is learned, with the mark that ends it; where the whole conversation has the
+answer without its thoughts, that part of it. A token that begins in front of an answer
+and reaches into it is learned as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import did_you_mean, printable
+from shardwise.train.data.examples import Example
+from shardwise.train.data.token_files import DataError
+
+#: Columns that are looked for, in this order.
+MESSAGES, SHARED, PROMPT, COMPLETION, TEXT = "messages", "conversations", "prompt", "completion", "text"
+#: Names of speakers in data of ShareGPT's form, by those that templates know.
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "function_call": "tool"}
+_AT_ONCE = 1000
+
+
+def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
+    """The column that a data set is trained on: the one that was asked for, or the first that is known.
+
+    Args:
+        columns: All of them.
+        wanted: ``data.column``.
+        name: Of the source, for messages.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    shown = ", ".join(printable(column) for column in columns)
+    if wanted is not None:
+        if wanted not in columns:
+            raise ConfigError(
+                f"data.column={printable(wanted)}: {printable(name)} has the columns {shown}."
+                f"{did_you_mean(wanted, columns)}\n  Name one of them."
+            )
+        return wanted
+    for column in (MESSAGES, SHARED, PROMPT, TEXT):
+        if column in columns and (column != PROMPT or COMPLETION in columns):
+            return column
+    raise ConfigError(
+        f"{printable(name)} has the columns {shown}, none of which is {MESSAGES}, {SHARED}, {PROMPT} with {COMPLETION},"
+        f" or {TEXT}.\n  Name the column of the text or of the messages: data.column=..."
+    )
+
+
+def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | None:
+    """Where an answer ends in a conversation's text.
+
+    Args:
+        text: Of the whole conversation.
+        before: Of what comes before the answer, with what announces it.
+        with_answer: Of the conversation up to the answer.
+        content: The answer.
+
+    Returns:
+        One past its last character; ``None`` where it is not to be found.
+    """
+    if not (text.startswith(before) and with_answer.startswith(before)):
+        return None
+    if text.startswith(with_answer):
+        return len(with_answer)
+    # Templates of models that think write the last answer with its thoughts, and earlier ones without.
+    for said in (str(content), str(content).rpartition("</think>")[2].strip()):
+        at = with_answer.rfind(said) if said else -1
+        if at >= len(before) and text.startswith(before + with_answer[at:]):
+            return len(before) + len(with_answer) - at
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """How rows become examples.
+
+    Attributes:
+        held: The tokenizer of transformers.
+        column: The column of the messages, or of the prompts.
+        learns: ``assistant``: all that the assistant says; ``last``: its last answer; ``all``: every token.
+        template: The chat template; ``None``: the tokenizer's own.
+    """
+
+    held: Any
+    column: str
+    learns: str
+    template: str | None = None
+
+    @property
+    def key(self) -> list[str]:
+        """What of it decides about the examples."""
+        return [self.column, self.learns, self.template or ""]
+
+    def check(self) -> None:
+        """Refuse a tokenizer that cannot do it.
+
+        Raises:
+            ConfigError: It has no template, or does not say where its tokens begin.
+        """
+        if not getattr(self.held, "is_fast", False):
+            raise ConfigError(
+                "the tokenizer does not say where in the text its tokens begin, which answers are found by.\n"
+                "  Save it in the form of the tokenizers package (tokenizer.json)."
+            )
+        if self.column != PROMPT and self.template is None and not self.held.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template, by which conversations become text.\n"
+                "  Name a file with one: data.chat_template=FILE.jinja."
+            )
+
+    def examples(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Example]:
+        """The examples of rows, in their order.
+
+        Raises:
+            DataError: A row cannot be used; it is named by its number.
+            ConfigError: The template cannot be used.
+        """
+        numbered = enumerate(rows)
+        if self._is_marked:
+            yield from (self._marked(number, row) for number, row in numbered)
+        while some := list(itertools.islice(numbered, _AT_ONCE)):
+            texts, spans = zip(*(self._text_of(number, row) for number, row in some), strict=True)
+            adds = self.column == PROMPT  # a template writes what begins a text by itself
+            encoded = self.held(
+                list(texts), add_special_tokens=adds, return_offsets_mapping=True, verbose=False, padding=False
+            )
+            for (_, row), ids, offsets, wanted in zip(
+                some, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True
+            ):
+                ends = adds and not isinstance(row[PROMPT], list)
+                yield self._example(ids, offsets, wanted, ends=ends)
+
+    def _example(self, ids: list[int], offsets: Sequence[Any], wanted: Any, *, ends: bool) -> Example:
+        end = self.held.eos_token_id
+        if wanted is None:
+            spans = [(0, len(ids))]
+        else:
+            begins, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
+            found = [np.flatnonzero((begins < last) & (stops > first) & (stops > begins)) for first, last in wanted]
+            spans = [(int(places[0]), int(places[-1]) + 1) for places in found if places.size]
+        if ends and end is not None:  # a text of its own ends with the end-of-text token, which is learned
+            if ids[-1:] == [end]:
+                ids = ids[:-1]
+            spans[-1:] = [(spans[-1][0], len(ids) + 1)] if spans else []
+            ids = [*ids, end]
+        return Example(ids, spans)
+
+    def _text_of(self, number: int, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
+        """A row's text, and which of its characters are learned; ``None``: all."""
+        value, tools = row.get(self.column), row.get("tools") or None
+        if self.column == PROMPT:
+            answer = row.get(COMPLETION)
+            if isinstance(value, str) and isinstance(answer, str):
+                return value + answer, None if self.learns == "all" else [(len(value), len(value) + len(answer))]
+            if not isinstance(value, list) or not isinstance(answer, list):
+                raise self._wrong(number, f"{PROMPT} and {COMPLETION} are texts, or both lists of messages")
+            begin = self._messages(number, value)
+            return self._rendered(number, begin + self._messages(number, answer), tools, first=len(begin))
+        return self._rendered(number, self._messages(number, value), tools)
+
+    def _messages(self, number: int, value: Any) -> list[dict[str, Any]]:
+        if not isinstance(value, list):
+            raise self._wrong(number, f"{self.column} is a list of messages, each with a role and a content")
+        found = []
+        for message in value:
+            if isinstance(message, Mapping) and "from" in message and "value" in message:
+                speaker = message["from"]
+                found.append({"role": _SPEAKERS.get(speaker, speaker), "content": message["value"]})
+            elif isinstance(message, Mapping) and isinstance(message.get("role"), str):
+                found.append({key: held for key, held in message.items() if held is not None})
+            else:
+                raise self._wrong(number, "every message has a role and a content")
+        if not found:
+            raise self._wrong(number, "a conversation has messages")
+        return found
+
+    def _rendered(
+        self, number: int, messages: list[dict[str, Any]], tools: Any, *, first: int = 0
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        text = self._apply(number, messages, tools)
+        if self.learns == "all":
+            return text, None
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= first]
+        if self.learns == "last":
+            answers = answers[-1:]
+        spans = []
+        for at in answers:
+            before = self._apply(number, messages[:at], tools, add_generation_prompt=True)
+            with_answer = self._apply(number, messages[: at + 1], tools)
+            end = _end_of(text, before, with_answer, messages[at].get("content"))
+            if end is None:
+                raise ConfigError(
+                    f"row {number:,}: the chat template writes the conversation up to answer {at} otherwise when more"
+                    " follows, so that the answer cannot be found in the whole.\n"
+                    "  Mark answers in the template with {% generation %} (data.chat_template=FILE), or set"
+                    " data.learns=last."
+                )
+            spans.append((len(before), end))
+        return text, spans
+
+    @property
+    def _is_marked(self) -> bool:
+        """The template says what the assistant's part is."""
+        if self.column == PROMPT or self.learns != "assistant":
+            return False
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.held.get_chat_template(self.template)) is not None
+
+    def _marked(self, number: int, row: Mapping[str, Any]) -> Example:
+        """A row as a template that marks the assistant's part writes it."""
+        messages = self._messages(number, row.get(self.column))
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._apply(number, messages, row.get("tools") or None, **options)
+        edges = np.flatnonzero(np.diff(np.asarray(found["assistant_masks"]), prepend=0, append=0)).tolist()
+        return Example(found["input_ids"], list(itertools.pairwise(edges))[::2])
+
+    def _apply(self, number: int, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
+        if not messages:
+            return ""
+        try:
+            return self.held.apply_chat_template(
+                messages, tools=tools, chat_template=self.template, tokenize="return_dict" in options, **options
+            )
+        except Exception as error:  # noqa: BLE001  a template raises what it likes
+            raise self._wrong(number, f"the chat template takes it ({printable(str(error).splitlines()[0])})") from None
+
+    def _wrong(self, number: int, expected: str) -> DataError:
+        return DataError(
+            f"row {number:,} of the data cannot be used: expected that {expected}.\n  Correct the row, or leave it out."
+        )

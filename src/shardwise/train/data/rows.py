@@ -1,0 +1,56 @@
+"""What a step reads: some rows of tokens, by their index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Rows(NamedTuple):
+    """Some samples, int64 each.
+
+    Attributes:
+        inputs: (B, T).
+        targets: (B, T), what should follow; -100 where nothing is learned.
+        positions: (B, T), places in the document, where documents do not see each other; else ``None``.
+        mask: (B, T), 1 where attention may look, 0 at padding; ``None``: everywhere.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray | None = None
+    mask: np.ndarray | None = None
+
+
+class Samples(Protocol):
+    """What is read by index.
+
+    Attributes:
+        num_samples: How many there are.
+        num_tokens: Tokens that they are made of.
+    """
+
+    @property
+    def num_samples(self) -> int:
+        """As above."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """As above."""
+        ...
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """These samples.
+
+        Raises:
+            IndexError: There is no such sample.
+            DataError: A file is damaged, or an id is not in the vocabulary.
+        """
+        ...
+
+    def num_targets(self, indices: Iterable[int]) -> int | None:
+        """How many tokens of these samples are learned; ``None``: all. Reads no tokens."""
+        ...

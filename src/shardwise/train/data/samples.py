@@ -1,0 +1,260 @@
+"""The samples of a source by their index: how its tokens are cut, and which are held out.
+
+Of text and token files sample ``i`` of a part is ``seq_len + 1`` tokens from ``i * seq_len`` on: inputs are all but the
+last, targets all but the first. The last ``held_out`` of the tokens is the held-out part, so the two share no token. Of
+examples a sample is a row of them (``data.packing``), and the last of the examples are held out.
+
+A file is opened and mapped when a sample asks for it, and a sample's ids are compared with the vocabulary then.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.train.data.masked import MaskedSamples
+from shardwise.train.data.packing import pack, split_examples
+from shardwise.train.data.pairs import PairRows
+from shardwise.train.data.rows import Rows, Samples
+from shardwise.train.data.source import Source, mixed
+from shardwise.train.data.token_files import DataError, is_token_file, map_tokens, unknown_token
+from shardwise.train.task import CAUSAL, Task
+
+#: Files that are mapped at a time.
+MAPPED_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples of one part of a source.
+
+    Attributes:
+        arrays: One array of tokens per file.
+        start: First token of the part, counted over all files.
+        num_tokens: Tokens of the part.
+        seq_len: Tokens per sample.
+        vocab_size: Ids have to be below; ``None``: they are.
+        end: The id that ends a document, where documents do not see each other.
+    """
+
+    arrays: Sequence[np.ndarray]
+    start: int
+    num_tokens: int
+    seq_len: int
+    vocab_size: int | None = None
+    end: int | None = None
+    _ends: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        arrays = self.arrays
+        lengths = arrays.lengths if isinstance(arrays, MappedFiles) else [len(array) for array in arrays]
+        object.__setattr__(self, "_ends", list(itertools.accumulate(lengths)))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the part."""
+        return max(0, (self.num_tokens - 1) // self.seq_len)
+
+    def sample(self, index: int) -> np.ndarray:
+        """The ``seq_len + 1`` tokens of a sample, int64.
+
+        Raises:
+            IndexError: There is no such sample.
+            DataError: A file of it is damaged, or an id is not in the vocabulary.
+        """
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        return self._read(self.start + index * self.seq_len, self.seq_len + 1)
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """These samples; positions begin anew behind every end of a document."""
+        return _shifted(np.stack([self.sample(index) for index in indices]), self.end)
+
+    def num_targets(self, indices: Iterable[int]) -> None:
+        """Every token is learned."""
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        out = np.empty(count, np.int64)
+        done = 0
+        file = bisect.bisect_right(self._ends, start)
+        while done < count:
+            array, before = self.arrays[file], self._ends[file - 1] if file else 0
+            piece = array[start + done - before : start + count - before]
+            if self.vocab_size is not None and piece.size and int(piece.max()) >= self.vocab_size:
+                raise self._unknown(file, start + done - before, piece, self.vocab_size)
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+            file += 1
+        return out
+
+    def _unknown(self, file: int, place: int, piece: np.ndarray, vocab_size: int) -> DataError:
+        path = self.arrays.files[file] if isinstance(self.arrays, MappedFiles) else file
+        return unknown_token(path, place, piece, vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPart:
+    """Endless uniform tokens; sample ``i`` depends on the seed and ``i`` only."""
+
+    seed: int
+    stream: int
+    vocab_size: int
+    seq_len: int
+    num_samples: int = 1 << 40
+
+    @property
+    def num_tokens(self) -> int:
+        """Endless, too."""
+        return self.num_samples * self.seq_len
+
+    def sample(self, index: int) -> np.ndarray:
+        """The ``seq_len + 1`` tokens of a sample, int64."""
+        key = np.array([self.seed, self.stream], np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64)))
+        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64)
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """These samples."""
+        return _shifted(np.stack([self.sample(index) for index in indices]), None)
+
+    def num_targets(self, indices: Iterable[int]) -> None:
+        """Every token is learned."""
+
+
+def _shifted(tokens: np.ndarray, end: int | None) -> Rows:
+    """Rows of (B, T + 1) tokens."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if end is None:
+        return Rows(inputs, targets, None)
+    places = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    begins = np.zeros_like(places)
+    begins[:, 1:] = np.where(inputs[:, :-1] == end, places[:, 1:], 0)
+    return Rows(inputs, targets, places - np.maximum.accumulate(begins, axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Both parts of a source."""
+
+    train: Samples
+    held_out: Samples
+
+
+def open_data(
+    source: Source,
+    *,
+    seq_len: int,
+    held_out: float,
+    vocab_size: int,
+    seed: int,
+    packs: bool = True,
+    end: int | None = None,
+    task: Task = CAUSAL,
+) -> Data:
+    """Split a source. Its files are opened when samples are read.
+
+    Args:
+        source: Of any kind but ``records``, which are tokenized first.
+        seq_len: Tokens per sample.
+        held_out: Share that is not trained on.
+        vocab_size: The model's.
+        seed: Of ``random``.
+        packs: Several examples share a row; else each has one.
+        end: The id that ends a document, where documents of a stream do not see each other.
+        task: What the model is trained for.
+
+    Raises:
+        DataError: A part has no whole sample.
+    """
+    if source.kind == "random":
+        parts = RandomPart(seed, 0, vocab_size, seq_len), RandomPart(seed, 1, vocab_size, seq_len)
+        return for_task(Data(*parts), task, seq_len, vocab_size, seed)
+    if source.kind == "examples":
+        parts = split_examples(source.files[0].parent, held_out)
+        if task.has_pairs:
+            return Data(*(PairRows(part, seq_len, task.pad, is_label=task.labels is not None) for part in parts))
+        return Data(*(pack(part, seq_len, packs=packs) for part in parts))
+    train_tokens = split_point(source.num_tokens, held_out, seq_len)
+    arrays, below = MappedFiles(source), vocab_size if source.kind == "tokens" else None
+    data = Data(
+        Part(arrays, 0, train_tokens, seq_len, below, end),
+        Part(arrays, train_tokens, source.num_tokens - train_tokens, seq_len, below, end),
+    )
+    check_size(source, data, seq_len=seq_len, needed=1)
+    return for_task(data, task, seq_len, vocab_size, seed)
+
+
+def for_task(data: Data, task: Task, seq_len: int, vocab_size: int, seed: int) -> Data:
+    """The same samples, with hidden tokens where the task is to find them."""
+    if task.mask is None:
+        return data
+    return Data(*(MaskedSamples(part, seq_len, task.mask, vocab_size, seed) for part in (data.train, data.held_out)))
+
+
+def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
+    """How many of the tokens are for training; the rest, at least one sample where there are two, is held out."""
+    held = max(int(num_tokens * held_out), min(seq_len + 1, num_tokens // 2))
+    return num_tokens - held
+
+
+def check_size(source: Source, data: Data, *, seq_len: int, needed: int, needed_held_out: int = 1) -> None:
+    """Refuse a source with fewer than ``needed`` training or ``needed_held_out`` held-out samples.
+
+    Raises:
+        DataError: With the arithmetic.
+    """
+    for label, part, least in (("training", data.train, needed), ("held-out", data.held_out, needed_held_out)):
+        if part.num_samples < least:
+            raise DataError(
+                f"{source.name}: {source.num_tokens:,} tokens leave {part.num_tokens:,} for the {label} part, that is"
+                f" {part.num_samples:,} samples of {seq_len:,}; {least:,} {'is' if least == 1 else 'are'} needed.\n"
+                "  Use more text, a smaller data.seq_len, or a smaller global batch."
+            )
+
+
+class MappedFiles(Sequence[np.ndarray]):
+    """The tokens of each file of a source: mapped when they are first read, the ``MAPPED_FILES`` used last at a time.
+
+    Attributes:
+        files: In order.
+        lengths: Tokens of each.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.files, self.lengths = source.files, source.lengths
+        self._open = functools.lru_cache(MAPPED_FILES)(
+            lambda index: _opened(source, self.files[index], self.lengths[index])
+        )
+
+    def __len__(self) -> int:
+        """Number of files."""
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> np.ndarray:  # pyrefly: ignore[bad-override]
+        """The tokens of a file.
+
+        Raises:
+            DataError: It is damaged, or another than it was when the run began.
+        """
+        return self._open(index)
+
+
+def _opened(source: Source, file: Path, length: int) -> np.ndarray:
+    if source.kind == "tokens":
+        if not is_token_file(file):
+            raise mixed(file, source.name)
+        tokens = map_tokens(file)
+        if len(tokens) != length:
+            raise DataError(
+                f"{file}: {len(tokens):,} tokens, but the other files of {source.name!r} are such that its size stands"
+                f" for {length:,}.\n  Write all of them with one vocabulary, and do not change them while a run reads"
+                " them."
+            )
+        return tokens
+    return np.memmap(file, np.uint8, "r", shape=(length,))

@@ -1,0 +1,281 @@
+"""What a source's name means: its files, what is in them, and a look at them before training.
+
+A *source* is a file, a folder (every visible file below it), a glob, ``stdlib`` (the source text of Python's own
+standard library) or ``random``. Its files hold text, token ids (``token_files``), or the rows of a data set
+(``records``); one kind only. They are taken in the order of their paths. Text must be UTF-8.
+
+A run starts in seconds however much data there is. Before the first step names and sizes are read, and of the content
+at most ``LOOKED_AT_BYTES`` of at most ``LOOKED_AT_FILES`` files, evenly spaced.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from shardwise.train.data.token_files import DataError, check_tokens, is_index_of_tokens, is_token_file, read_header
+
+T = TypeVar("T")
+
+#: Tokens of the byte-level tokenizer.
+BYTE_VOCAB = 256
+
+#: How much of the standard library's text is used unless ``max_bytes`` says otherwise.
+STDLIB_BYTES = 4_000_000
+
+#: What is opened and read before training begins: of more files, or more bytes, only so many.
+LOOKED_AT_FILES, LOOKED_AT_BYTES = 256, 1 << 24
+
+_CHUNK = 1 << 22
+#: How the names of files end that hold the rows of a data set, before an ending such as ``.gz``; those of the second
+#: kind are text where others lie beside them.
+RECORDS, RECORDS_OR_TEXT = (".jsonl", ".parquet", ".arrow"), (".json", ".csv")
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+#: What ``datasets.Dataset.save_to_disk`` writes beside its files.
+_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
+
+_LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a source name means: the files, what their tokens are, and how many.
+
+    Attributes:
+        name: As it was configured.
+        kind: ``text``, ``tokens``, ``records``, ``examples`` (``data.examples``) or ``random``.
+        files: In order.
+        lengths: Tokens taken from each file; of records, which nobody has read yet, its bytes.
+        vocab_size: Ids are below this; ``None``: the model's, as for ``random`` and files that do not say.
+        streams: Text or rows are tokenized while training goes on (``data.stream``).
+        column: Of rows: that of the texts.
+    """
+
+    name: str
+    kind: str
+    files: tuple[Path, ...]
+    lengths: tuple[int, ...]
+    vocab_size: int | None
+    streams: bool = False
+    column: str = "text"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all."""
+        return sum(self.lengths)
+
+    def check(self, vocab_size: int) -> None:
+        """Look at the data: text must be UTF-8, token ids must be below ``vocab_size``.
+
+        Of much data only the beginnings of some files are read; ids beyond are compared when their sample is read.
+
+        Raises:
+            DataError: File, line or position are named.
+        """
+        for file, length, most in self._looked_at():
+            if self.kind in {"tokens", "examples"}:
+                check_tokens(file, vocab_size, num_bytes=most)
+            elif self.kind == "text":
+                check_text(file, min(length, most))
+
+    def fingerprint(self) -> str:
+        """A hash that changes when the data does.
+
+        Covers kind, file names and lengths, and of the content what is looked at: of much data the beginnings and ends
+        of some files.
+        """
+        digest = hashlib.sha256(f"{self.kind}\0{self.vocab_size}\0".encode())
+        for file, length in zip(self.files, self.lengths, strict=True):
+            digest.update(f"{file.name}\0{length}\0".encode())
+        for file, _, most in self._looked_at():
+            size = file.stat().st_size
+            digest.update(f"{size}\0".encode())
+            with file.open("rb") as handle:
+                if size <= most:
+                    digest.update(handle.read())
+                    continue
+                digest.update(handle.read(most // 2))
+                handle.seek(size - most // 2)
+                digest.update(handle.read())
+        return digest.hexdigest()
+
+    def _looked_at(self) -> list[tuple[Path, int, int]]:
+        """The files that are opened before training, their tokens, and how many bytes are read of each."""
+        held = _spaced(list(zip(self.files, self.lengths, strict=True)))
+        whole = sum(file.stat().st_size for file, _ in held) <= LOOKED_AT_BYTES
+        most = LOOKED_AT_BYTES if whole else LOOKED_AT_BYTES // len(held)
+        return [(file, length, most) for file, length in held]
+
+
+def find_source(name: str, *, max_bytes: int | None = None) -> Source:
+    """Find the files behind a source name; reads names, sizes and headers only.
+
+    Raises:
+        DataError: Nothing is there, it is empty, or a token file is damaged.
+    """
+    if name == "random":
+        return Source(name, "random", (), (), None)
+    if name == "stdlib":
+        return _text(name, _stdlib_files(), STDLIB_BYTES if max_bytes is None else max_bytes)
+    try:
+        files = _find_files(name)
+        looked_at = _spaced(files)
+        if holds_records(files):
+            return _records(name, files, max_bytes)
+        kinds = [is_token_file(file) for file in looked_at]
+        if any(kinds):
+            if not all(kinds):
+                raise mixed(looked_at[kinds.index(False)], name)
+            return _tokens(name, files, looked_at, max_bytes)
+        return _text(name, files, max_bytes)
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}.\n  Check data.source and its permissions.") from None
+
+
+def _spaced(items: Sequence[T]) -> list[T]:
+    """At most ``LOOKED_AT_FILES`` of them, evenly spaced, the first and the last among them."""
+    count = min(len(items), LOOKED_AT_FILES)
+    return [items[index * (len(items) - 1) // max(count - 1, 1)] for index in range(count)]
+
+
+def mixed(file: Path, name: str) -> DataError:
+    """The error for a file that holds no ids, beside others that do."""
+    return DataError(f"{file}: a text file beside token files in {name!r}.\n  Keep them in separate folders.")
+
+
+def ending(file: Path) -> str:
+    """How a file's name ends, that of a compression left out."""
+    endings = [part for part in file.suffixes if part not in _COMPRESSED]
+    return endings[-1] if endings else ""
+
+
+def holds_records(files: Sequence[Path]) -> bool:
+    """Whether the names say that these are rows of a data set."""
+    endings = {ending(file) for file in files if file.name not in _SAVED}
+    return not endings.isdisjoint(RECORDS) or (bool(endings) and endings.issubset(RECORDS_OR_TEXT))
+
+
+def _records(name: str, files: Sequence[Path], max_bytes: int | None) -> Source:
+    if max_bytes is not None:
+        raise DataError(f"data.max_bytes is for text, and {name!r} holds rows of a data set.\n  Take max_bytes out.")
+    files = [file for file in files if file.name not in _SAVED]
+    kinds = {ending(file): file for file in reversed(files)}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{kinds[min(kinds)]} lies beside {kinds[max(kinds)]} in {name!r}, and a data set has files of one kind.\n"
+            "  Keep them in separate folders, or choose with a glob, such as 'folder/*.parquet'."
+        )
+    return Source(name, "records", tuple(files), tuple(file.stat().st_size for file in files), None)
+
+
+def _tokens(name: str, files: Sequence[Path], looked_at: Sequence[Path], max_bytes: int | None) -> Source:
+    if max_bytes is not None:
+        raise DataError(f"data.max_bytes is for text, and {name!r} holds token files.\n  Take max_bytes out.")
+    headers = {file: read_header(file) for file in looked_at}
+    usual = headers[looked_at[0]]
+    lengths = [
+        headers[file].num_tokens if file in headers else (file.stat().st_size - usual.offset) // usual.item_bytes
+        for file in files
+    ]
+    if sum(lengths) == 0:
+        raise DataError(f"{files[0]}: no tokens.\n  Name another source.")
+    vocab = {header.vocab_size for header in headers.values()}
+    if len(vocab) > 1:
+        raise DataError(
+            f"the token files of {name!r} have different vocabularies: {', '.join(map(str, vocab))}.\n"
+            "  Use one of them."
+        )
+    return Source(name, "tokens", tuple(files), tuple(lengths), vocab.pop())
+
+
+def _text(name: str, files: Iterable[Path], limit: int | None) -> Source:
+    held: list[Path] = []
+    lengths: list[int] = []
+    left = limit
+    for file in files:
+        size = file.stat().st_size
+        take = size if left is None else min(size, left)
+        if take:
+            held.append(file)
+            lengths.append(take)
+        if left is not None:
+            left -= take
+            if left == 0:
+                break
+    if not held:
+        raise DataError(f"{name}: the text is empty.\n  Name a source with text in it.")
+    return Source(name, "text", tuple(held), tuple(lengths), BYTE_VOCAB)
+
+
+def _find_files(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    pair = path.with_name(f"{path.name}.bin")  # Megatron names its two files by what they have in common
+    path = pair if not path.exists() and pair.is_file() and is_token_file(pair) else path
+    if path.is_file():
+        return [path.with_suffix(".bin") if is_index_of_tokens(path) else path]
+    if (path / "dataset_dict.json").is_file():  # several splits, as datasets.DatasetDict.save_to_disk writes them
+        if not (path / "train").is_dir():
+            raise DataError(f"{path}: a data set without a split named train.\n  Name the folder of one of its splits.")
+        path /= "train"
+    if path.is_dir():
+        files = sorted(
+            file
+            for file in path.rglob("*")
+            if file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and not is_index_of_tokens(file)
+        )
+        if not files:
+            raise DataError(f"{path}: no files in this folder.\n  Name a folder with text or token files.")
+        return files
+    if glob.has_magic(name):
+        matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  Path.glob takes no absolute patterns
+        files = sorted(
+            Path(match) for match in matches if Path(match).is_file() and not is_index_of_tokens(Path(match))
+        )
+        if not files:
+            raise DataError(f"{name}: no file matches this pattern.\n  Quote the pattern, and mind the current folder.")
+        return files
+    if path.exists():
+        raise DataError(f"{path}: neither a file nor a folder.\n  Name a regular file.")
+    raise DataError(f"{name}: no such file or folder.\n  data.source is a path, a glob, 'stdlib' or 'random'.")
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in _LEFT_OUT and not name.startswith("config-")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def check_text(file: Path, length: int) -> None:
+    """Refuse a text file of which the first ``length`` bytes are not UTF-8.
+
+    Raises:
+        DataError: The line is named.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line, left = 1, length
+    with file.open("rb") as handle:
+        while left and (block := handle.read(min(_CHUNK, left))):
+            left -= len(block)
+            try:
+                decoder.decode(block)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                raise DataError(
+                    f"{file}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text.\n"
+                    "  Convert the file, or leave it out of data.source with a glob."
+                ) from None
+            line += block.count(b"\n")
+    if left:
+        raise DataError(f"{file}: shorter than it was a moment ago.\n  Do not change data while a run reads it.")

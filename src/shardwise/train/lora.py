@@ -1,0 +1,180 @@
+"""LoRA (Hu et al., 2021): small trained matrices beside the frozen linear layers of a Hugging Face model, by peft."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.weights import WeightFiles
+from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.spec.text import printable
+from shardwise.train.config import LoraSection
+from shardwise.train.hf import read_language_model
+from shardwise.train.task import ANSWER, NEXT
+
+#: Names of tasks in peft.
+_TASKS = {NEXT: "CAUSAL_LM", ANSWER: "SEQ_2_SEQ_LM"}
+
+#: The adapter's name in the model, peft's own default.
+NAME = "default"
+
+
+def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = True) -> nn.Module:
+    """Freeze ``model`` and put adapters into it, in place.
+
+    Their values are drawn on the CPU in fp32 (or read from ``section.adapter``), also where the model is on meta.
+
+    Args:
+        model: A causal language model of transformers.
+        section: The run's.
+        base: The folder of the model, which the adapter's own configuration names.
+        draws: False leaves adapters of a model on meta there.
+
+    Raises:
+        ConfigError: peft is not installed, or finds no layer of such a name.
+        CheckpointError: ``section.adapter`` cannot be used.
+    """
+    peft = _peft()
+    config = _config(peft, section, base)
+    config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's
+    try:
+        model = peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+    except ValueError as error:
+        raise ConfigError(
+            f"lora.targets={section.targets!r}: {printable(str(error).splitlines()[0])}\n"
+            "  Name layers by the ends of their names, such as [q_proj, v_proj], or leave targets out: all linear ones."
+        ) from None
+    if draws:
+        for module in model.modules():
+            if isinstance(module, peft.tuners.lora.LoraLayer):
+                _draw(module)
+        unlike = [name for name, p in model.named_parameters() if f".{NAME}" in name and p.is_meta]
+        if unlike:
+            raise ConfigError(
+                f"lora.targets={section.targets!r}: {printable(unlike[0])} is no factor of a linear layer.\n"
+                "  Leave embeddings out."
+            )
+        if section.adapter is not None:
+            _read(peft, model, Path(section.adapter).expanduser())
+    return model
+
+
+#: Of each file of the base so many blocks, evenly spaced, tell whether it is the same.
+_BLOCKS, _BLOCK_BYTES = 16, 1 << 16
+
+
+def fingerprint(base: Path) -> str:
+    """A hash that changes when the weights below an adapter do: of files' names, sizes and some of their content."""
+    digest = hashlib.sha256()
+    for path in sorted(base.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for block in range(_BLOCKS):
+                file.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def check_base(base: Path, saved: object) -> None:
+    """Refuse an adapter's checkpoint whose base is another one now.
+
+    Args:
+        base: The folder of the base.
+        saved: The fingerprint that the checkpoint has.
+
+    Raises:
+        CheckpointError: The folder's weights are not those that the adapter was trained on.
+    """
+    if saved is not None and fingerprint(base) != saved:
+        raise CheckpointError(
+            f"the weights in {printable(base)} are not those that the adapter was trained on.\n"
+            "  Restore the folder, or name its copy in model.hf."
+        )
+
+
+def renamed(files: WeightFiles, before: Mapping[str, nn.Parameter], model: nn.Module) -> WeightFiles:
+    """Files of the base by the names that its parameters have inside an adapted model.
+
+    Args:
+        files: By the names of the plain model.
+        before: The plain model's parameters.
+        model: The adapted one, with the same parameters.
+    """
+    now: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        now.setdefault(id(parameter), []).append(name)  # a tied one has several
+    names = {name: now[id(parameter)] for name, parameter in before.items()}
+    keys = {new: key for name, key in files.keys.items() for new in names.get(name, [name])}
+    dtypes = {new: dtype for name, dtype in files.dtypes.items() for new in names.get(name, [name])}
+    return files.named(keys, dtypes)
+
+
+def _peft() -> Any:
+    try:
+        import peft  # pyrefly: ignore[missing-import]
+    except ImportError:
+        raise ConfigError("lora needs the peft package.\n  Install shardwise[lora].") from None
+    return peft
+
+
+def _config(peft: Any, section: LoraSection, base: Path) -> Any:
+    if section.adapter is None:
+        assert section.rank is not None
+        return peft.LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha or 2 * section.rank,
+            lora_dropout=section.dropout,
+            target_modules=section.targets,
+            task_type=_TASKS[read_language_model(base).task.name],
+            base_model_name_or_path=str(base.absolute()),
+        )
+    folder = Path(section.adapter).expanduser()
+    try:
+        config = peft.PeftConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"lora.adapter={printable(folder)}: {printable(str(error).splitlines()[0])}\n"
+            "  Name a folder with adapter_config.json and adapter_model.safetensors."
+        ) from None
+    if config.peft_type != "LORA":
+        raise ConfigError(f"lora.adapter={printable(folder)} is of kind {config.peft_type}.\n  Name one of LoRA.")
+    config.inference_mode = False
+    return config
+
+
+def _draw(layer: Any) -> None:
+    """Give a layer's adapter values where it has none, and have them in fp32, as peft does for a base in 16 bit."""
+    held = [each[NAME] for each in (layer.lora_A, layer.lora_B) if NAME in each]
+    if any(parameter.is_meta for module in held for parameter in module.parameters()):
+        for module in held:
+            module.to_empty(device="cpu")
+            module.float()
+        layer.reset_lora_parameters(NAME, init_lora_weights=True)
+    for module in held:
+        module.float()
+
+
+def _read(peft: Any, model: nn.Module, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    path = folder / "adapter_model.safetensors"
+    try:
+        held = load_file(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{printable(path)} cannot be read: {error}.\n  Copy the folder again.") from None
+    held = {name.removeprefix("base_model.model."): value.float() for name, value in held.items()}
+    with torch.no_grad():
+        result = peft.set_peft_model_state_dict(model, held, adapter_name=NAME)
+    missing = [name for name, _ in model.named_parameters() if f".{NAME}." in name and name in result.missing_keys]
+    if missing or result.unexpected_keys:
+        name = (missing or result.unexpected_keys)[0]
+        raise CheckpointError(
+            f"{printable(path)} does not fit the model: {printable(name)} is only in one of them.\n"
+            "  Name an adapter that was trained on this model."
+        )

@@ -1,0 +1,72 @@
+"""How long the ranks may take for what they do, told to those who watch them (``launch.hang``) by the heartbeat."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from shardwise.launch import heartbeat
+
+#: Starting, loading, the first step, a save and an evaluation may take so long: they read and write large files, and
+#: the first step compiles.
+LONG_S = 1800.0
+#: A step may take so long where it is not set; below, a slow disk or a busy machine would be taken for a hang.
+SHORTEST_S = 60.0
+#: A step may take so many times the longest one before it, and the long phases so many times a step's limit.
+TIMES = 10.0
+
+
+class Pace:
+    """The limits of a run's phases. A step's limit follows from the steps that this process has made.
+
+    Attributes:
+        step_timeout_s: The limit of a step as configured; ``None``: by what was measured.
+    """
+
+    def __init__(self, step_timeout_s: float | None) -> None:
+        self.step_timeout_s = step_timeout_s
+        self._longest_s = 0.0
+        self._made_steps = 0
+        self._began_at: float | None = None
+
+    @property
+    def step_limit_s(self) -> float:
+        """How long a step may take, once one has been made."""
+        return self.step_timeout_s or max(SHORTEST_S, TIMES * self._longest_s)
+
+    @property
+    def long_limit_s(self) -> float:
+        """How long starting, the first step, a load, a save or an evaluation may take."""
+        return max(LONG_S, TIMES * self.step_limit_s)
+
+    def start(self) -> None:
+        """The run begins: files are read and the model is built."""
+        heartbeat.enter("start", limit_s=self.long_limit_s)
+
+    def step(self, step: int, *, saved_step: int) -> None:
+        """The run goes on to ``step``; the one before has ended, with everything that followed it."""
+        self._end_step()
+        self._began_at = time.monotonic()
+        limit_s = self.step_limit_s if self._made_steps else self.long_limit_s
+        heartbeat.enter("step", step=step, limit_s=limit_s, saved_step=saved_step)
+
+    @contextlib.contextmanager
+    def long(self, phase: str) -> Iterator[None]:
+        """A part of the run beside its steps: ``load``, ``evaluation`` or ``save``."""
+        self._end_step()
+        heartbeat.enter(phase, limit_s=self.long_limit_s)
+        yield
+        heartbeat.enter("step", limit_s=self.long_limit_s)
+
+    def end(self, *, saved_step: int) -> None:
+        """Steps are over: what is left is written."""
+        heartbeat.enter("end", limit_s=self.long_limit_s, saved_step=saved_step)
+
+    def _end_step(self) -> None:
+        if self._began_at is None:
+            return
+        took_s, self._began_at = time.monotonic() - self._began_at, None
+        if self._made_steps:  # the first compiles
+            self._longest_s = max(self._longest_s, took_s)
+        self._made_steps += 1

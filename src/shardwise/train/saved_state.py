@@ -1,0 +1,127 @@
+"""What a run's checkpoint says of the run beside its tensors, checked before anything is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardwise.api.saved_optimizer import changed_settings, describe_changes, read_optimizer
+from shardwise.checkpoint import open_checkpoint
+from shardwise.spec.errors import CheckpointError
+from shardwise.spec.text import printable
+
+_Natural = Annotated[int, Field(ge=0, lt=2**60)]
+#: Of an optimizer: what the schedule sets, and how it computes, which follows from the device.
+_NOT_OF_THE_RUN = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class SavedProgress(_Strict):
+    """How far the run had come (``log.Progressed``)."""
+
+    step: _Natural
+    tokens: _Natural
+    first_loss: float | None
+    final_loss: float | None
+    eval_loss_first: float | None
+    eval_loss_final: float | None
+
+
+class SavedSampler(_Strict):
+    """Where the data was: samples consumed, or in a stream where in which chunk."""
+
+    seed: int
+    position: _Natural | None = None
+    num_samples: _Natural | None = None
+    epoch: _Natural | None = None
+    place: _Natural | None = None
+    taken: _Natural | None = None
+    num_chunks: _Natural | None = None
+
+
+class SavedRun(_Strict):
+    """The state of a run that ``shardwise train`` saved.
+
+    Attributes:
+        step: The step after which it was saved.
+        run_id: The run.
+        progress: Counts and losses.
+        sampler: Where the data was.
+        scaler: Loss scaling; empty where there is none.
+        config: The configuration, which is compared with the present one.
+        data: Hash of the data.
+        strategy: The strategy's name.
+        mesh: Ranks along each axis.
+        base: Hash of the weights below the run's adapters.
+        random: Random state of all ranks, in checkpoints of earlier versions.
+    """
+
+    step: _Natural
+    run_id: str
+    progress: SavedProgress
+    sampler: SavedSampler
+    scaler: dict[str, bool | int | float] = Field(default_factory=dict)
+    config: dict[str, Any]
+    data: Annotated[str, Field(max_length=1024)]
+    strategy: str = ""
+    mesh: dict[str, _Natural] = Field(default_factory=dict)
+    base: str | None = None
+    random: list[dict[str, Any]] | None = None
+
+
+def check_state(path: Path, batch: int, groups: list[dict[str, Any]]) -> None:
+    """Compare what a checkpoint says of its run with itself and with the configured optimizer.
+
+    Args:
+        path: The checkpoint.
+        batch: Samples of a step.
+        groups: The optimizer's groups on this rank.
+
+    Raises:
+        CheckpointError: Something is missing, of another kind, or contradicts the rest; all of it is listed.
+    """
+    checkpoint = open_checkpoint(path)
+    state = checkpoint.data.get("state")
+    if not isinstance(state, dict) or not isinstance(state.get("progress"), dict):
+        raise CheckpointError(
+            f"{printable(path)} was not saved by `shardwise train`: it has no step or progress.\n"
+            "  Load it with sw.load()."
+        )
+    try:
+        saved = SavedRun.model_validate(state)
+    except pydantic.ValidationError as error:
+        items = error.errors(include_url=False)[:5]
+        raise _refused(path, [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in items]) from None
+    wrong = []
+    if not saved.step == saved.progress.step == checkpoint.step:
+        steps = f"state {saved.step}, progress {saved.progress.step}, manifest {checkpoint.step}"
+        wrong.append(f"step: {steps}; expected three times the same")
+    position = saved.sampler.position
+    if position is not None and position != saved.step * batch:
+        wrong.append(f"sampler.position: {position}, expected {saved.step * batch} = step {saved.step} x batch {batch}")
+    if wrong:
+        raise _refused(path, wrong)
+    optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
+    if len(optimizer.groups) == len(groups):  # else the load says so
+        changed = changed_settings(path, optimizer.groups, groups)
+        changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN]
+        if changed:
+            raise CheckpointError(
+                f"checkpoint {printable(path)} was saved with other settings of the optimizer than the configuration"
+                f" has:\n{describe_changes(changed)}\n"
+                "  It was changed by hand, or its configuration was. Resume from another checkpoint."
+            )
+
+
+def _refused(path: Path, lines: list[str]) -> CheckpointError:
+    listed = "".join(f"\n  - {printable(line)}" for line in lines)
+    return CheckpointError(
+        f"checkpoint {printable(path)}: what it says of its run cannot be right:{listed}\n"
+        "  It was changed by hand or damaged. Resume from another checkpoint."
+    )

@@ -1,0 +1,91 @@
+"""Which rank a run waits for, from heartbeats and from what the system says of the processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch import heartbeat
+from shardwise.launch.hang import COMPUTING, STOPPED, HangWatch, explain
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from shardwise.launch import heartbeat
+folder, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+heart = heartbeat.begin(folder, rank)
+heart.ask(lambda: ("waiting in a gather", True) if what == "wait" else ("not in a collective", False))
+heartbeat.enter("step", step=13, limit_s=0.4, saved_step=10)
+if what == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+while True:
+    if what != "spin":
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(("what", "state"), [("stop", STOPPED), ("spin", COMPUTING)])
+def test_the_rank_is_named_that_the_others_wait_for(tmp_path: Path, what: str, state: str) -> None:
+    kinds = ["wait", what]
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), str(i), k]) for i, k in enumerate(kinds)]
+    try:
+        watch, late = HangWatch(tmp_path, range(2)), None
+        deadline = time.monotonic() + 20
+        while (late is None or heartbeat.read(tmp_path, 1) is None) and time.monotonic() < deadline:
+            late = watch.overdue() or late
+            time.sleep(0.1)
+        assert late is not None
+        hang = explain(tmp_path, range(2), late)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert (hang.beat.rank, hang.beat.pid, hang.beat.saved_step) == (1, ranks[1].pid, 10)
+    first, second, third, *others = hang.text.splitlines()
+    assert first == (
+        f"rank 1 (pid {ranks[1].pid}) has made no progress for 0.4 s at step 13, in the phase 'step'; {state}"
+    )
+    assert second == "  rank 1 was last seen not in a collective"
+    assert third == f"  rank 0 (pid {ranks[0].pid}): step 13, phase 'step', waiting in a gather"
+    assert str(heartbeat.stacks_of(tmp_path, 0)) in others[0]
+    assert "most recent call first" in heartbeat.stacks_of(tmp_path, 0).read_text()
+    assert (heartbeat.stacks_of(tmp_path, 1).read_text() == "") == (what == "stop")
+
+
+def test_a_rank_that_goes_on_is_not_overdue_and_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
+    try:
+        heart = heartbeat.begin(tmp_path, 0)
+        heartbeat.enter("step", step=1, limit_s=3.0)
+        watch = HangWatch(tmp_path, [0])
+        assert watch.overdue() is None
+        watch._looked_at -= 3600  # the machine has slept for an hour
+        assert watch.overdue() is None
+        watch._looked_at -= 1.5
+        heartbeat.move()
+        heart.write()
+        assert watch.overdue() is None
+        watch._looked_at -= 2
+        assert watch.overdue() is None
+        watch._looked_at -= 2
+        assert watch.overdue() is not None
+    finally:
+        heartbeat.end()
+
+
+def test_a_record_has_one_size_and_one_that_is_not_whole_is_no_record(tmp_path: Path) -> None:
+    try:
+        heart = heartbeat.begin(tmp_path, 2)
+        heart.ask(lambda: ("x" * 5000, True))
+        heartbeat.enter("evaluation", step=7, limit_s=60)
+    finally:
+        heartbeat.end()
+    path = heartbeat.path_of(tmp_path, 2)
+    beat = heartbeat.read(tmp_path, 2)
+    assert beat is not None
+    assert (beat.step, beat.phase, beat.is_waiting, path.stat().st_size) == (7, "evaluation", True, 1024)
+    path.write_bytes(path.read_bytes()[:100])
+    assert heartbeat.read(tmp_path, 2) is None

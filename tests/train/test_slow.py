@@ -1,0 +1,46 @@
+"""Slow ranks are named, and saves that would take too long are left out."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from shardwise.train.loop import Trainer
+from shardwise.train.slow import SlowRanks
+
+
+def test_a_slow_rank_is_named_once_with_the_share_of_its_data() -> None:
+    slow = SlowRanks(3)
+    assert slow.add(19, [1.9, 18.6, 1.9], [0.1, 17.7, 0.1]) is None
+    warning = slow.add(1, [0.1, 1.0, 0.1], [0.0, 0.9, 0.0])
+    assert warning == (
+        "WARNING: rank 1 is 9.8x slower than the median of the other ranks (data 95%): 980 ms of work in a step, not"
+        " 100 ms. All ranks wait for it."
+    )
+    assert slow.add(20, [2.0, 90.0, 2.0], [0.0, 0.0, 0.0]) is None
+
+
+@pytest.mark.parametrize("work_s", [[0.2, 0.39], [0.02, 0.3]])
+def test_what_is_less_than_twice_or_a_few_milliseconds_is_not_said(work_s: list[float]) -> None:
+    assert SlowRanks(2).add(20, work_s, [0.0, 0.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("save_s", "saved_step", "is_refused"), [(25.0, 10, True), (15.0, 10, False), (25.0, 0, False)]
+)
+def test_a_save_is_left_out_that_does_not_fit_the_time_left(save_s: float, saved_step: int, is_refused: bool) -> None:
+    held = SimpleNamespace(
+        stop=SimpleNamespace(signal_number=15, came_at_s=time.monotonic() - 10),
+        config=SimpleNamespace(train=SimpleNamespace(grace_s=30.0)),
+        saves=SimpleNamespace(saved_step=saved_step),
+        done=SimpleNamespace(step=14),
+        save_s=save_s,
+        _safe="checkpoint of step 10",
+    )
+    text = Trainer._no_time_to_save(cast("Trainer", held))
+    assert (text is not None) == is_refused
+    if text is not None:
+        assert "step 14 is not saved: that needs about 25 s, and 20 of 30 s (train.grace_s) are left; safe: ch" in text
