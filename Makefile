@@ -11,7 +11,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all test-integrations test-verl fuzz check size replay bench gpu models parity clean
+.PHONY: help venv demo test test-all test-integrations test-verl fuzz check size replay board bench gpu models parity clean
 
 test test-all test-integrations test-verl check: export OMP_NUM_THREADS = 1
 
@@ -91,6 +91,9 @@ validate: $(STAMP) ## published measurements beside predicted ones: error by sou
 
 replay: $(STAMP) ## the runs on record (tests/replay) once more: shows what differs; ARGS=--write puts them on record
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.replay $(ARGS)
+
+board: $(STAMP) ## inject every fault of the board of reliability; writes docs/reliability.md (ARGS="A1 B" for some)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability $(ARGS) --write
 
 bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/results/DATE.md and .json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.targets --profile

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardwise.launch import fault
-from tests.train.train_here import CONFIG, losses, train_well
+from tests.train.job import command, content, environment, processes_of
+from tests.train.train_here import losses, train_well
 
 pytestmark = pytest.mark.long
 
@@ -38,35 +35,9 @@ CASES = [
 
 
 def train(folder: Path, *arguments: str, killed: str = "") -> subprocess.CompletedProcess[str]:
-    (folder / "run.yaml").write_text(CONFIG)
-    outside = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {key: value for key, value in os.environ.items() if key not in outside} | {"OMP_NUM_THREADS": "1"}
-    if killed:
-        env |= {fault.ARMED: "1", fault.FAULT: killed}
-    words = [sys.executable, "-m", "shardwise", "train", "run.yaml", "--run-dir", "run", "--set", "checkpoint.keep=2"]
-    return subprocess.run(
-        [*words, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def content(run: Path) -> list[str]:
-    """Hashes of the tensors of the last checkpoint, file by file."""
-    found = []
-    for path in sorted((run / "checkpoints" / f"step-{STEPS:08d}").glob("shard-*")):
-        raw = path.read_bytes()
-        found.append(hashlib.sha256(raw[8 + int.from_bytes(raw[:8], "little") :]).hexdigest())
-    return found
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Processes that run in a folder, zombies left out."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_dead = path.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            if not is_dead and path.joinpath("cwd").readlink() == folder:
-                found.append(int(path.name))
-    return found
+    env = environment() | ({fault.ARMED: "1", fault.FAULT: killed} if killed else {})
+    words = command(folder, "--run-dir", "run", "--set", "checkpoint.keep=2", *arguments)
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -23,39 +23,8 @@ from shardwise.cli import main
 from shardwise.launch import fault
 from shardwise.train import folder as rundir
 from shardwise.train.memory_tier import MemoryTier
-from tests.train.train_here import CONFIG, losses, metrics, sets, summary, train_here, train_well
-
-
-def command(folder: Path, *arguments: str) -> list[str]:
-    (folder / "run.yaml").write_text(CONFIG)
-    return [sys.executable, "-m", "shardwise", "train", "run.yaml", *arguments]
-
-
-def environment() -> dict[str, str]:
-    outside = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {key: value for key, value in os.environ.items() if key not in outside} | {"OMP_NUM_THREADS": "1"}
-
-
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + 150
-    while time.monotonic() < limit:
-        with contextlib.suppress(OSError):
-            if len((run / "metrics.jsonl").read_text().splitlines()) >= step:
-                return
-        assert process.poll() is None, "it ended before the step"
-        time.sleep(0.005)
-    raise AssertionError("the step was never reached")
-
-
-def workers(launcher: int) -> list[int]:
-    """Processes of the job that run, zombies left out."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            is_ours = f"SHARDWISE_LAUNCHER_PID={launcher}\0".encode() in (path / "environ").read_bytes()
-            if is_ours and path.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(int(path.name))
-    return found
+from tests.train.job import command, environment, wait_for_step, workers
+from tests.train.train_here import losses, metrics, sets, summary, train_here, train_well
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,8 @@
+"""All scenarios: importing a section registers its scenarios."""
+
+from __future__ import annotations
+
+from tests.reliability import processes, writes  # noqa: F401
+from tests.reliability.board import BASELINES, SCENARIOS
+
+__all__ = ["BASELINES", "SCENARIOS"]
