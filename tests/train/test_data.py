@@ -137,6 +137,14 @@ def test_missing_and_empty_sources_are_named(tmp_path: Path) -> None:
             find_source(str(tmp_path / name))
         assert name in str(caught.value)
         assert caught.value.exit_code == 65
+    with pytest.raises(DataError, match="data.source is empty"):
+        find_source(" ")
+
+
+def test_the_current_folder_is_a_source(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    assert find_source(".").files == (Path("a.txt"),)
 
 
 def test_too_little_text_shows_the_arithmetic(tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ def find_source(name: str, *, max_bytes: int | None = None) -> Source:
         return Source(name, "random", (), (), None)
     if name == "stdlib":
         return _text(name, _stdlib_files(), STDLIB_BYTES if max_bytes is None else max_bytes)
+    if not name.strip():
+        raise DataError("data.source is empty.\n  Name a file, a folder or a pattern, or `stdlib` or `random`.")
     try:
         files = _find_files(name)
         looked_at = _spaced(files)
@@ -216,7 +218,7 @@ def _text(name: str, files: Iterable[Path], limit: int | None) -> Source:
 
 def _find_files(name: str) -> list[Path]:
     path = Path(name).expanduser()
-    pair = path.with_name(f"{path.name}.bin")  # Megatron names its two files by what they have in common
+    pair = path.parent / f"{path.name}.bin"  # Megatron names its two files by what they have in common
     path = pair if not path.exists() and pair.is_file() and is_token_file(pair) else path
     if path.is_file():
         return [path.with_suffix(".bin") if is_index_of_tokens(path) else path]
