@@ -11,7 +11,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all test-integrations test-verl fuzz check size replay board bench gpu models parity clean
+.PHONY: help venv demo test test-all test-integrations test-verl fuzz soak check size replay board bench gpu models parity clean
 
 test test-all test-integrations test-verl check: export OMP_NUM_THREADS = 1
 
@@ -70,6 +70,9 @@ COUNT ?= 200
 
 fuzz: $(STAMP) ## random programs beside one plain process, FSDP2 as the judge of what is legal (FIRST=seed COUNT=200)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FIRST) $(COUNT) --shrink
+
+soak: $(STAMP) ## long proofs: 200 kills at random points survived, 30,000 changed files (ARGS="kills --seed 1")
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability.soak $(ARGS)
 
 check: $(STAMP) ## format, lint, types, floors and the tests that start no ranks, in seconds
 	@$(BIN)/ruff format --check --quiet .

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from shardwise.launch.cause import find_cause
+from shardwise.launch.cause import describe, find_cause
 from shardwise.launch.exit_codes import ExitNote, clear_exit_notes, note_exit, read_exit_notes
 from shardwise.launch.worker import _Tee
 
@@ -97,3 +97,13 @@ def test_the_log_of_rank_0_has_no_colours_and_no_overwritten_lines():
     assert log.getvalue() == "step 1\ndone\nhalf a line\n"
     assert terminal.getvalue().startswith("\x1b[1mstep 1")
     assert not tee.isatty()
+
+
+def test_a_rank_that_died_at_its_start_leaves_the_checkpoint_of_an_earlier_attempt_safe(tmp_path):
+    cause, logs = find_cause({0: note(0, 1, "ImportError: x", 1.0)}, {0: (1, 2.0)}, None), tmp_path / "logs"
+    assert "safe: nothing has been saved" in describe(cause, logs, next_words="go on")
+    for name in ("step-00000010", "step-00000020", "step-00000030.tmp-1"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    (tmp_path / "checkpoints" / "step-00000040").mkdir()
+    assert "safe: the checkpoint of step 20, " in describe(cause, logs, next_words="go on")

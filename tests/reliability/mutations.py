@@ -1,4 +1,4 @@
-"""Configurations, manifests and shard headers with random changes: a typed error, or what was meant; never anything else.
+"""Configurations, manifests and shard headers with random changes: a typed error, or what was meant.
 
 Half of the changes are of bytes. The other half puts odd values in places of the structure, with checksums made again,
 as someone would who wants to be read.
@@ -40,7 +40,20 @@ optimizer: {lr: 1e-4, betas: [0.9, 0.95]}
 """
 _ODD = (
     *(None, True, -1, 0, 1, 2, 2**31, 2**63, 2**70, 10**400, -(2**63), 0.5, 1e308, "", "0", "x" * 5000, "../../x"),
-    *("/etc/passwd", "a\0b", "\x1b[31m", "‮", "fp32", "zero3", [], {}, [[]], [0] * 100, {"": None}, {"a": {"b": []}}),
+    *(
+        "/etc/passwd",
+        "a\0b",
+        "\x1b[31m",
+        "\u202e",
+        "fp32",
+        "zero3",
+        [],
+        {},
+        [[]],
+        [0] * 100,
+        {"": None},
+        {"a": {"b": []}},
+    ),
 )
 _MARKS = b"{}[]:,&*!|>'\"%@`\n\t -#0a"
 
@@ -61,7 +74,7 @@ def run(kind: str, count: int, seed: int, folder: Path) -> Counter[str]:
         AssertionError: Reading raised something else than a typed error, took more than ``MOST_S``, or gave other
             numbers; the message lists the first such changes by their numbers.
     """
-    draw, found = random.Random(f"{kind} {seed}"), Counter[str]()  # noqa: S311  not for secrets
+    draw, found = random.Random(f"{kind} {seed}"), Counter[str]()
     read = {"config": _config, "manifest": _manifest, "header": _header}[kind](folder)
     wrong: list[str] = []
     for number in range(count):
@@ -206,5 +219,3 @@ def _header(folder: Path) -> Callable[[random.Random], None]:
         _load(path)
 
     return read
-
-

@@ -1,7 +1,7 @@
 """Long proofs: ``python -m tests.reliability.soak [kills|mutations] [--seed N]`` (``make soak``).
 
-``kills``: runs of two ranks in which one rank after the other is killed at a random point of its work, 200 times in all.
-The launcher starts the ranks again, each kill uses one restart, and in the end losses and weights are those of a run
+``kills``: runs of two ranks in which one rank after the other is killed at a random point, 200 times in all. The
+launcher starts the ranks again, each kill uses one restart, and in the end losses and weights are those of a run
 that nothing has happened to, bit for bit. In half of the runs saves are asynchronous.
 
 ``mutations``: 10,000 random changes each of a configuration, a manifest and a shard's header.
@@ -10,9 +10,6 @@ that nothing has happened to, bit for bit. In half of the runs saves are asynchr
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import os
 import random
 import shutil
 import subprocess
@@ -25,16 +22,10 @@ from pathlib import Path
 
 from shardwise.launch import fault
 from tests.reliability import mutations
+from tests.train.job import command, content, environment
+from tests.train.train_here import losses, sets
 
 RANKS, EVERY, KILLS_A_RUN = 2, 2, 10
-_CONFIG = """
-model: {preset: gpt-nano, vocab_size: 256, dropout: 0.1}
-data: {source: stdlib, max_bytes: 100000}
-train: {micro_batch_size: 2, global_batch_size: 8, eval_every: 10, eval_batches: 2}
-optimizer: {lr: 1e-3}
-checkpoint: {keep: 2}
-log: {tensorboard: false}
-"""
 _RANK_0_ALONE = {
     *("before_manifest", "after_manifest", "before_rename", "after_rename", "before_latest", "after_latest"),
     *("gc_before_delete", "gc_mid_delete"),
@@ -87,15 +78,19 @@ def kills(seed: int, count: int, folder: Path) -> Counter[str]:
             or weights than a run without kills.
     """
     struck = Counter[str]()
-    (folder / "run.yaml").write_text(_CONFIG)
     for number in range(-(-count // KILLS_A_RUN)):
-        draw, is_async = random.Random(f"{seed} {number}"), number % 2 == 1  # noqa: S311  not for secrets
+        draw, is_async = random.Random(f"{seed} {number}"), number % 2 == 1
         plan = Plan()
         points = [point for point in fault.POINTS if not (is_async and point in _OF_A_WRITER)]
         while len(plan.faults) < min(KILLS_A_RUN, count - struck.total()):
             plan.add(draw, points)
         begin, steps = time.perf_counter(), plan.steps + 2 * EVERY
-        settings = {"train.steps": steps, "checkpoint.every": EVERY, "checkpoint.asynchronous": is_async}
+        settings = {
+            "train.steps": steps,
+            "checkpoint.every": EVERY,
+            "checkpoint.keep": 2,
+            "checkpoint.asynchronous": is_async,
+        }
         ended = train(folder, "struck", settings, ";".join(plan.faults), restarts=len(plan.faults))
         shown = f"seed {seed}, run {number}: {';'.join(plan.faults)}\n{ended.stdout[-3000:]}{ended.stderr[-6000:]}"
         assert ended.returncode == 0, f"exit code {ended.returncode}\n{shown}"
@@ -104,7 +99,7 @@ def kills(seed: int, count: int, folder: Path) -> Counter[str]:
         whole = train(folder, "whole", settings)
         assert whole.returncode == 0, whole.stderr
         assert losses(folder / "struck") == losses(folder / "whole"), f"other losses\n{shown}"
-        assert weights(folder / "struck", steps) == weights(folder / "whole", steps), f"other weights\n{shown}"
+        assert content(folder / "struck", steps) == content(folder / "whole", steps), f"other weights\n{shown}"
         for name in ("struck", "whole"):
             shutil.rmtree(folder / name)
         struck.update(plan.points)
@@ -119,31 +114,18 @@ def kills(seed: int, count: int, folder: Path) -> Counter[str]:
 def train(
     folder: Path, name: str, settings: dict[str, object], faults: str = "", *, restarts: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """``shardwise train`` of ``run.yaml`` in the folder, into the run folder ``name``."""
-    outside = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {key: value for key, value in os.environ.items() if key not in outside} | {"OMP_NUM_THREADS": "1"}
-    if faults:
-        env |= {fault.ARMED: "1", fault.FAULT: faults}
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={str(value).lower()}")]
-    command = [sys.executable, "-m", "shardwise", "train", "run.yaml", "--run-dir", name, *words]
-    command += ["--nproc", str(RANKS), "--max-restarts", str(restarts)]
+    """``shardwise train`` of two ranks in the folder, into the run folder ``name``."""
+    values = sets(*(f"{key}={str(value).lower()}" for key, value in settings.items()))
+    options = ("--run-dir", name, "--nproc", str(RANKS), "--max-restarts", str(restarts))
     return subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=120 + 60 * restarts, check=False
+        command(folder, *options, *values),
+        cwd=folder,
+        env=environment() | ({fault.ARMED: "1", fault.FAULT: faults} if faults else {}),
+        capture_output=True,
+        text=True,
+        timeout=120 + 60 * restarts,
+        check=False,
     )
-
-
-def losses(run: Path) -> list[float]:
-    """The loss of every step."""
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(run: Path, step: int) -> list[str]:
-    """Hashes of the tensors of a checkpoint, file by file."""
-    found = []
-    for path in sorted((run / "checkpoints" / f"step-{step:08d}").glob("shard-*")):
-        raw = path.read_bytes()
-        found.append(hashlib.sha256(raw[8 + int.from_bytes(raw[:8], "little") :]).hexdigest())
-    return found
 
 
 def main() -> int:

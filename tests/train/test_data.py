@@ -137,7 +137,7 @@ def test_missing_and_empty_sources_are_named(tmp_path: Path) -> None:
             find_source(str(tmp_path / name))
         assert name in str(caught.value)
         assert caught.value.exit_code == 65
-    with pytest.raises(DataError, match="data.source is empty"):
+    with pytest.raises(DataError, match=r"data\.source is empty"):
         find_source(" ")
 
 

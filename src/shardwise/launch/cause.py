@@ -149,11 +149,15 @@ def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool 
 
 
 def safe(beat: heartbeat.Beat | None, logs: Path) -> str:
-    """Which checkpoint of the run is safe, by a rank's heartbeat."""
+    """Which checkpoint of the run is safe: by a rank's heartbeat, else, as where a rank died early, by the folder."""
+    folder = logs.parent / CHECKPOINTS
     step = 0 if beat is None else beat.saved_step
     if not step:
+        found = (path.parent.name for path in folder.glob("step-*/manifest.json"))
+        step = max((int(name[5:]) for name in found if name[5:].isdecimal()), default=0)
+    if not step:
         return "nothing has been saved"
-    return f"the checkpoint of step {step}, {logs.parent / CHECKPOINTS / f'step-{step:08d}'}"
+    return f"the checkpoint of step {step}, {folder / f'step-{step:08d}'}"
 
 
 def _headline(cause: Cause, beat: heartbeat.Beat | None, out_of_memory: int) -> str:
