@@ -63,7 +63,7 @@ def test_what_is_saved_is_what_was_and_failures_reach_all_ranks(tmp_path, monkey
             rank.background.close()
 
     full, broken, killed = run_in_threads(body, 2)[0]
-    assert full.startswith(f"step 20 was not saved to {checkpoints}/step-00000020: rank 1: No space left on device: ")
+    assert full.startswith(f"step 20 was not saved to {checkpoints}/step-00000020: rank 1: No space left on device (")
     assert "InjectedError: injected at before_manifest" in broken
     assert "rank 1: the process that writes checkpoints has been killed (often: out of memory)." in killed
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000050", "step-00000060"]

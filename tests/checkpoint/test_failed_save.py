@@ -50,7 +50,7 @@ def test_a_full_disk_on_one_rank_stops_all_ranks(tmp_path, monkeypatch):
     assert isinstance(error, OSError)
     assert error.exit_code == 74
     lines = str(error).splitlines()
-    assert lines[0].startswith(f"step 20 was not saved to {tmp_path}/step-00000020: rank 1: No space left on device: ")
+    assert lines[0].startswith(f"step 20 was not saved to {tmp_path}/step-00000020: rank 1: No space left on device (")
     assert "-r00001.safetensors" in lines[0]
     assert (
         lines[1] == "  Nothing was published; earlier checkpoints are as they were. Remove the cause, then save again."

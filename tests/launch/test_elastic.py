@@ -67,9 +67,12 @@ def test_success_gives_0_and_a_log_for_every_rank(tmp_path, capfd):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-@pytest.mark.parametrize("code", [65, pytest.param(83, marks=pytest.mark.long)])
-def test_a_worker_s_own_code_comes_through(tmp_path, capfd, code):
-    assert run(tmp_path, "exit", str(code)) == code
+@pytest.mark.parametrize(
+    ("code", "given"),
+    [(65, 65), pytest.param(42, 1, marks=pytest.mark.long), pytest.param(83, 83, marks=pytest.mark.long)],
+)
+def test_a_worker_s_own_code_comes_through_where_it_has_a_meaning(tmp_path, capfd, code, given):
+    assert run(tmp_path, "exit", str(code)) == given
     shown = capfd.readouterr().err
     assert re.search(
         rf"shardwise: rank 1 \(pid \d+\) left with exit code {code} at step 13 while others were tr", shown
@@ -102,7 +105,9 @@ def test_a_killed_rank_gives_128_plus_the_signal(tmp_path, capfd):
     killed = (
         f"shardwise: rank 1 (pid {pids(tmp_path)[1]}) killed by SIGKILL at step 13 (often: out of memory; the process"
     )
-    assert killed in capfd.readouterr().err
+    shown = capfd.readouterr().err
+    assert killed in shown
+    assert re.search(r"^  most memory held: rank 0 [\d.]+ MB, rank 1 [\d.]+ MB$", shown, re.MULTILINE)
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
@@ -111,6 +116,7 @@ def test_a_killed_rank_is_started_again_with_one_restart(tmp_path, capfd):
     shown = capfd.readouterr()
     assert shown.err.count("shardwise: restart ") == 1
     assert "shardwise: restart 1/3\n" in shown.err
+    assert f"shardwise: finished after 1 restart: rank 1 (pid {pids(tmp_path)[1]}) killed by" in shown.err
     assert "rank 0 of 2, attempt 1, launcher" in shown.out
     assert len(pids(tmp_path, 1)) == 2
     assert not pids(tmp_path, 2)

@@ -9,7 +9,9 @@ the results into docs/reliability.json and writes docs/reliability.md from it.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from pathlib import Path
 
 from tests.reliability import page
 from tests.reliability.all import BASELINES, SCENARIOS
@@ -31,10 +33,12 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="ids or sections; all where none is given")
     parser.add_argument("--baseline", action="store_true", help="torchrun with FSDP2 and DCP instead")
     parser.add_argument("--write", action="store_true", help="merge the results into docs/reliability")
+    parser.add_argument("--oracles", type=Path, help="keep the uninterrupted runs here for the next board of this code")
     options = parser.parse_args()
     runs = BASELINES if options.baseline else {name: held.run for name, held in SCENARIOS.items()}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     results: dict[str, Result] = {}
-    oracles = Oracles()
+    oracles = Oracles(options.oracles)
     try:
         for name in chosen(options.names, tuple(name for name in IDS if name in runs and name in SCENARIOS)):
             result = results[name] = play(SCENARIOS[name], runs[name], oracles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import json
 import os
 import re
@@ -24,6 +25,8 @@ from tests.train.train_here import CONFIG, losses, sets, summary
 
 ROOT = Path(__file__).parents[2]
 WITNESS = Path(__file__).parent / "witness"
+#: Without what takes seconds to import.
+QUICK = CONFIG + "log: {tensorboard: false}\n"
 #: The block of a failure stands among the last lines of the launcher's output.
 LAST_LINES = 25
 
@@ -171,7 +174,7 @@ class Job:
         self.until(path.exists, f"rank {rank} has a heartbeat")
         return json.loads(path.read_text().rstrip("\0 \n"))["pid"]
 
-    def until(self, condition: Callable[[], bool], what: str, limit_s: float = 120) -> None:
+    def until(self, condition: Callable[[], bool], what: str, limit_s: float = 240) -> None:
         """Wait.
 
         Raises:
@@ -188,7 +191,7 @@ class Job:
     def send(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def wait(self, limit_s: float = 180) -> Ended:
+    def wait(self, limit_s: float = 400) -> Ended:
         """Wait for the end.
 
         Raises:
@@ -204,26 +207,32 @@ class Job:
 
 
 class Oracles:
-    """Uninterrupted runs, each made once."""
+    """Uninterrupted runs, each made once.
 
-    def __init__(self) -> None:
-        self._root = Path(tempfile.mkdtemp(prefix="board-oracles-")).resolve()
-        self._made: dict[tuple[str, ...], Run] = {}
+    Args:
+        folder: Where they are kept for the next board of the same code; ``None``: not beyond this one.
+    """
 
-    def get(self, config: str, settings: tuple[str, ...], nproc: int) -> Run:
-        key = (config, *settings, str(nproc))
-        if key not in self._made:
-            folder = self._root / str(len(self._made))
-            folder.mkdir()
-            box = Box(folder, self, deadline=time.monotonic() + 300)
-            box.config = config
-            ended = box.train("--nproc", str(nproc), *sets(*settings))
+    def __init__(self, folder: Path | None = None) -> None:
+        self._is_kept = folder is not None
+        self._root = (folder or Path(tempfile.mkdtemp(prefix="board-oracles-"))).resolve()
+
+    def get(self, key: tuple[str, ...], make: Callable[[Box], Ended], config: str = QUICK) -> Run:
+        """The run that ``make`` makes in a box of its own; made where there is none of this key."""
+        folder = self._root / hashlib.sha256(repr((*key, config)).encode()).hexdigest()[:16]
+        box = Box(folder, self, deadline=time.monotonic() + 600, config=config)
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            ended = make(box)
             assert ended.code == 0, ended.output
-            self._made[key] = box.run
-        return self._made[key]
+            (folder / "done").touch()
+        return box.run
 
     def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+        """Remove what is not to be kept."""
+        if not self._is_kept:
+            shutil.rmtree(self._root, ignore_errors=True)
 
 
 @dataclass
@@ -242,7 +251,7 @@ class Box:
     folder: Path
     oracles: Oracles
     deadline: float
-    config: str = CONFIG
+    config: str = QUICK
     checks: list[Check] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
 
@@ -277,18 +286,19 @@ class Box:
         fault: str = "",
         env: Mapping[str, str] | None = None,
         run: str = "run",
-        limit_s: float = 180,
+        limit_s: float = 400,
     ) -> Ended:
         """Start a training run and wait for its end."""
         return self.start(*arguments, fault=fault, env=env, run=run).wait(limit_s)
 
-    def shardwise(self, *arguments: str, limit_s: float = 120) -> Ended:
+    def shardwise(self, *arguments: str, limit_s: float = 240) -> Ended:
         """Another verb of the command."""
         return self.start_command([sys.executable, "-m", "shardwise", *arguments]).wait(limit_s)
 
     def oracle(self, *settings: str, nproc: int = 2) -> Run:
         """An uninterrupted run of this configuration, made once a board."""
-        return self.oracles.get(self.config, settings, nproc)
+        words = ("--nproc", str(nproc), *sets(*settings))
+        return self.oracles.get((self.config, *words), lambda box: box.train(*words), self.config)
 
     def end_all(self) -> list[int]:
         """Kill what runs in the folder. Returns the processes that there were, after some time for ends to end."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.spec.text import size
 
 AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. Remove the cause, then save again."
 
@@ -14,6 +19,14 @@ AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. R
 def report_name(rank: int) -> str:
     """Name of the file in which a rank's process says how its part of a save has ended."""
     return f"report-r{rank:05d}.json"
+
+
+def name_space(error: OSError, folder: str | Path, needed_bytes: int) -> None:
+    """Where a disk was full, add to the error what the file needs and what is free now."""
+    if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        return
+    with contextlib.suppress(OSError):
+        error.strerror = f"{error.strerror} ({size(needed_bytes)} needed, {size(shutil.disk_usage(folder).free)} free)"
 
 
 def problem_of(error: BaseException) -> dict[str, Any]:

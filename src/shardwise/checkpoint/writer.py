@@ -30,7 +30,7 @@ from shardwise.checkpoint import plain
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.finite import non_finite
 from shardwise.checkpoint.manifest import TensorEntry, combine, extent_problem
-from shardwise.checkpoint.outcome import AFTERWARDS, failure_of, problem_of
+from shardwise.checkpoint.outcome import AFTERWARDS, failure_of, name_space, problem_of
 from shardwise.checkpoint.publish import commit, refuse_existing, remove_unfinished
 from shardwise.checkpoint.shard import (
     Layout,
@@ -322,6 +322,7 @@ class _Save:
                     frozen = self._write_frozen(folder) if self.has_frozen else None
             except OSError as error:
                 error.filename = self.temporary / name
+                name_space(error, self.temporary, plan.file_bytes)
                 if isinstance(error, FileNotFoundError) and not folders.exists(self.temporary):
                     error.filename = self.temporary
                     error.strerror = (

@@ -25,7 +25,7 @@ from typing import Any
 
 from shardwise.checkpoint import digest as digests
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.outcome import problem_of, report_name
+from shardwise.checkpoint.outcome import name_space, problem_of, report_name
 from shardwise.launch import fault
 from shardwise.launch.worker import die_with_parent
 
@@ -135,6 +135,7 @@ def _write(job: dict[str, Any], image: int | None) -> dict[str, Any]:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)  # on a full disk the report needs the room
                 error.filename = f"{job['temporary']}/{name}"
+                name_space(error, job["temporary"], job["own"]["bytes"])
                 raise
     except Exception as error:  # noqa: BLE001 - whatever it was, rank 0 must learn of it
         return problem_of(error)

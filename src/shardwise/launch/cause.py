@@ -23,6 +23,8 @@ _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 #: A rank that is seen to end so much later than the first one was ended by the launcher.
 _LATER_S = 2.0
 _LOG_TAIL_LINES = 12
+#: A message names the memory of at most so many ranks.
+_MOST_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool 
         ]
         if cause.victims:
             lines.append(f"  ranks {list(cause.victims)} ended in consequence")
+        if cause.signal_number == signal.SIGKILL:
+            lines += _memory_of_all(logs)
         log = logs / f"rank-{cause.rank}.log"
         if with_tail:
             with contextlib.suppress(OSError):
@@ -173,6 +177,17 @@ def _headline(cause: Cause, beat: heartbeat.Beat | None, out_of_memory: int) -> 
     else:
         said = f"{at}: {cause.text}"
     return f"shardwise: rank {cause.rank}{process}{said}"
+
+
+def _memory_of_all(logs: Path) -> list[str]:
+    """A line with the most memory that each process has held; none where that is not known."""
+    beats = [heartbeat.read(logs, int(path.stem.rpartition("-")[2])) for path in logs.glob("heartbeat-*.json")]
+    known = sorted((beat.rank, beat.peak_rss_bytes) for beat in beats if beat is not None and beat.peak_rss_bytes)
+    if len(known) < 2:
+        return []
+    shown = [f"rank {rank} {size(held)}" for rank, held in known[:_MOST_RANKS]]
+    more = [f"{len(known) - _MOST_RANKS} more ranks"] if len(known) > _MOST_RANKS else []
+    return [f"  most memory held: {', '.join(shown + more)}"]
 
 
 def _memory(number: int, beat: heartbeat.Beat | None, out_of_memory: int) -> str:

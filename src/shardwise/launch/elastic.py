@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardwise.launch import heartbeat
 from shardwise.launch.cause import Cause, describe, find_cause
-from shardwise.launch.exit_codes import LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
+from shardwise.launch.exit_codes import CODES, LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
 from shardwise.launch.supervisor import Supervisor, kill_workers, num_killed_for_memory
 from shardwise.launch.worker import LAUNCHER_PID
 from shardwise.launch.world import RENDEZVOUS_DIR, RESTART_COUNT, loopback_interface
@@ -66,9 +66,9 @@ def launch(
         restarts_from: Names what a restart continues from, such as ``step 10``.
 
     Returns:
-        0; or the code of the rank that is the cause; or, where a rank was killed by signal n, 128 + n if no restarts
-        were allowed and 81 if they are exhausted; or 128 + n where signal n asked this process to stop and the workers
-        did not save (75 if they did).
+        0; or the code of the rank that is the cause, 1 where it is none of ``exit_codes.CODES``; or, where a rank was
+        killed by signal n, 128 + n if no restarts were allowed and 81 if they are exhausted; or 128 + n where signal n
+        asked this process to stop and the workers did not save (75 if they did).
 
     Raises:
         ConfigError: ``nproc`` or ``max_restarts`` makes no sense. Nothing has been started.
@@ -81,6 +81,7 @@ def launch(
     logs = Path(log_dir).resolve() if log_dir is not None else private
     logs.mkdir(parents=True, exist_ok=True)
     killed_before = num_killed_for_memory()
+    restarted_for: list[str] = []
     try:
         for attempt in range(max_restarts + 1):
             clear_exit_notes(logs)
@@ -93,14 +94,19 @@ def launch(
             if not cause.can_restart or attempt == max_restarts or supervisor.stopped_by is not None:
                 break
             place = f" from {restarts_from()}" if restarts_from is not None else ""
+            text = describe(cause, logs, out_of_memory=killed)
+            restarted_for.append(text.split("\n")[0].removeprefix("shardwise: "))
+            _say(f"{text}\nshardwise: restart {attempt + 1}/{max_restarts}{place}")
+        if cause.code == 0 and restarted_for:
+            count = len(restarted_for)
             _say(
-                f"{describe(cause, logs, out_of_memory=killed)}\nshardwise: restart {attempt + 1}/{max_restarts}{place}"
+                f"shardwise: finished after {count} restart{'s' if count > 1 else ''}: {'; '.join(restarted_for[-3:])}"
             )
         if cause.code not in (0, STOPPED) and not cause.is_shown:
             _say(describe(cause, logs, next_words=next_words, with_tail=log_dir is None, out_of_memory=killed))
         if cause.signal_number is not None and cause.rank is not None and max_restarts > 0:
             return PEER_LOST
-        return cause.code
+        return cause.code if cause.code in CODES or cause.signal_number is not None else 1
     finally:
         shutil.rmtree(private, ignore_errors=True)
 

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 LOG_DIR = "SHARDWISE_LOG_DIR"
 
 FINISHED, STOPPED, PEER_LOST, TIMED_OUT = 0, 75, 81, 82
+#: Codes with a meaning. A launcher returns no others, whatever a program of its ranks leaves with: a scheduler that
+#: knows the table must not take a number that a library chose for something else.
+CODES = frozenset({0, 1, 2, 65, 74, 75, 78, 80, 81, 82, 83, 84, 130})
 
 #: Where all ranks raise the same, rank 0 has shown it and its note comes first.
 _AFTER_RANK_0_S = 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,9 @@ def pointer_problem(run_dir: Path, path: Path) -> str | None:
         return "was empty"
     return f"named {named}" if re.fullmatch(_POINTER, named) else "named no checkpoint of this run"
 
+
+#: A save that waits for the one before for so long says so.
+_LONG_WAIT_S = 1.0
 
 _NEW_LENGTH = " (from here on the learning rate is that of a schedule of the new length)"
 
@@ -243,12 +247,12 @@ class Checkpoints:
         on; the next call, or :meth:`finish`, says how that went. A checkpoint ``in_memory`` never waits.
 
         Returns:
-            What went wrong, for printing; ``None`` where nothing did.
+            What went wrong, or took long, for printing; ``None`` where nothing did.
 
         Collective:
             Those of ``sw.save``, and small JSON. All ranks must call in the same order.
         """
-        said = self.finish()
+        said = self._finish_before(step)
         if self.saved_step == step:
             return said
         self._control.on_first(self._check_folder)
@@ -305,6 +309,19 @@ class Checkpoints:
         if not self._is_in_memory:
             self.saved_step = step
         return None
+
+    def _finish_before(self, step: int) -> str | None:
+        """:meth:`finish`, before ``step`` is saved; says so where training had to wait for it."""
+        before, begin = self._step_under_way, time.monotonic()
+        said = self.finish()
+        waited_s = time.monotonic() - begin
+        if not before or waited_s < _LONG_WAIT_S:
+            return said
+        waited = (
+            f"step {step} waited {waited_s:.1f} s for the checkpoint of step {before}, which was still being written:"
+            " save less often (checkpoint.every), or on a faster disk"
+        )
+        return "\n".join(filter(None, (said, waited)))
 
     def _check_folder(self) -> None:
         """Raise where somebody has removed the run: what is saved from here on would be of a run without its files."""

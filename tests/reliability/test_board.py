@@ -1,0 +1,42 @@
+"""The board itself: all scenarios are there, scores follow from checks, and the page from the results."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.reliability import page
+from tests.reliability.all import BASELINES, SCENARIOS
+from tests.reliability.board import IDS, play, score_of
+from tests.reliability.box import Check, Kind, Oracles
+
+
+def test_every_scenario_is_registered():
+    sections = {name[0] for name in SCENARIOS}
+    assert set(SCENARIOS) == {name for name in IDS if name[0] in sections}
+    assert set(BASELINES) <= set(IDS)
+
+
+@pytest.mark.parametrize(
+    ("failed", "score"),
+    [((), 2), ((Kind.WORDS,), 1), ((Kind.WORDS, Kind.SAFETY), 0), ((Kind.SAFETY, Kind.NUMBER), -5)],
+)
+def test_the_worst_failed_check_is_the_score(failed, score):
+    assert score_of([Check("holds", True, Kind.NUMBER), *(Check("fails", False, kind) for kind in failed)]) == score
+
+
+def test_the_page_is_what_the_results_say():
+    held = page.read()
+    assert page.PAGE.read_text() == page.render(held)
+    for name, result in held["shardwise"].items():
+        assert (result.fault, result.required) == (SCENARIOS[name].fault, SCENARIOS[name].required)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["A4", "B3"])
+def test_a_scenario_of_each_section_is_as_specified(name):
+    oracles = Oracles()
+    try:
+        result = play(SCENARIOS[name], SCENARIOS[name].run, oracles)
+    finally:
+        oracles.close()
+    assert result.score == 2, result.failed
