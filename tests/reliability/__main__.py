@@ -2,6 +2,8 @@
 
     python -m tests.reliability [A1 B3 C ...] [--baseline] [--write]
 
+    python -m tests.reliability --page
+
 A letter means its whole section. ``--baseline`` plays them for torchrun with FSDP2 and DCP instead. ``--write`` merges
 the results into docs/reliability.json and writes docs/reliability.md from it.
 """
@@ -34,7 +36,11 @@ def main() -> int:
     parser.add_argument("--baseline", action="store_true", help="torchrun with FSDP2 and DCP instead")
     parser.add_argument("--write", action="store_true", help="merge the results into docs/reliability")
     parser.add_argument("--oracles", type=Path, help="keep the uninterrupted runs here for the next board of this code")
+    parser.add_argument("--page", action="store_true", help="only write docs/reliability.md from the results there are")
     options = parser.parse_args()
+    if options.page:
+        page.merge({})
+        return 0
     runs = BASELINES if options.baseline else {name: held.run for name, held in SCENARIOS.items()}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     results: dict[str, Result] = {}

@@ -25,8 +25,14 @@ from tests.train.train_here import CONFIG, losses, sets, summary
 
 ROOT = Path(__file__).parents[2]
 WITNESS = Path(__file__).parent / "witness"
-#: Without what takes seconds to import.
-QUICK = CONFIG + "log: {tensorboard: false}\n"
+#: The run of the trainer's tests with fewer layers, and without what takes seconds to import: three processes start for
+#: each of a hundred runs.
+QUICK = (
+    CONFIG.replace("preset: gpt-nano", "preset: gpt-nano, num_layers: 2").replace(
+        "micro_batch_size: 2", "micro_batch_size: 4"
+    )
+    + "log: {tensorboard: false}\n"
+)
 #: The block of a failure stands among the last lines of the launcher's output.
 LAST_LINES = 25
 
