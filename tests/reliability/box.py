@@ -35,6 +35,8 @@ QUICK = (
 )
 #: The block of a failure stands among the last lines of the launcher's output.
 LAST_LINES = 25
+#: How its first line begins, whoever writes it.
+HEADLINE = r"(shardwise|\w+Error): "
 
 
 class Kind(enum.Enum):
@@ -86,7 +88,7 @@ class Ended:
     @property
     def has_block(self) -> bool:
         """Whether the last lines say what happened, what is safe and what to do next."""
-        return all(re.search(rf"^{part}", self.tail, re.MULTILINE) for part in ("shardwise: ", "  safe: ", "  next: "))
+        return all(re.search(rf"^{part}", self.tail, re.MULTILINE) for part in (HEADLINE, "  safe: ", "  next: "))
 
     def line(self, pattern: str) -> str:
         """The first line that the pattern is found in, without what differs from run to run; empty where none is."""

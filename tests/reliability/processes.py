@@ -131,7 +131,7 @@ def check_hung(box: Box, action: str, state: str, stacks: str) -> Seen:
     begin, pids = time.monotonic(), job.workers
     ended = job.wait()
     took_s = time.monotonic() - begin
-    last = r"^  rank 1 was last seen (in|after) .*\w+"
+    last = r"^  rank 1 was last seen .*#\d+ all_gather"
     box.says_last(ended, rf"^shardwise: rank 1 \(pid \d+\) has made no progress .* at step 13.*{state}", last)
     box.says_last(ended, stacks, SAFE)
     box.check("it ends within the limit and 5 s (10 s, as the machine may be busy)", took_s < STEP_LIMIT_S + 10)

@@ -132,7 +132,7 @@ def disk_full_behind(box: Box) -> Seen:
     told = next((index for index, line in enumerate(lines) if "WARNING: step 10 was not saved" in line), len(lines))
     after = next((index for index, line in enumerate(lines) if line.startswith("step 15/20")), 0)
     box.check("said while training goes on, before step 15", told < after, Kind.WORDS)
-    box.says(ended, "the last checkpoint was not saved: step 20: .*No space left on device")
+    box.says_last(ended, "the last checkpoint was not saved: step 20: .*No space left on device", "step-00000015$")
     box.check("the summary counts both", len(box.run.summary["failed_saves"]) == 2, Kind.WORDS)
     box.check("the earlier ones are kept", box.run.saved_steps == [5, 15] and is_good(box.run, 15))
     box.check("nothing unfinished is left", box.run.unfinished == [])
@@ -181,7 +181,7 @@ def vanished(box: Box) -> Seen:
     shutil.rmtree(box.run.checkpoints)
     ended = job.wait()
     removed = r"run/checkpoints has been removed while the run was going on"
-    box.says(ended, removed, "Nothing is saved any more")
+    box.says_last(ended, removed, "Nothing is saved any more")
     box.check("nothing else is removed", (box.run.path / "config.yaml").exists() and box.run.num_steps >= 10)
     box.check("no traceback", "Traceback" not in ended.output, Kind.WORDS)
     return Seen(ended.line(removed), ended.code)

@@ -148,8 +148,19 @@ def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool 
             is_crash = cause.signal_number in _CRASHES
             lines.append(f"  log{', with the stack at the crash' if is_crash else ''}: {log}")
     if next_words:
-        lines += [f"  safe: {safe(beat, logs)}", f"  next: {next_words}"]
+        lines.append(what_next(beat, logs, next_words))
     return "\n".join(lines)
+
+
+def has_begun(logs: Path) -> bool:
+    """Whether the run has begun a step: what it has saved is good, and going on from there makes sense."""
+    beat = heartbeat.read(logs, 0)
+    return beat is not None and beat.step > 0
+
+
+def what_next(beat: heartbeat.Beat | None, logs: Path, next_words: str) -> str:
+    """The last lines of the block: what is safe, and what to do next."""
+    return f"  safe: {safe(beat, logs)}\n  next: {next_words}"
 
 
 def safe(beat: heartbeat.Beat | None, logs: Path) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.launch import heartbeat
-from shardwise.launch.cause import Cause, describe, find_cause
+from shardwise.launch.cause import Cause, describe, find_cause, has_begun, what_next
 from shardwise.launch.exit_codes import CODES, LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
 from shardwise.launch.supervisor import Supervisor, kill_workers, num_killed_for_memory
 from shardwise.launch.worker import LAUNCHER_PID
@@ -102,8 +102,11 @@ def launch(
             _say(
                 f"shardwise: finished after {count} restart{'s' if count > 1 else ''}: {'; '.join(restarted_for[-3:])}"
             )
-        if cause.code not in (0, STOPPED) and not cause.is_shown:
-            _say(describe(cause, logs, next_words=next_words, with_tail=log_dir is None, out_of_memory=killed))
+        if cause.code not in (0, STOPPED):
+            if not cause.is_shown:
+                _say(describe(cause, logs, next_words=next_words, with_tail=log_dir is None, out_of_memory=killed))
+            elif next_words and has_begun(logs):
+                _say(what_next(heartbeat.read(logs, 0), logs, next_words))
         if cause.signal_number is not None and cause.rank is not None and max_restarts > 0:
             return PEER_LOST
         return cause.code if cause.code in CODES or cause.signal_number is not None else 1
