@@ -98,7 +98,7 @@ def run_in_threads(body: Callable[[Comm], Any], size: int) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     return outcome
 
 

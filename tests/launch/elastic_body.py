@@ -25,7 +25,7 @@ def main(folder, what, code="0"):
     print(f"rank {world.rank} of {world.size}, attempt {world.restart_count}, {world.source}")
     print(f"NCCL on {os.environ.get('NCCL_SOCKET_IFNAME')}, Gloo on {os.environ.get('GLOO_SOCKET_IFNAME')}")
     write(folder, f"pid-{world.restart_count}-{world.rank}", str(os.getpid()))
-    heartbeat.enter("step", step=13, limit_s=4, saved_step=10)
+    heartbeat.enter("step", step=13, limit_s=4 if what == "stop-once" else 60, saved_step=10)
     if world.rank == 1:
         act(world, what, int(code))
     if what in {"wait", "save-wait"}:
