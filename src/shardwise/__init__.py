@@ -65,6 +65,8 @@ _LAZY = {
     "record_pipeline": "shardwise.pipeline.pipelined",
     "chunk_cross_entropy": "shardwise.features.chunked_loss",
     "clip_grad_norm": "shardwise.optim.clip",
+    "Muon": "shardwise.optim.muon",
+    "muon_groups": "shardwise.optim.muon_groups",
     "convert_sync_batchnorm": "shardwise.features.batch_norm",
     "data_parallel_rank": "shardwise.api.model",
     "data_parallel_size": "shardwise.api.model",
@@ -100,6 +102,7 @@ __all__ = [
     "MemoryBudgetError",
     "MeshError",
     "ModelShape",
+    "Muon",
     "NonFiniteError",
     "OffloadPolicy",
     "ParallelPlan",
@@ -144,6 +147,7 @@ __all__ = [
     "load_full_state_dict",
     "logical_shape",
     "models",
+    "muon_groups",
     "newest_checkpoint",
     "optimizer_in_backward",
     "parallelize",
@@ -195,6 +199,8 @@ if TYPE_CHECKING:
     from shardwise.init.deferred import deferred_init
     from shardwise.optim.clip import clip_grad_norm
     from shardwise.optim.in_backward import optimizer_in_backward
+    from shardwise.optim.muon import Muon
+    from shardwise.optim.muon_groups import muon_groups
     from shardwise.optim.scaler import GradScaler
     from shardwise.pipeline.pipelined import record_pipeline
     from shardwise.spec.errors import (

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -46,6 +47,9 @@ foreach_norm: Callable[..., Any] = torch._foreach_norm
 
 #: Zeroes a list of tensors, as ``optimizer.zero_grad(set_to_none=False)`` does; as ``__torch_dispatch__`` is given it.
 foreach_zero: Callable[..., Any] = torch.ops.aten._foreach_zero_.default
+
+#: The Newton-Schulz iteration of ``torch.optim.Muon`` for one matrix, without a public name. Overwrites bfloat16.
+orthogonalized: Callable[..., Any] = _zeropower_via_newtonschulz
 
 #: For a subclass of Tensor that has ``__torch_dispatch__`` only.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl

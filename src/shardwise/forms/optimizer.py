@@ -31,6 +31,7 @@ _NEEDS: dict[type | str, Granularity] = {
     torch.optim.ASGD: ELEMENT,
     torch.optim.Rprop: ELEMENT,
     torch.optim.Muon: TENSOR,  # orthogonalises each matrix
+    "shardwise.optim.muon.Muon": ELEMENT,  # sends matrices to where they are whole
     torch.optim.Adafactor: TENSOR,  # the step's size follows from norms of the whole parameter and of its update
     "transformers.optimization.Adafactor": TENSOR,
 }

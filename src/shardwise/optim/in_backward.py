@@ -22,6 +22,7 @@ from shardwise.forms.flat_parameters import FlatParameter, group_of, split
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.waiting import drop_zeroed
 from shardwise.optim.checks import accept
+from shardwise.optim.muon import Muon
 from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> Non
             " the host.\n  Use one of the two: on the host gradients cost no device memory."
         )
     for optimizer in optimizers:
+        if isinstance(optimizer, Muon):
+            raise StateError(
+                "sw.optimizer_in_backward() updates each unit as soon as its gradients are there; sw.Muon exchanges the"
+                " matrices of all units at once.\n  Call optimizer.step() after backward."
+            )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise StateError(

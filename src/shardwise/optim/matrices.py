@@ -1,0 +1,186 @@
+"""Whole matrices out of the slices that ranks hold, each on one rank, and what is computed of them back to all holders.
+
+With three matrices over two ranks, ``a`` and ``c`` owned by rank 0 and ``b`` by rank 1::
+
+    collect      rank 0 holds a0 b0 c0     -- b0 -->          rank 1 puts b together
+                 rank 1 holds a1 b1 c1     -- a1 c1 -->       rank 0 puts a and c together
+    give back    rank 0                    -- a1 c1 -->       rank 1
+                 rank 1                    -- b0 -->          rank 0
+
+Either way is one all-to-all, whatever the number of matrices. A slice that several ranks hold is sent by one of them,
+and given back to all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm
+from shardwise.comm.rows import exchange_rows
+from shardwise.spec.extent import Extent, shared
+from shardwise.spec.layout import contiguous_stride
+
+#: The ranges of matrices that one rank holds, by the matrices' names.
+Held = Mapping[str, Extent]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix, and who has what of it.
+
+    Attributes:
+        whole: All of its elements.
+        holders: The range that each rank holds.
+        owner: The rank that puts it together.
+    """
+
+    whole: Extent
+    holders: Mapping[int, Extent]
+    owner: int
+
+    def senders(self) -> list[int]:
+        """The ranks that send their range to the owner: of those that hold the same, the owner itself or the first."""
+        first: dict[Extent, int] = {}
+        for rank in sorted(self.holders, key=lambda rank: (rank != self.owner, rank)):
+            first.setdefault(self.holders[rank], rank)
+        return sorted(first.values())
+
+
+def assign(held: Sequence[Held], work: Callable[[tuple[int, ...]], float]) -> dict[str, Matrix]:
+    """Choose an owner for every matrix among the ranks that hold a part of it, so that all have about equal work.
+
+    The most work comes first, and goes to the rank that has least so far. All ranks come to the same answer.
+
+    Args:
+        held: What each rank holds, by rank.
+        work: Of a matrix, from its shape.
+    """
+    holders: dict[str, dict[int, Extent]] = {}
+    for rank, extents in enumerate(held):
+        for name, extent in extents.items():
+            if extent.numel:
+                holders.setdefault(name, {})[rank] = extent
+    load = [0.0] * len(held)
+    found = {}
+    costs = {name: work(next(iter(ranks.values())).shape) for name, ranks in holders.items()}
+    for name in sorted(holders, key=lambda name: (-costs[name], name)):
+        extent = next(iter(holders[name].values()))
+        owner = min(holders[name], key=lambda rank: (load[rank], rank))
+        load[owner] += costs[name]
+        whole = replace(extent, start=0, stop=math.prod(extent.shape), cuts=())
+        found[name] = Matrix(whole, holders[name], owner)
+    return {name: found[name] for name in sorted(found)}
+
+
+class Exchange:
+    """Moves matrices between their holders and their owners.
+
+    Args:
+        matrices: Those that take part, in one order on all ranks that hold some.
+        comm: Over all ranks.
+    """
+
+    def __init__(self, matrices: Mapping[str, Matrix], comm: Comm) -> None:
+        self._comm, self._rank = comm, comm.rank
+        self._matrices = matrices
+        ranks = range(comm.size)
+        own, me = {name: m for name, m in matrices.items() if m.owner == self._rank}, self._rank
+        sent = {name: m for name, m in matrices.items() if me in m.senders()}
+        held = {name: m for name, m in matrices.items() if me in m.holders}
+        self._to_owners = [[name for name, m in sent.items() if m.owner == rank] for rank in ranks]
+        self._from_senders = [[name for name, m in own.items() if rank in m.senders()] for rank in ranks]
+        self._to_holders = [[name for name, m in own.items() if rank in m.holders] for rank in ranks]
+        self._from_owners = [[name for name, m in held.items() if m.owner == rank] for rank in ranks]
+
+    @property
+    def owned(self) -> list[str]:
+        """The matrices that this rank puts together."""
+        return [name for name, matrix in self._matrices.items() if matrix.owner == self._rank]
+
+    def collect(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The matrices that this rank owns.
+
+        Args:
+            parts: What this rank holds, each flat in the order of its memory.
+            dtype: What is sent, and what the matrices are of.
+
+        Collective:
+            All-to-all of every slice that its owner does not hold, once, in ``dtype``. All ranks must call.
+        """
+        rows = [parts[name].to(dtype=dtype, device=self._comm.device) for names in self._to_owners for name in names]
+        arrived = exchange_rows(
+            _packed(rows, dtype, self._comm.device),
+            self._cuts(self._to_owners, lambda _: self._rank),
+            self._cuts(self._from_senders, lambda rank: rank),
+            self._comm,
+            "matrices",
+        )
+        wholes, place = {name: self._empty(name, arrived) for name in self.owned}, 0
+        for rank, names in enumerate(self._from_senders):
+            for name in names:
+                extent = self._matrices[name].holders[rank]
+                self._copy(extent, arrived[place : place + extent.numel], self._matrices[name].whole, wholes[name])
+                place += extent.numel
+        return {name: self._view(name, flat) for name, flat in wholes.items()}
+
+    def give_back(self, wholes: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """What this rank holds of the matrices, flat, given the whole ones on their owners.
+
+        Collective:
+            All-to-all of every slice to each rank that holds it and is not the owner, in ``dtype``. All ranks must
+            call.
+        """
+        rows = []
+        for rank, names in enumerate(self._to_holders):
+            for name in names:
+                matrix = self._matrices[name]
+                flat, extent = self._flat(name, wholes[name].to(dtype)), matrix.holders[rank]
+                part = flat.new_empty(extent.numel)
+                self._copy(matrix.whole, flat, extent, part)
+                rows.append(part)
+        arrived = exchange_rows(
+            _packed(rows, dtype, self._comm.device),
+            self._cuts(self._to_holders, lambda rank: rank),
+            self._cuts(self._from_owners, lambda _: self._rank),
+            self._comm,
+            "matrices",
+        )
+        names = [name for held in self._from_owners for name in held]
+        sizes = [self._matrices[name].holders[self._rank].numel for name in names]
+        return dict(zip(names, arrived.split(sizes), strict=True))
+
+    def _cuts(self, by_rank: Sequence[Sequence[str]], holder: Callable[[int], int]) -> list[int]:
+        """Where the elements for or from each rank begin, and the end; ``holder`` says whose ranges they are."""
+        sizes = [
+            sum(self._matrices[n].holders[holder(rank)].numel for n in names) for rank, names in enumerate(by_rank)
+        ]
+        return list(accumulate(sizes, initial=0))
+
+    def _empty(self, name: str, like: Tensor) -> Tensor:
+        return like.new_empty(self._matrices[name].whole.numel)
+
+    def _view(self, name: str, flat: Tensor) -> Tensor:
+        whole = self._matrices[name].whole
+        return flat.as_strided(whole.shape, whole.stride or contiguous_stride(whole.shape))
+
+    def _flat(self, name: str, matrix: Tensor) -> Tensor:
+        """The elements in the order in which the parameter lies in memory."""
+        flat = matrix.new_empty(matrix.numel())
+        self._view(name, flat).copy_(matrix)
+        return flat
+
+    @staticmethod
+    def _copy(source: Extent, content: Tensor, target: Extent, out: Tensor) -> None:
+        for block in shared(source, target):
+            to = out.as_strided(block.shape, block.target_stride, out.storage_offset() + block.target)
+            to.copy_(content.as_strided(block.shape, block.source_stride, content.storage_offset() + block.source))
+
+
+def _packed(rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.cat([row.view(-1) for row in rows]) if rows else torch.empty(0, dtype=dtype, device=device)

@@ -1,0 +1,323 @@
+"""Muon on shards: the state is cut as AdamW's is, and each matrix is orthogonalized once, by one rank.
+
+A step updates the momentum element by element on every rank's slices, sends what is to be orthogonalized to the owners
+of the matrices and the results back (``optim.matrices``), and updates the slices. Both ways it is bfloat16 that
+travels: the Newton-Schulz iteration begins by rounding to it and ends in it, so that nothing is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from shardwise import torch_private
+from shardwise.comm.control import all_gather_json
+from shardwise.forms.attachment import mark_of
+from shardwise.forms.flat_parameters import FlatParameter, group_of
+from shardwise.optim.matrices import Exchange, Held, Matrix, assign
+from shardwise.spec.errors import StateError
+from shardwise.spec.extent import Extent
+from shardwise.state.extents import packed, unpacked
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+_WIRE = torch.bfloat16
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) for matrices and AdamW for the rest, under every strategy, ``tp`` and ``pp``.
+
+    ::
+
+        optimizer = sw.Muon(sw.muon_groups(model, lr=0.02, adamw_lr=3e-4))
+
+    The updates are those of ``torch.optim.Muon`` and ``torch.optim.AdamW`` on whole parameters in one process, to the
+    last bit where gradients are the same. Of ``model.parameters()`` directly it takes matrices only.
+
+    Args:
+        params: Parameters, or groups as :func:`muon_groups` makes them. A group has ``kind`` ``"muon"`` or ``"adamw"``
+            and, where its matrices are several ones fused, ``parts``: their sizes along ``dim``.
+        lr: Of matrices.
+        weight_decay: Decoupled, as in AdamW.
+        momentum: Of the average of gradients.
+        nesterov: Look ahead by one more step of the average.
+        ns_coefficients: Of the Newton-Schulz iteration.
+        eps: Of ``muon`` groups: least norm by which a matrix is divided.
+        ns_steps: Iterations.
+        adjust_lr_fn: How ``lr`` depends on a matrix's shape: ``"original"`` (``None``): times sqrt(max(1, rows /
+            columns)); ``"match_rms_adamw"``: times 0.2 sqrt(max(rows, columns)) (Liu et al. 2025), for rates tuned for
+            AdamW.
+
+    Collective:
+        ``step()``: two all-to-alls over all ranks of the mesh. Of a model of P elements in matrices on N ranks of
+        ``zero1`` to ``zero3`` each rank sends about 2 P / N bytes and receives as many, each way. The first step
+        gathers, under ``tp``, ``pp`` and ``ep``, about 100 bytes for each matrix and rank. All ranks must call.
+
+    Raises:
+        StateError: A parameter is no matrix, or comes from ``sw.flat_parameters``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise StateError(f"sw.Muon(adjust_lr_fn={adjust_lr_fn!r}): expected None, 'original' or 'match_rms_adamw'.")
+        defaults = {
+            "kind": "muon",
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": (0.9, 0.95),
+            "parts": (),
+            "dim": 0,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                _refuse_odd(parameter, group)
+        self._exchanges: dict[tuple[int, frozenset[str]], Exchange] = {}
+        self._matrices: dict[int, Mapping[str, Matrix]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore [bad-override]
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What the closure returned.
+
+        Collective:
+            As the class says. All ranks must call.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        updates: dict[Tensor, Tensor] = {}
+        settings: dict[Tensor, dict[str, Any]] = {}
+        for group in self.param_groups:
+            if group["kind"] == "adamw":
+                self._adamw(group)
+            else:
+                found = self._momentum(group)
+                updates |= found
+                settings |= dict.fromkeys(found, group)
+        for parameter, orthogonal in self._orthogonalized(updates, settings).items():
+            group = settings[parameter]
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            shape = _part_shapes(logical_shape(parameter), group)[0]
+            parameter.add_(orthogonal, alpha=-_adjusted(group["lr"], group["adjust_lr_fn"], shape))
+        return loss
+
+    def _momentum(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
+        """Update the averages of a group; what is to be orthogonalized, element by element what this rank holds."""
+        given = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not given:
+            return {}
+        grads, buffers = [parameter.grad for parameter in given], []
+        for parameter in given:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
+            buffers.append(state["momentum_buffer"])
+        momentum = group["momentum"]
+        updates = []
+        for grad, buffer in zip(grads, buffers, strict=True):
+            buffer.lerp_(grad, 1 - momentum)
+            updates.append(grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
+        return dict(zip(given, updates, strict=True))
+
+    def _orthogonalized(
+        self, updates: Mapping[Tensor, Tensor], settings: Mapping[Tensor, dict[str, Any]]
+    ) -> dict[Tensor, Tensor]:
+        """The part that this rank holds of every update's matrix, orthogonalized."""
+        found: dict[Tensor, Tensor] = {}
+        for engine, names in self._by_engine().items():
+            if engine is None:
+                for parameter in updates.keys() & set(names.values()):
+                    found[parameter] = _orthogonal(updates[parameter], settings[parameter])
+                continue
+            active = {name: parameter for name, parameter in names.items() if parameter in updates}
+            exchange = self._exchange(engine, names, frozenset(active))
+            wholes = exchange.collect({name: _flat(updates[p]) for name, p in active.items()}, _WIRE)
+            results = {name: _orthogonal(whole, settings[active[name]]) for name, whole in wholes.items()}
+            for name, flat in exchange.give_back(results, _WIRE).items():
+                parameter = active[name]
+                found[parameter] = _like(flat.to(parameter.device), parameter)
+        return found
+
+    def _by_engine(self) -> dict[Engine | None, dict[str, Tensor]]:
+        """The matrices of each model by their names; those of no model under ``None``."""
+        found: dict[Engine | None, dict[str, Tensor]] = {}
+        for group in self.param_groups:
+            if group["kind"] == "adamw":
+                continue
+            for parameter in group["params"]:
+                mark = mark_of(parameter)
+                if mark is None or mark.group is None:
+                    others = found.setdefault(None, {})
+                    others[str(len(others))] = parameter
+                    continue
+                reference = mark.group.unit.engine
+                name = mark.group.layout.params[mark.index].name
+                found.setdefault(reference() if reference is not None else None, {})[name] = parameter
+        return found
+
+    def _exchange(self, engine: Engine, names: Mapping[str, Tensor], active: frozenset[str]) -> Exchange:
+        key = id(engine), active
+        if key not in self._exchanges:
+            if id(engine) not in self._matrices:
+                self._matrices[id(engine)] = assign(_held_by_all(engine, names), _work)
+            matrices = self._matrices[id(engine)]
+            away = {name for name in names if name not in active}
+            taking = {name: matrix for name, matrix in matrices.items() if name not in away}
+            self._exchanges[key] = Exchange(taking, engine.comms.world)
+        return self._exchanges[key]
+
+    def _adamw(self, group: dict[str, Any]) -> None:
+        given = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in given:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        states = [self.state[parameter] for parameter in given]
+        adamw(
+            given,
+            [parameter.grad for parameter in given],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _refuse_odd(parameter: Tensor, group: Mapping[str, Any]) -> None:
+    if isinstance(parameter, FlatParameter):
+        raise StateError(
+            "sw.Muon orthogonalizes each matrix by itself, but sw.flat_parameters() gave it several parameters as one"
+            " tensor.\n  Give it sw.muon_groups(model)."
+        )
+    shape = logical_shape(parameter)
+    if group["kind"] == "muon" and (len(shape) != 2 or not math.prod(shape)):
+        raise StateError(
+            f"sw.Muon takes matrices, and got a parameter of shape {list(shape)}.\n"
+            "  Give it sw.muon_groups(model), which leaves vectors, embeddings and heads to AdamW."
+        )
+    if group["parts"] and sum(group["parts"]) != shape[group["dim"]]:
+        raise StateError(
+            f"sw.Muon: parts of {list(group['parts'])} rows or columns make {sum(group['parts'])}, but dimension"
+            f" {group['dim']} of a parameter of shape {list(shape)} has {shape[group['dim']]}."
+        )
+
+
+def logical_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape that a parameter has in the plain model."""
+    owner, mark = group_of(parameter), mark_of(parameter)
+    if owner is None or mark is None:
+        return tuple(parameter.shape)
+    return owner.layout.params[mark.index].logical_shape
+
+
+def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
+    """What every rank holds of the matrices. Only ``tp``, ``pp`` and ``ep`` need to ask."""
+    comms = engine.comms
+    is_alike = comms.tp is None and comms.pp is None and comms.ep is None
+    if is_alike or comms.world.device.type == "meta":  # in a dry run nobody answers
+        places = [rank % comms.gather.size for rank in range(comms.world.size)]
+        return [{name: extent_of(parameter, place) for name, parameter in names.items()} for place in places]
+    own = {name: packed(extent_of(parameter)) for name, parameter in names.items()}
+    return [{name: unpacked(extent) for name, extent in told.items()} for told in all_gather_json(comms.world, own)]
+
+
+def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
+    """The range of a matrix that this rank holds, or the rank at that place among those that share it."""
+    owner, mark = group_of(parameter), mark_of(parameter)
+    assert owner is not None
+    assert mark is not None
+    pieces = owner.held
+    if rank is not None and owner.row.shards_optimizer:
+        pieces = owner.layout.owned_by_param(rank)
+    piece = pieces[mark.index]
+    return owner.layout.params[mark.index].extent(piece.start, piece.stop)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in the order of memory."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A view of elements in the order of memory with the shape and strides of ``parameter``."""
+    return flat.as_strided(parameter.shape, parameter.stride())
+
+
+def _work(shape: tuple[int, ...]) -> float:
+    """Floating-point operations of an iteration, in units of two: three products of (s, l) by (l, s) or (s, s)."""
+    short, long = min(shape), max(shape)
+    return 2.0 * short * short * long + short**3
+
+
+def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """The update of a whole matrix, part by part.
+
+    The learning rate goes by the first part's shape. Parts whose shapes ask for another one are scaled.
+    """
+
+    def one(part: Tensor) -> Tensor:
+        given = part.clone() if part.dtype is _WIRE else part  # the iteration overwrites what needs no rounding
+        return torch_private.orthogonalized(given, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+    if not group["parts"]:
+        return one(update)
+    rates = [_adjusted(1.0, group["adjust_lr_fn"], shape) for shape in _part_shapes(tuple(update.shape), group)]
+    parts = [one(part) for part in update.split(group["parts"], dim=group["dim"])]
+    scaled = [part if rate == rates[0] else part * (rate / rates[0]) for part, rate in zip(parts, rates, strict=True)]
+    return torch.cat(scaled, dim=group["dim"])
+
+
+def _part_shapes(shape: tuple[int, ...], group: Mapping[str, Any]) -> list[tuple[int, int]]:
+    rows, columns = shape
+    if not group["parts"]:
+        return [(rows, columns)]
+    return [(size, columns) if group["dim"] == 0 else (rows, size) for size in group["parts"]]
+
+
+def _adjusted(lr: float, adjust_lr_fn: str | None, shape: tuple[int, ...]) -> float:
+    rows, columns = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return lr * 0.2 * math.sqrt(max(rows, columns))
+    return lr * math.sqrt(max(1, rows / columns))

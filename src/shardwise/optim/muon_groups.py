@@ -1,0 +1,132 @@
+"""Which parameters of a model Muon trains, and which of them are several matrices in one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.optim.muon import logical_shape
+from shardwise.spec.errors import StateError
+from shardwise.spec.styles import TABLES, parse_style
+
+#: Ends of names of layers that give scores: one row for each token or label.
+_HEADS = re.compile(r"(^|\.)(lm_head|head|score|classifier|output_projection|cls\.predictions\.decoder)$")
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    lr: float = 0.02,
+    adamw_lr: float = 3e-4,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    fused: Mapping[str, int | Sequence[int]] | None = None,
+    adamw: Sequence[str] = (),
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Parameter groups for :class:`~shardwise.optim.muon.Muon`: hidden matrices to Muon, everything else to AdamW.
+
+    AdamW gets embeddings, heads (of one row for each token or label), and what is no matrix, such as norms and biases;
+    the latter without weight decay. Projections that are known to be fused (query, key and value of our GPT, GPT-2 and
+    ``nn.MultiheadAttention``) are orthogonalized as the matrices that they are.
+
+    Args:
+        model: Before or after ``sw.parallelize``.
+        lr: Of Muon.
+        adamw_lr: Of AdamW.
+        weight_decay: Of both.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        fused: More fused weights by patterns of their names: into how many equal matrices, or the sizes of them, along
+            the dimension of outputs, such as ``{"*.gate_up_proj.weight": 2}``. 1 keeps a weight whole.
+        adamw: Patterns of names of matrices that AdamW is to train.
+        **settings: Of Muon, such as ``momentum``, ``ns_steps`` or ``adjust_lr_fn``.
+
+    Returns:
+        Groups with the parameters that are trained, in the order of the model; empty ones are left out.
+
+    Raises:
+        StateError: A pattern names no trained matrix, or a weight cannot be divided so.
+    """
+    fused = dict(fused or {})
+    known, outputs = dict(_known_parts(model)), dict(_output_dims(model))
+    left_out = set(_beside_muon(model))
+    matrices: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
+    decayed: list[Tensor] = []
+    plain: list[Tensor] = []
+    used: set[str] = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        shape = logical_shape(parameter)
+        by_pattern = [pattern for pattern in adamw if fnmatchcase(name, pattern)]
+        used.update(by_pattern)
+        if len(shape) != 2 or 0 in shape or id(parameter) in left_out or by_pattern:
+            (decayed if len(shape) >= 2 else plain).append(parameter)
+            continue
+        asked = next((pattern for pattern in fused if fnmatchcase(name, pattern)), None)
+        used.update([asked] if asked is not None else [])
+        dim = outputs.get(name, 0)
+        parts = _sizes(name, shape[dim], fused[asked] if asked is not None else known.get(name, 1))
+        matrices.setdefault((parts, dim if parts else 0), []).append(parameter)
+    unused = [pattern for pattern in (*adamw, *fused) if pattern not in used]
+    if unused:
+        raise StateError(
+            f"sw.muon_groups: no trained matrix is called {', '.join(map(repr, unused))}.\n"
+            "  Patterns match whole names as model.named_parameters() gives them, such as '*.gate_up_proj.weight'."
+        )
+    groups: list[dict[str, Any]] = [
+        {"params": held, "kind": "muon", "lr": lr, "weight_decay": weight_decay, "parts": parts, "dim": dim, **settings}
+        for (parts, dim), held in matrices.items()
+    ]
+    other = {"kind": "adamw", "lr": adamw_lr, "betas": betas, "eps": eps}
+    groups.append({"params": decayed, "weight_decay": weight_decay, **other})
+    groups.append({"params": plain, "weight_decay": 0.0, **other})
+    return [group for group in groups if group["params"]]
+
+
+def _beside_muon(model: nn.Module) -> Iterator[int]:
+    """Identities of the weights of embeddings and heads, which are looked up or give a row of scores each.
+
+    By identity: the head of a pipeline's last stage may have the name of the embedding that it is tied to.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or type(module).__name__.endswith("Embedding") or _HEADS.search(path):
+            yield from (id(parameter) for parameter in module.parameters(recurse=False))
+
+
+def _output_dims(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """The dimension of outputs of weights for which it is the second."""
+    for path, module in model.named_modules():
+        if type(module).__name__ == "Conv1D":
+            yield f"{path}.weight", 1
+
+
+def _known_parts(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Fused weights, by the table that tensor parallelism cuts them by."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            yield f"{path}.in_proj_weight".lstrip("."), 3
+        cls = type(module)
+        for pattern, text in TABLES.get(f"{cls.__module__}.{cls.__qualname__}", {}).items():
+            style = parse_style(text, pattern)
+            if style.name == "packed_colwise":
+                for inner, _ in module.named_modules():
+                    if fnmatchcase(inner, pattern):
+                        yield f"{path}.{inner}.weight".lstrip("."), style.count
+
+
+def _sizes(name: str, size: int, parts: int | Sequence[int]) -> tuple[int, ...]:
+    """The sizes of the parts of a dimension; empty for one part."""
+    if isinstance(parts, int):
+        if parts < 1 or size % parts:
+            raise StateError(f"sw.muon_groups: {name} has {size} outputs, which are not {parts} equal parts.")
+        return () if parts == 1 else (size // parts,) * parts
+    if sum(parts) != size:
+        raise StateError(f"sw.muon_groups: {name} has {size} outputs, the parts {list(parts)} make {sum(parts)}.")
+    return tuple(parts)
