@@ -47,10 +47,10 @@ from shardwise.comm.control import broadcast_json, gather_json, scatter_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError, NonFiniteError, ShardwiseError, StorageError
-from shardwise.spec.extent import Extent
+from shardwise.spec.extent import Extent, packed, unpacked, unpacked_cuts
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import size
-from shardwise.state.extents import Pairs, packed, unpacked, unpacked_cuts
+from shardwise.state.extents import Pairs
 
 
 def write(

@@ -21,8 +21,7 @@ from shardwise.forms.attachment import mark_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of
 from shardwise.optim.matrices import Exchange, Held, Matrix, assign
 from shardwise.spec.errors import StateError
-from shardwise.spec.extent import Extent
-from shardwise.state.extents import packed, unpacked
+from shardwise.spec.extent import Extent, packed, unpacked
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine

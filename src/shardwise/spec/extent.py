@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.spec.slice import Cut
 
@@ -208,6 +209,27 @@ def logical_stride(shape: Sequence[int], part_stride: Sequence[int] | None) -> t
         found[dim] = step
         step *= max(shape[dim], 1)
     return tuple(found)
+
+
+def packed(extent: Extent) -> list[Any]:
+    """An extent as JSON holds it."""
+    named = [extent.name, extent.shape, extent.dtype, extent.start, extent.stop]
+    is_usual = extent.stride is None and not extent.cuts
+    return named if is_usual else [*named, extent.stride, [(cut.dim, cut.ranges) for cut in extent.cuts]]
+
+
+def unpacked(held: Sequence[Any]) -> Extent:
+    """The inverse of :func:`packed`."""
+    name, shape, dtype, start, stop, *unusual = held
+    stride, cuts = unusual or (None, ())
+    return Extent(
+        name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), unpacked_cuts(cuts)
+    )
+
+
+def unpacked_cuts(held: Sequence[Any]) -> tuple[Cut, ...]:
+    """Cuts from ``[[dim, [[start, stop], ...]], ...]``."""
+    return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in held)
 
 
 # -- a slice, dimension by dimension in the order of its memory: ranges as (logical start, logical stop, local start)

@@ -25,7 +25,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json
 from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.spec.errors import StateError
-from shardwise.spec.extent import Extent, describe_cuts, shared, tiling_problems
+from shardwise.spec.extent import Extent, describe_cuts, packed, shared, tiling_problems, unpacked
 from shardwise.spec.layout import contiguous_stride
 from shardwise.spec.slice import Cut
 
@@ -180,27 +180,6 @@ def _gaps(name: str, numel: int, held: list[tuple[int, int, int]]) -> list[str]:
     elif end > numel:
         problems.append(f"{name}: element {end - 1} is outside of its {numel}")
     return problems
-
-
-def packed(extent: Extent) -> list[Any]:
-    """An extent as JSON holds it."""
-    named = [extent.name, extent.shape, extent.dtype, extent.start, extent.stop]
-    is_usual = extent.stride is None and not extent.cuts
-    return named if is_usual else [*named, extent.stride, [(cut.dim, cut.ranges) for cut in extent.cuts]]
-
-
-def unpacked(held: Sequence[Any]) -> Extent:
-    """The inverse of :func:`packed`."""
-    name, shape, dtype, start, stop, *unusual = held
-    stride, cuts = unusual or (None, ())
-    return Extent(
-        name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), unpacked_cuts(cuts)
-    )
-
-
-def unpacked_cuts(held: Sequence[Any]) -> tuple[Cut, ...]:
-    """Cuts from ``[[dim, [[start, stop], ...]], ...]``."""
-    return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in held)
 
 
 # -- the gather and the scatter
