@@ -16,8 +16,11 @@ import shardwise as sw
 from shardwise.comm import axes as opening
 from shardwise.comm import nccl
 from shardwise.comm.axes import communicator, timeout_s_of
+from shardwise.comm.control import all_gather_json
 from shardwise.comm.gloo import GlooComm
+from shardwise.comm.stall import StallWatch
 from shardwise.spec.errors import CommError
+from shardwise.spec.mesh import Mesh
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, plain_loss, sample
 
@@ -122,3 +125,36 @@ def test_the_number_of_communicators_does_not_grow_with_the_number_of_models():
     for found, num_comms in run_on_ranks(count_groups, 2):
         assert found == [3, 3, 3]  # the world, gathers, reductions
         assert num_comms > 12
+
+
+def control_without_gloo():
+    """Ranks 0 and 2 of three open Comms over a group that says that it has NCCL alone."""
+    hosts, rank = [], dist.get_rank()
+
+    def over_gloo(group, axis, device, *, channel, ledger, host):
+        hosts.append((host, ledger.peers))
+        return GlooComm(group, axis, channel=channel)
+
+    with (
+        mock.patch.object(opening, "_is_moved_by_nccl", return_value=True),
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(nccl, "NcclComm", over_gloo),
+        mock.patch.object(
+            opening, "communicator", lambda *given, backend="gloo", **named: communicator(*given, backend=backend, **named)
+        ),
+    ):
+        if rank == 1:
+            return None
+        opening.Place(Mesh(dp_shard=2), ranks=[0, 2]).open(CPU)
+        opening.Place(Mesh(dp_shard=2), ranks=[0, 2]).open(CPU)
+    host, peers = hosts[0]
+    assert all(each.group is host.group is not dist.group.WORLD for each, _ in hosts)
+    assert host.watch is StallWatch.of(host.group)
+    assert timeout_s_of(host.group, CPU) == timeout_s_of(dist.group.WORLD, CPU)
+    return all_gather_json(host, f"rank {rank}"), list(peers), host.rank
+
+
+def test_control_messages_go_over_gloo_also_where_the_group_has_nccl_alone():
+    found = run_on_ranks(control_without_gloo, 3, timeout_s=40)
+    said = ["rank 0", "rank 2"]
+    assert found == [(said, [1], 0), None, (said, [0], 1)]

@@ -39,8 +39,9 @@ from shardwise.comm.debug import TRANSPORT, debugged
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.staged import StagedComm
 from shardwise.comm.stall import Ledger, StallWatch
-from shardwise.launch.world import init_process_group, read_world
-from shardwise.spec.errors import CommError, MeshError
+from shardwise.launch import watchdog
+from shardwise.launch.world import gloo_on_loopback, init_process_group, read_world
+from shardwise.spec.errors import CommError, MeshError, ShardwiseError
 from shardwise.spec.mesh import AXES, Mesh
 from shardwise.spec.slice import Slice
 
@@ -215,7 +216,8 @@ def open_comms(
     """The Comms for gathers and for reductions over ``group``, by default the world.
 
     On NCCL each has a communicator of its own, so that a gather never queues behind a reduction; Comms of other models
-    over the same ranks share both. On Gloo messages go from rank to rank and are told apart by
+    over the same ranks share both. Their control messages go over Gloo, through a group of its own where ``group`` has
+    NCCL alone. On Gloo messages go from rank to rank and are told apart by
     their tags: every Comm uses the group as it is. Where the group has no NCCL, tensors on a GPU go over Gloo by way of
     host memory (``comm.staged``).
 
@@ -287,9 +289,16 @@ class Place:
 class _Opener:
     """Opens Comms over some ranks of a process group.
 
+    What the host waits for (control messages, the watch's answers) goes over Gloo, whatever moves the tensors: a message
+    on the device could be waited for without end, and with no limit of ours. Where the group has no Gloo, the ranks open
+    a group of Gloo beside it.
+
     Attributes:
         ranks: The ranks of the mesh, in the group's numbers.
         own: This rank.
+
+    Collective:
+        Over a group without Gloo the first one for these ranks connects them: all of them must make one.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
@@ -304,8 +313,11 @@ class _Opener:
                 f"the process group's backend is {dist.get_backend(group)}, which does not move {device.type.upper()}"
                 " tensors.\n  Call torch.distributed.init_process_group('gloo') (or 'cpu:gloo,cuda:nccl')."
             )
-        self._has_gloo = "gloo" in backends
-        self._watch = StallWatch.of(group) if group.size() > 1 else None
+        self._host, self._host_rank = group, {rank: rank for rank in self.ranks}
+        if "gloo" not in backends:
+            self._host = _control_group(group, self.ranks, device)
+            self._host_rank = {rank: place for place, rank in enumerate(self.ranks)}
+        self._watch = StallWatch.of(self._host) if self._host.size() > 1 else None
         if self._watch is not None and self._is_nccl:
             self._watch.limit_s = timeout_s_of(group, device)
 
@@ -325,10 +337,9 @@ class _Opener:
             from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
 
             group = communicator(self._group, ranks, axis, purpose, self._device)
-            ledger = Ledger([rank for rank in ranks if rank != self.own], self._watch)
-            host = None
-            if self._has_gloo:
-                host = GlooComm(self._group, axis, channel=f"{channel}/host", watch=self._watch, ranks=ranks)
+            places = [self._host_rank[rank] for rank in ranks]
+            ledger = Ledger([place for place in places if place != self._host.rank()], self._watch)
+            host = GlooComm(self._host, axis, channel=f"{channel}/host", watch=self._watch, ranks=places)
             return NcclComm(group, axis, self._device, channel=channel, ledger=ledger, host=host)
         transport = os.environ.get(TRANSPORT)
         watch = None if transport else self._watch
@@ -363,9 +374,6 @@ def _shown(members: Sequence[int]) -> str:
 # Models that communicate among the same ranks for the same purpose share a communicator, as those of FSDP2 do. The
 # number of communicators therefore does not grow with the number of models; they go with the process group.
 
-#: How much longer than the group's own time limit NCCL's watchdog waits: ``comm.stall`` comes first and says why.
-MARGIN_S = 60.0
-
 _Key = tuple[str, str, tuple[int, ...]]
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
@@ -378,8 +386,18 @@ def communicator(
     device: torch.device,
     *,
     backend: str = "nccl",
+    margin_s: float = watchdog.MARGIN_S,
 ) -> dist.ProcessGroup:
     """The process group of these ranks of ``parent`` for one purpose on one axis.
+
+    Args:
+        parent: The process group.
+        ranks: Ranks of ``parent``, this one among them.
+        axis: Axis of the mesh.
+        purpose: What the group is for, as ``gather``.
+        device: Device of this rank's tensors, whose time limit in ``parent`` holds here too.
+        backend: What moves the tensors.
+        margin_s: How much longer than that limit a collective may take: ``comm.stall`` comes first and says why.
 
     Collective:
         The first call for these ranks and this purpose connects them: all of them must call, in the same order. The
@@ -388,7 +406,7 @@ def communicator(
     opened = _opened.setdefault(parent, {})
     key = axis, purpose, tuple(ranks)
     if key not in opened:
-        opened[key] = _open(parent, key, device, backend)
+        opened[key] = _open(parent, key, device, backend, margin_s)
     return opened[key]
 
 
@@ -398,7 +416,24 @@ def timeout_s_of(group: dist.ProcessGroup, device: torch.device) -> float:
     return timeout.total_seconds()
 
 
-def _open(parent: dist.ProcessGroup, key: _Key, device: torch.device, backend: str) -> dist.ProcessGroup:
+def _control_group(parent: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A group of Gloo over these ranks of a group that has none, with the same time limit."""
+    with gloo_on_loopback() if _is_on_one_machine() else contextlib.nullcontext():
+        return communicator(parent, ranks, "host", "control", device, backend="gloo", margin_s=0.0)
+
+
+def _is_on_one_machine() -> bool:
+    """Whether the environment says that all ranks are on this machine. A group may be made without any of it."""
+    try:
+        world = read_world()
+    except ShardwiseError:
+        return False
+    return world.is_single_node and world.size == dist.get_world_size()
+
+
+def _open(
+    parent: dist.ProcessGroup, key: _Key, device: torch.device, backend: str, margin_s: float
+) -> dist.ProcessGroup:
     axis, purpose, ranks = key
     world = dist.get_process_group_ranks(parent)
     members = [world[rank] for rank in ranks]
@@ -414,10 +449,10 @@ def _open(parent: dist.ProcessGroup, key: _Key, device: torch.device, backend: s
                 dist.Backend(backend),
                 parent.get_group_store(),
                 name,
-                timeout=dt.timedelta(seconds=timeout_s + MARGIN_S),
+                timeout=dt.timedelta(seconds=timeout_s + margin_s),
                 # Connects now. Otherwise the first message between two ranks would connect these two alone, which
                 # blocks both hosts, and a ring of ranks that each send first would block for ever.
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if device.type == "cuda" and backend == "nccl" else None,
                 group_desc=f"{axis}: {purpose}",
             )
     except RuntimeError as error:

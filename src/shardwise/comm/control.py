@@ -1,6 +1,8 @@
-"""Small control messages: JSON, status codes, and the one check that ranks agree. They go over the Comm of the tensors.
+"""Small control messages: JSON, status codes, and the one check that ranks agree.
 
-Nothing is pickled: a peer can send data, never code.
+They go over :attr:`Comm.host`: Gloo and host memory, also where NCCL moves the tensors. So a rank that waits for one
+waits on the host, where the time limit holds and ``comm.stall`` can wake it. Nothing is pickled: a peer can send data,
+never code.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.launch import watchdog
 from shardwise.spec.errors import CommError, ConfigError, MeshError
 
 if TYPE_CHECKING:
@@ -393,12 +394,15 @@ def init_process_group(
     if distributed.is_initialized():
         return
     timeout = dt.timedelta(seconds=timeout_s)
+    is_cuda = torch.device(device).type == "cuda"
+    if is_cuda:
+        watchdog.prepare(timeout_s)
     try:
-        with _gloo_on_loopback(world):
+        with gloo_on_loopback() if world.is_single_node else contextlib.nullcontext():
             # No device_id: torch would connect all ranks over NCCL now, and split every later group off that
             # communicator, which takes the whole world, not only the ranks of the group.
             distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo",
+                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
                 store=_store(world, timeout),
                 rank=world.rank,
                 world_size=world.size,
@@ -551,10 +555,10 @@ def _is_loopback(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _gloo_on_loopback(world: World) -> Iterator[None]:
-    """Have Gloo listen on loopback while the default group is made, if all ranks are on one machine."""
+def gloo_on_loopback() -> Iterator[None]:
+    """Have Gloo listen on loopback while a group is made whose ranks are all on this machine."""
     name = "GLOO_SOCKET_IFNAME"
-    if not world.is_single_node or name in os.environ:
+    if name in os.environ:
         yield
         return
     os.environ[name] = loopback_interface()
