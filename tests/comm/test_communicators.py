@@ -140,7 +140,9 @@ def control_without_gloo():
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
         mock.patch.object(nccl, "NcclComm", over_gloo),
         mock.patch.object(
-            opening, "communicator", lambda *given, backend="gloo", **named: communicator(*given, backend=backend, **named)
+            opening,
+            "communicator",
+            lambda *given, backend="gloo", **named: communicator(*given, backend=backend, **named),
         ),
     ):
         if rank == 1:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shardwise.launch import heartbeat
+from shardwise.launch import heartbeat, ras
 from shardwise.launch.cause import Cause, describe, find_cause, has_begun, what_next
 from shardwise.launch.exit_codes import CODES, LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
 from shardwise.launch.supervisor import Supervisor, kill_workers, num_killed_for_memory
@@ -140,11 +140,15 @@ def num_workers(nproc: int | None = None) -> int:
 
 def _num_gpus() -> int:
     """Visible CUDA devices; torch is loaded only where the machine has any."""
-    if not Path("/dev/nvidia0").exists() and not Path("/dev/nvidiactl").exists():
+    if not _has_gpus():
         return 0
     import torch
 
     return torch.cuda.device_count()
+
+
+def _has_gpus() -> bool:
+    return Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists()
 
 
 def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> dict[str, str]:
@@ -162,6 +166,8 @@ def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> di
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if name not in os.environ:
             variables[name] = loopback_interface()
+    if _has_gpus() and ras.ADDRESS not in os.environ:
+        variables[ras.ADDRESS] = ras.own_address()
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))
     return variables

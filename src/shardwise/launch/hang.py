@@ -12,6 +12,7 @@ answers it within seconds; here any lack of progress counts, and the limit is a 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch import heartbeat
+from shardwise.launch import flight_recorder, heartbeat, ras
 from shardwise.launch.exit_codes import TIMED_OUT, note_exit
 from shardwise.launch.heartbeat import Beat
 
@@ -30,6 +31,10 @@ from shardwise.launch.heartbeat import Beat
 INTERVAL_S = 0.5
 #: Time over which the use of the processor is measured, and that ranks have to write their stacks.
 _SAMPLE_S = 0.5
+#: Time that ranks have beyond that to write their flight recorders: their threads look for a request twice a second.
+_RECORDERS_S = 1.5
+#: Time that a rank has to explain a hang and to end.
+_LONGEST_S = 60.0
 #: A record of another machine that is older than this comes from a process that does not run.
 _SILENT_S = 10.0
 #: A record of this machine that is older than this comes from a process whose threads do not get to run.
@@ -92,7 +97,7 @@ class HangWatch:
 
 
 def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
-    """Have the ranks of this machine write their stacks, and say which rank the others wait for.
+    """Have the ranks write their stacks and flight recorders, and say which rank the others wait for.
 
     Args:
         directory: Where the heartbeats are.
@@ -103,6 +108,7 @@ def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
     here = [beat for beat in beats if beat.host == socket.gethostname()]
     before = {beat.pid: _main_thread(beat.pid) for beat in here}
     sizes = {beat.rank: _size(heartbeat.stacks_of(directory, beat.rank)) for beat in here}
+    flight_recorder.request(directory)
     for beat in here:
         with contextlib.suppress(OSError):
             os.kill(beat.pid, heartbeat.STACKS_SIGNAL)
@@ -122,6 +128,9 @@ def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
         lines.append(f"  rank {beat.rank} (pid {beat.pid}): step {beat.step}, phase '{beat.phase}', {where}")
     if len(others) >= _MOST_LINES:
         lines.append(f"  and {len(others) - _MOST_LINES + 1} more ranks")
+    _await_recorders(directory, [beat.rank for beat in here if states[beat.rank] not in (GONE, STOPPED, LOCKED)])
+    lines += flight_recorder.summary(directory, [beat.rank for beat in beats])
+    lines += ras.summary(directory, _by_pid(beats))
     written = [beat for beat in here if _size(heartbeat.stacks_of(directory, beat.rank)) > sizes[beat.rank]]
     if written:
         lines.append(
@@ -131,6 +140,20 @@ def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
     if silent:
         lines.append(f"  no stack of rank {', '.join(silent)}: a process that is stopped or gone cannot write one")
     return Hang(held, "\n".join(lines))
+
+
+def _await_recorders(directory: Path, ranks: Sequence[int]) -> None:
+    deadline = time.monotonic() + _RECORDERS_S
+    while time.monotonic() < deadline:
+        if all(flight_recorder.path_of(directory, rank).exists() for rank in ranks):
+            return
+        time.sleep(0.05)
+
+
+def _by_pid(beats: Sequence[Beat]) -> dict[int, int]:
+    """Rank by process number, without numbers that processes of two machines have."""
+    pids = [beat.pid for beat in beats]
+    return {beat.pid: beat.rank for beat in beats if pids.count(beat.pid) == 1}
 
 
 def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], str]) -> threading.Event:
@@ -152,6 +175,7 @@ def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], 
     said = directory / "hang.txt"
     if rank == 0:
         said.unlink(missing_ok=True)
+        flight_recorder.clear(directory)
 
     def run() -> None:
         watch = HangWatch(directory, [rank])
@@ -165,6 +189,8 @@ def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], 
 
 
 def _end_own_rank(directory: Path, ranks: Sequence[int], late: Beat, said: Path, safe: Callable[[], str]) -> None:
+    # CUDA may hang in a call for the flight recorder, with the interpreter's lock held; this ends the process then.
+    faulthandler.dump_traceback_later(_LONGEST_S, exit=True)
     hang = explain(directory, ranks, late)
     text = f"{hang.text}\n{safe()}"
     with contextlib.suppress(FileExistsError, OSError), said.open("x", encoding="utf-8") as file:

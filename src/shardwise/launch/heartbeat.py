@@ -5,7 +5,8 @@ collective that the main thread is in. A record has a fixed size and is written 
 takes some microseconds. ``launch.hang`` reads the files.
 
 :func:`begin` also lets this process write the stacks of all its threads to ``logs/stack-RANK.txt`` when it gets
-``STACKS_SIGNAL``. faulthandler does that in C, so that it works while a thread holds the interpreter's lock.
+``STACKS_SIGNAL``. faulthandler does that in C, so that it works while a thread holds the interpreter's lock. The thread
+that writes the records also answers requests for torch's flight recorders (``launch.flight_recorder``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from shardwise.launch import flight_recorder
 
 #: A real-time signal that neither Python nor torch, NCCL, Slurm or torch elastic uses.
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -84,7 +87,7 @@ class Heart:
         self._file = os.open(path_of(directory, rank), os.O_RDWR | os.O_CREAT, 0o644)
         self._stacks = stacks_of(directory, rank).open("a", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
-        self._lock = threading.Lock()
+        self._directory, self._request = directory, flight_recorder.requested(directory)
         self._ends = threading.Event()
         self.write()
         self._thread = threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True)
@@ -121,6 +124,13 @@ class Heart:
         while not self._ends.wait(INTERVAL_S):
             self.look_where()
             self.write()
+            self._answer()
+
+    def _answer(self) -> None:
+        request = flight_recorder.requested(self._directory)
+        if request not in (None, self._request):
+            flight_recorder.write(self._directory, self.beat.rank)
+        self._request = request
 
 
 #: The one of this process, while there is one.
@@ -189,3 +199,4 @@ def clear(directory: Path) -> None:
     """Remove the records of an earlier attempt, so that nobody takes them for those of this one."""
     for path in directory.glob("heartbeat-*.json"):
         path.unlink(missing_ok=True)
+    flight_recorder.clear(directory)

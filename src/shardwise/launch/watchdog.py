@@ -25,7 +25,7 @@ _BLOCKS = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def prepare(timeout_s: float) -> None:
-    """Set the environment of torch's watch for a run whose collectives may take ``timeout_s``, and warn of conflicts."""
+    """Set the environment of torch's watch where collectives may take ``timeout_s``, and warn of conflicts."""
     if not any(name in os.environ for name in _RECORDS):
         os.environ[_RECORDS[0]] = str(_NUM_RECORDS)
     heartbeat_s = math.ceil(timeout_s + MARGIN_S)
@@ -34,15 +34,15 @@ def prepare(timeout_s: float) -> None:
     set_s = os.environ.get(_HEARTBEAT_S, "")
     if set_s.isdigit() and int(set_s) <= timeout_s and _is_on(_IS_MONITORED, default=True):
         _logger.warning(
-            "%s=%s is shorter than the %g s that a collective may take here: torch may end a process that hangs (SIGABRT)"
-            " before shardwise names the rank that the others wait for.\n  Unset it, or set at least %d.",
+            "%s=%s is shorter than the %g s that a collective may take here: torch may end a process that hangs"
+            " (SIGABRT) before shardwise names the rank that the others wait for.\n  Unset it, or set at least %d.",
             *(_HEARTBEAT_S, set_s, timeout_s, heartbeat_s),
         )
     for name in _BLOCKS:
         if _is_on(name):
             _logger.warning(
-                "%s=%s makes the host wait in every collective: steps take longer, and ranks that disagree are found only"
-                " when the time limit is over.\n  Unset it.",
+                "%s=%s makes the host wait in every collective: steps take longer, and ranks that disagree are found"
+                " only when the time limit is over.\n  Unset it.",
                 *(name, os.environ[name]),
             )
 
