@@ -290,8 +290,8 @@ class _Opener:
     """Opens Comms over some ranks of a process group.
 
     What the host waits for (control messages, the watch's answers) goes over Gloo, whatever moves the tensors. A
-    message on the device would be waited for without a limit, and nothing could wake the host. Where the group has no Gloo, the
-    ranks open a group of Gloo beside it.
+    message on the device would be waited for without a limit, and nothing could wake the host. Where the group has no
+    Gloo, the ranks open a group of Gloo beside it.
 
     Attributes:
         ranks: The ranks of the mesh, in the group's numbers.
