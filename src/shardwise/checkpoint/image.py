@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -57,8 +58,8 @@ class Image:
         whole = None if device is None else self._pinned()
         for piece, (begin, end) in zip(plan.offsets, pairwise([*plan.offsets.values(), plan.file_bytes]), strict=True):
             source = content[piece].detach()
-            if whole is not None and source.device.type == "cuda":
-                whole[begin:end].view(source.dtype).copy_(source, non_blocking=True)
+            if whole is not None and source.device.type == "cuda":  # as bytes: a place need not suit the dtype's width
+                whole[begin:end].copy_(source.contiguous().view(torch.uint8), non_blocking=True)
             else:
                 self._bytes[begin:end] = byte_view(source.cpu().contiguous())
         if device is not None:
@@ -76,8 +77,14 @@ class Image:
             self._copied = None
 
     def close(self) -> None:
-        """Give the memory back, once the processes that were given the descriptor have closed it too."""
-        if self._is_pinned:
+        """Give the memory back, once the processes that were given the descriptor have closed it too.
+
+        Memory that a device is still to write to stays until this process ends: the copies may wait for a collective
+        that never ends, and cannot be called off.
+        """
+        if not self.is_filled():
+            _abandoned.append(self._bytes)
+        elif self._is_pinned:
             _driver().cudaHostUnregister(self._whole().data_ptr())
         del self._bytes
         self._end()
@@ -90,7 +97,14 @@ class Image:
         whole = self._whole()
         if not self._is_pinned:
             self._is_pinned = int(_driver().cudaHostRegister(whole.data_ptr(), self.capacity, 0)) == 0
+            if not self._is_pinned:  # CUDA would report the refusal as that of the next kernel
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
         return whole
+
+
+#: See :meth:`Image.close`.
+_abandoned: list[memoryview] = []
 
 
 def _driver() -> Any:
