@@ -6,8 +6,8 @@ The code calls :func:`at` at each of ``POINTS``. It does nothing unless the vari
 Conditions: ``rank`` (default: every rank), ``step`` (every step), ``attempt`` (0: a restarted run is left alone; or
 ``any``).
 Actions: ``kill`` (SIGKILL), ``segv``, ``stop`` (SIGSTOP), ``term`` and ``int`` (SIGTERM and SIGINT to this process),
-``raise``, ``exit=CODE``, ``enospc`` (as a full disk), ``sleep=SECONDS``, ``spin`` (for ever, in Python), ``nan`` and
-``flip`` (of the first tensor that the point offers).
+``raise``, ``exit=CODE``, ``enospc`` (as a full disk), ``edquot`` (as a used-up quota), ``sleep=SECONDS``, ``spin`` (for
+ever, in Python), ``nan`` and ``flip`` (of the first tensor that the point offers).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ _SIGNALS = {
     "term": signal.SIGTERM,
     "int": signal.SIGINT,
 }
+_REFUSALS = {"enospc": errno.ENOSPC, "edquot": errno.EDQUOT}
 _FAULT = re.compile(r"(?P<point>\w+)(?P<conditions>(?:@\w+=\w+)*):(?P<action>\w+)(?:=(?P<value>[0-9.]+))?")
 
 
@@ -94,7 +95,7 @@ def parse(text: str) -> list[Fault]:
         conditions = dict(item.split("=") for item in match["conditions"].split("@")[1:])
         if set(conditions) - {"rank", "step", "attempt"}:
             raise ValueError(f"{FAULT}: {part!r} has another condition than rank, step and attempt")
-        if match["action"] not in (*_SIGNALS, "raise", "exit", "enospc", "sleep", "spin", "nan", "flip"):
+        if match["action"] not in (*_SIGNALS, *_REFUSALS, "raise", "exit", "sleep", "spin", "nan", "flip"):
             raise ValueError(f"{FAULT}: {part!r} has an unknown action")
         faults.append(Fault(match["point"], conditions, match["action"], float(match["value"] or 0)))
     return faults
@@ -132,8 +133,9 @@ def _strike(fault: Fault, tensors: Callable[[], Iterable[Any]]) -> None:
         raise InjectedError(f"injected at {fault.point}")
     elif fault.action == "exit":
         sys.exit(int(fault.value))
-    elif fault.action == "enospc":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif fault.action in _REFUSALS:
+        number = _REFUSALS[fault.action]
+        raise OSError(number, os.strerror(number))
     elif fault.action == "sleep":
         time.sleep(fault.value)
     elif fault.action == "spin":
