@@ -38,6 +38,10 @@ def test_a_full_disk_and_an_odd_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="No space left") as raised:
         fault.at("save_begin")
     assert raised.value.errno == errno.ENOSPC
+    monkeypatch.setattr(fault, "_FAULTS", fault.parse("save_begin:edquot"))
+    with pytest.raises(OSError, match="quota") as raised:
+        fault.at("save_begin")
+    assert raised.value.errno == errno.EDQUOT
     for wrong in ("save_begin:burn", "save_begin@day=3:kill", "save_begin"):
         with pytest.raises(ValueError, match=fault.FAULT):
             fault.parse(wrong)
