@@ -20,8 +20,14 @@ DATA = {
         "run_id": "r",
         "progress": {"step": 3, "tokens": 96, **PROGRESS},
         "sampler": {"position": 24, "seed": 0, "num_samples": 100},
-        "scaler": {"scale": 65536.0, "_growth_tracker": 3},
-        "config": {"name": "r"},
+        "scaler": {
+            "scale": 65536.0,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "_growth_tracker": 3,
+        },
+        "config": {"name": "r", "optimizer": {"lr": 0.4}, "schedule": {"name": "linear", "warmup_steps": 12}},
         "data": "0" * 64,
         "strategy": "zero3",
         "mesh": {"dp_shard": 2},
@@ -67,6 +73,12 @@ def changed(*keys, value):
     [
         (changed("state", "sampler", "position", value=32), "sampler.position: 32, expected 24 = step 3 x batch 8"),
         (changed("state", "sampler", "position", value=-1), "sampler.position: Input should be greater"),
+        (changed("state", "sampler", "position", value=None), "sampler: it gives num_samples, seed, expected num_samples"),
+        (changed("state", "sampler", "place", value=1), "sampler: it gives num_samples, place, position, seed, expected"),
+        (changed("state", "scaler", "scale", value=float("nan")), "scaler.scale: Input should be"),
+        (changed("state", "scaler", "backoff_factor", value=2.0), "scaler.backoff_factor: Input should be less than 1"),
+        (changed("state", "scaler", "more", value=1), "scaler.more: Extra inputs are not permitted"),
+        (changed("state", "config", "optimizer", "lr", value="x"), "config.optimizer.lr: Input should be"),
         (changed("state", "sampler", value=None), "sampler: Input should be a valid dictionary"),
         (changed("state", "step", value=4), "step: state 4, progress 3, manifest 3; expected three times the same"),
         (changed("state", "progress", "tokens", value="96"), "progress.tokens: Input should be a valid integer"),
@@ -78,6 +90,8 @@ def changed(*keys, value):
         (changed("optimizer", "groups", 0, "maximize", value="x"), "groups.0.maximize is 'x', and False in"),
         (changed("optimizer", "groups", 0, "betas", value=(0.9,)), "groups.0.betas is (0.9,), and (0.9, 0.95) in"),
         (changed("optimizer", "groups", 0, "lr", value=float("nan")), "groups.0.lr is nan, and 0.2 in"),
+        (changed("optimizer", "groups", 0, "lr", value=0.3), "optimizer.lr: 0.3, expected 0.1, as its configuration has"),
+        (changed("optimizer", "groups", 0, "\x1b[2J", value=1), r"groups.0.\x1b[2J: the optimizer has no such setting"),
         (changed("optimizer", "scalars", "w", "step", value=-1.0), "w.step is -1.0"),
         (changed("optimizer", value=None), "optimizer"),
     ],
@@ -88,7 +102,9 @@ def test_what_is_odd_is_named(refused, data, expected):
 
 def test_what_was_saved_is_taken(refused):
     assert refused(DATA) is None
-    assert refused(changed("optimizer", "groups", 0, "lr", value=0.3)) is None  # the schedule's
+    stream = {"seed": 0, "epoch": 0, "place": 1, "taken": 2, "num_chunks": 3}
+    assert refused(changed("state", "sampler", value=stream)) is None
+    assert refused(changed("state", "scaler", value={})) is None
 
 
 def test_any_other_value_anywhere_is_refused_or_harmless(refused):

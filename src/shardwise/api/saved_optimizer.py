@@ -83,7 +83,7 @@ def changed_settings(
             elif key in group and own != value and own != tuple(_listed(value)):
                 changed.append((where, own, value))
     if wrong:
-        raise _refused(path, [printable(line) for line in wrong[:5]])
+        raise _refused(path, wrong[:5])
     return changed
 
 
@@ -111,8 +111,8 @@ def _are_alike(own: Any, value: Any) -> bool:
 
 
 def _refused(path: Path, lines: Sequence[str]) -> CheckpointError:
-    listed = "".join(f"\n  - {line}" for line in lines)
+    listed = "".join(f"\n  - {printable(line)}" for line in lines)
     return CheckpointError(
-        f"checkpoint {path}: what it says of its optimizer cannot be right:{listed}\n"
+        f"checkpoint {printable(path)}: what it says of its optimizer cannot be right:{listed}\n"
         "  It was changed by hand or damaged. Resume from another checkpoint, or load without the optimizer."
     )

@@ -497,22 +497,29 @@ def _check_in_backward(raw: RawConfig, plan: ParallelPlan, batch: Batch) -> None
             raw.fail("optimizer", "in_backward", reason)
 
 
+def schedule_of(config: Config) -> Schedule:
+    """The learning rate over the steps of a configuration."""
+    section, steps = config.schedule, config.train.steps
+    decay = (section.decay_steps or max(1, steps // 5)) if section.name == "warmup-stable-decay" else 0
+    ratio = 0.1 if section.min_lr_ratio is None else section.min_lr_ratio
+    return Schedule(section.name, steps, section.warmup_steps, ratio, decay)
+
+
 def _schedule(raw: RawConfig) -> Schedule:
-    section, steps = raw.config.schedule, raw.config.train.steps
-    decays = section.name == "warmup-stable-decay"
-    decay = section.decay_steps or max(1, steps // 5)
+    section, steps, found = raw.config.schedule, raw.config.train.steps, schedule_of(raw.config)
     if section.name == "constant" and section.min_lr_ratio is not None:
         raw.fail("schedule", "min_lr_ratio", "a constant schedule has no end rate; take it out")
-    if not decays and section.decay_steps is not None:
+    if section.name != "warmup-stable-decay" and section.decay_steps is not None:
         raw.fail("schedule", "decay_steps", f"a {section.name} schedule has no decay_steps; take it out")
     if section.warmup_steps > steps:
         message = f"{section.warmup_steps} warm-up steps do not fit in train.steps={steps}"
         raw.fail("schedule", "warmup_steps", message)
-    if decays and section.warmup_steps + decay > steps:
-        message = f"{section.warmup_steps} warm-up and {decay} decay steps do not fit in train.steps={steps}"
+    if found.decay_steps and section.warmup_steps + found.decay_steps > steps:
+        message = (
+            f"{section.warmup_steps} warm-up and {found.decay_steps} decay steps do not fit in train.steps={steps}"
+        )
         raw.fail("schedule", "decay_steps", message)
-    ratio = 0.1 if section.min_lr_ratio is None else section.min_lr_ratio
-    return Schedule(section.name, steps, section.warmup_steps, ratio, decay if decays else 0)
+    return found
 
 
 def _batch(raw: RawConfig, mesh: Mesh, plan: ParallelPlan) -> Batch:

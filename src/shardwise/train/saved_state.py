@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +14,19 @@ from shardwise.api.saved_optimizer import changed_settings, describe_changes, re
 from shardwise.checkpoint import open_checkpoint
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable
+from shardwise.train.config import Config
+from shardwise.train.resolve import schedule_of
 
 _Natural = Annotated[int, Field(ge=0, lt=2**60)]
-#: Of an optimizer: what the schedule sets, and how it computes, which follows from the device.
+#: Settings of an optimizer that the configuration does not give: the rate, which is compared with the schedule's, and
+#: how the optimizer computes, which follows from the device.
 _NOT_OF_THE_RUN = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+#: What a sampler says of its place: one of samples, and one of a stream of texts.
+_PLACES = ({"seed", "position", "num_samples"}, {"seed", "epoch", "place", "taken", "num_chunks"})
+
+
+#: Beginnings of the names of what is checked by itself.
+_PARTS = {"SavedScaler": "scaler.", "Config": "config."}
 
 
 class _Strict(BaseModel):
@@ -45,6 +56,16 @@ class SavedSampler(_Strict):
     num_chunks: _Natural | None = None
 
 
+class SavedScaler(_Strict):
+    """Loss scaling of fp16, as ``torch.amp.GradScaler`` saves it."""
+
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    growth_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)]
+    growth_interval: Annotated[int, Field(ge=1, lt=2**60)]
+    growth_tracker: _Natural = Field(alias="_growth_tracker")
+
+
 class SavedRun(_Strict):
     """The state of a run that ``shardwise train`` saved.
 
@@ -53,7 +74,7 @@ class SavedRun(_Strict):
         run_id: The run.
         progress: Counts and losses.
         sampler: Where the data was.
-        scaler: Loss scaling; empty where there is none.
+        scaler: Loss scaling (``SavedScaler``); empty where there is none.
         config: The configuration, which is compared with the present one.
         data: Hash of the data.
         strategy: The strategy's name.
@@ -66,7 +87,7 @@ class SavedRun(_Strict):
     run_id: str
     progress: SavedProgress
     sampler: SavedSampler
-    scaler: dict[str, bool | int | float] = Field(default_factory=dict)
+    scaler: dict[str, Any] = Field(default_factory=dict)
     config: dict[str, Any]
     data: Annotated[str, Field(max_length=1024)]
     strategy: str = ""
@@ -95,13 +116,19 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]]) -> None:
         )
     try:
         saved = SavedRun.model_validate(state)
+        if saved.scaler:
+            SavedScaler.model_validate(saved.scaler)
+        config = Config.model_validate(saved.config)
     except pydantic.ValidationError as error:
-        items = error.errors(include_url=False)[:5]
-        raise _refused(path, [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in items]) from None
+        items, of = error.errors(include_url=False)[:5], _PARTS.get(error.title, "")
+        raise _refused(path, [f"{of}{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in items]) from None
     wrong = []
     if not saved.step == saved.progress.step == checkpoint.step:
         steps = f"state {saved.step}, progress {saved.progress.step}, manifest {checkpoint.step}"
         wrong.append(f"step: {steps}; expected three times the same")
+    place = saved.sampler.model_dump(exclude_none=True)
+    if set(place) not in _PLACES:
+        wrong.append(f"sampler: it gives {_names(place)}, expected {' or '.join(map(_names, _PLACES))}")
     position = saved.sampler.position
     if position is not None and position != saved.step * batch:
         wrong.append(f"sampler.position: {position}, expected {saved.step * batch} = step {saved.step} x batch {batch}")
@@ -117,6 +144,20 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]]) -> None:
                 f" has:\n{describe_changes(changed)}\n"
                 "  It was changed by hand, or its configuration was. Resume from another checkpoint."
             )
+    lr = config.optimizer.lr * schedule_of(config).ratio(saved.step - 1)
+    odd = [each.get("lr") for each in optimizer.groups if not _is_near(each.get("lr"), lr)]
+    if odd and saved.step:
+        raise _refused(
+            path, [f"optimizer.lr: {odd[0]}, expected {lr:g}, as its configuration has for step {saved.step}"]
+        )
+
+
+def _names(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
+
+
+def _is_near(value: Any, expected: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-9)
 
 
 def _refused(path: Path, lines: list[str]) -> CheckpointError:
