@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.checkpoints import check_config, find_checkpoint, pointer_problem
 from shardwise.train.config import Config, read_config
-from shardwise.train.folder import create
+from shardwise.train.folder import create, read_run_id
 from shardwise.train.loop import begins_from, open_directory
 from shardwise.train.resolve import resolve
 from tests.train.train_here import sets, train_well
@@ -137,6 +138,27 @@ def test_a_renamed_run_keeps_its_retention_and_what_was_set_aside_goes_when_it_w
         "step-00000015",
         "step-00000020",
     ]
+
+
+def test_a_checkpoint_of_another_run_is_taken_only_where_its_path_is_given(tmp_path: Path) -> None:
+    few = sets("checkpoint.keep=9", "train.eval_every=null")
+    train_well(tmp_path, 1, ("--run-dir", "b", *few), ("--run-dir", "a", "--set", "train.seed=1", *few))
+    runs = {name: tmp_path / name / "checkpoints" for name in "ab"}
+    ids = {name: read_run_id(tmp_path / name) for name in "ab"}
+    assert None not in ids.values()
+    assert ids["a"] != ids["b"]
+    shutil.rmtree(runs["a"] / "step-00000020")
+    shutil.copytree(runs["b"] / "step-00000020", runs["a"] / "step-00000020")
+    with pytest.raises(
+        CheckpointError, match=rf"step-00000020: it is of the run '{ids['b']}', and this is '{ids['a']}'"
+    ):
+        find_checkpoint(tmp_path / "a", "latest")
+    told: list[str] = []
+    assert find_checkpoint(tmp_path / "a", "latest-good", say=told.append).name == "step-00000015"
+    assert "passed over: it is of the run" in told[0]
+    assert find_checkpoint(tmp_path / "a", "step-00000020").name == "step-00000020"
+    (tmp_path / "a/run-id").unlink()  # a run of an earlier version
+    assert find_checkpoint(tmp_path / "a", "latest").name == "step-00000020"
 
 
 def test_a_folder_whose_name_cannot_be_printed_is_refused(tmp_path: Path) -> None:

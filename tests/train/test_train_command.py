@@ -230,7 +230,7 @@ def test_a_damaged_shard_is_named_and_latest_good_goes_around_it(whole: Path, tm
     results = train_here(tmp_path, 2, resume, (*resume, "latest-good"), ("--run-dir", "other", "--resume"))
     assert [code for code, _ in results] == [65, 0, 65]
     assert shard.name in results[0][1]
-    assert "shardwise: step-00000020 is damaged and passed over: " in results[1][1]
+    assert "shardwise: step-00000020 cannot be used and is passed over: " in results[1][1]
     assert "resumed at step 15" in results[1][1]
     assert losses(run) == losses(whole)
     assert (run / "LATEST").read_text() == "checkpoints/step-00000020\n"

@@ -139,12 +139,13 @@ class Latest:
         )
 
 
-def find_latest(root: str | os.PathLike[str], *, verify: bool = False) -> Latest:
+def find_latest(root: str | os.PathLike[str], *, verify: bool = False, run_id: str | None = None) -> Latest:
     """Find the newest good checkpoint of a run by looking at the checkpoints themselves.
 
     Args:
         root: The run's folder, or the folder that holds the checkpoints.
         verify: Also compare the hashes of all files; otherwise manifests and sizes are checked.
+        run_id: Pass over checkpoints of other runs than this one; by default those of any run are good.
 
     Returns:
         The findings. Nothing is raised here; :meth:`Latest.require` raises.
@@ -155,6 +156,11 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False) -> Latest
     found: Checkpoint | None = None
     for path in reversed(listing.steps):
         found, reason = _judge(path, verify=verify)
+        if found is not None and run_id is not None and found.manifest.run_id != run_id:
+            found, reason = (
+                None,
+                f"it is of the run {found.manifest.run_id!r}, and this is {run_id!r} (its path takes it)",
+            )
         if found is not None:
             break
         rejected.append((path, reason))

@@ -15,15 +15,16 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import CHECKPOINTS, LATEST, find_latest, open_checkpoint, publish_latest, step_directory
-from shardwise.checkpoint.folder import RefusedError, open_folder, open_for_reading, read_at
+from shardwise.checkpoint.folder import RefusedError
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
-from shardwise.spec.run_files import CONFIG
+from shardwise.spec.run_files import CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train import random_state
 from shardwise.train.config import CheckpointSection, Config
 from shardwise.train.control import Control
 from shardwise.train.differences import differences
+from shardwise.train.folder import read_run_id, read_small, replace_text
 from shardwise.train.memory_tier import MemoryTier
 
 #: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
@@ -67,8 +68,8 @@ def is_empty(run_dir: Path) -> bool:
     return found.path is None and not found.rejected and MemoryTier(run_dir).newest() is None
 
 
-#: What ``LATEST`` holds: its bytes at most, and its form.
-_LONGEST_POINTER, _POINTER = 256, rf"{CHECKPOINTS}/step-\d{{8,18}}"
+#: What ``LATEST`` holds.
+_POINTER = rf"{CHECKPOINTS}/step-\d{{8,18}}"
 
 
 def pointer_problem(run_dir: Path, path: Path) -> str | None:
@@ -76,12 +77,9 @@ def pointer_problem(run_dir: Path, path: Path) -> str | None:
     if not os.path.lexists(run_dir / LATEST):
         return "was missing"
     try:
-        with open_folder(run_dir) as folder, open_for_reading(folder, LATEST) as (file, status):
-            raw = bytearray(min(status.st_size, _LONGEST_POINTER))
-            read_at(file, memoryview(raw), 0)
+        named = read_small(run_dir, LATEST)
     except (OSError, RefusedError) as error:
         return f"could not be read ({error})"
-    named = raw.decode(errors="replace").strip()
     if named == f"{CHECKPOINTS}/{path.name}":
         return None
     if not named:
@@ -106,16 +104,17 @@ def find_checkpoint(run_dir: Path, wanted: str, *, say: Callable[[str], object] 
         say: Called with what is passed over by ``latest-good``, and why.
 
     Raises:
-        CheckpointError: There is none, or ``latest`` is damaged.
+        CheckpointError: There is none, or ``latest`` is damaged or another run's.
     """
     if wanted in NEWEST:
-        in_memory = MemoryTier(run_dir).newest(after=find_latest(run_dir).step or 0)
+        run_id = read_run_id(run_dir)
+        in_memory = MemoryTier(run_dir).newest(after=find_latest(run_dir, run_id=run_id).step or 0)
         if in_memory is not None:
             return in_memory
-        found = find_latest(run_dir, verify=wanted == "latest-good")
+        found = find_latest(run_dir, verify=wanted == "latest-good", run_id=run_id)
         path = found.require(allow_older=wanted == "latest-good")
         for damaged, reason in found.rejected:
-            say(f"{printable(damaged.name)} is damaged and passed over: {printable(reason)}")
+            say(f"{printable(damaged.name)} cannot be used and is passed over: {printable(reason)}")
         return path
     for path in (Path(wanted).expanduser(), run_dir / CHECKPOINTS / wanted):
         if path.is_dir():
@@ -340,6 +339,14 @@ class Checkpoints:
     def _warning(self, step: int, problem: str, *, in_memory: bool) -> str:
         what = "kept in memory" if in_memory else "saved"
         return f"WARNING: step {step} was not {what}; {self._kept}. {problem}"
+
+    def note_run(self) -> None:
+        """Write what checkpoints call this run. Only rank 0 calls this, when a checkpoint to go on from is loaded.
+
+        Raises:
+            StorageError: The disk refuses.
+        """
+        replace_text(self._run_dir / RUN_ID, f"{self._run_id}\n")
 
     def open_memory(self, *, is_new: bool) -> None:
         """Make the folder of checkpoints in memory, on rank 0.

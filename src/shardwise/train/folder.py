@@ -23,14 +23,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardwise.checkpoint.folder import RefusedError, open_folder, open_for_reading, read_at
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
-from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS
+from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS, RUN_ID
 from shardwise.spec.text import printable
 
 LOCK_NAME = "run.lock"
 #: Of a run's folder, in characters: its name is part of what checkpoints say of their run.
 _LONGEST_NAME = 200
+#: Bytes that are read of a file of one line.
+_LONGEST_SMALL = 256
 #: How a file system says that it has no locks: Lustre without ``-o flock``, NFS without a lock daemon.
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
@@ -214,6 +217,36 @@ def create(directory: Path) -> None:
         raise StorageError(
             f"{printable(error.filename or directory)} cannot be written: {error.strerror}.\n"
             "  Name a folder that can, with --run-dir."
+        ) from None
+
+
+def read_small(directory: Path, name: str) -> str:
+    """The text of a small file of a run's folder, without blanks around it; at most its first 256 bytes.
+
+    Raises:
+        OSError: It cannot be read.
+        RefusedError: It is no plain file with one link.
+    """
+    with open_folder(directory) as folder, open_for_reading(folder, name) as (file, status):
+        raw = bytearray(min(status.st_size, _LONGEST_SMALL))
+        read_at(file, memoryview(raw), 0)
+    return raw.decode(errors="replace").strip()
+
+
+def read_run_id(directory: Path) -> str | None:
+    """What checkpoints call the run in ``directory``; ``None`` where it has not begun, or by an earlier version.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    if not os.path.lexists(directory / RUN_ID):
+        return None
+    try:
+        return read_small(directory, RUN_ID)
+    except (OSError, RefusedError) as error:
+        raise CheckpointError(
+            f"{printable(directory / RUN_ID)} cannot be read ({error}): it says which checkpoints are this run's.\n"
+            "  Remove it to take any that are in the folder."
         ) from None
 
 

@@ -295,7 +295,7 @@ class Trainer:
             owned_units(self.model, resolved.mesh, control),
             predict_step(resolved, self.device, control.size),
         )
-        run_id = control.on_first(lambda: f"{directory.name}-{secrets.token_hex(4)}")
+        run_id = control.on_first(lambda: folder.read_run_id(directory) or f"{directory.name}-{secrets.token_hex(4)}")
         self.saves = Checkpoints(
             self.model, directory, run_id=run_id, section=config.checkpoint, control=control, device=device
         )
@@ -404,6 +404,7 @@ class Trainer:
             changes += self.control.on_first(lambda: self.saves.set_aside_later(path, self.done.step))
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
             self.speed.timed_from = MEASURED_STEPS  # counting tensors slows them
+        self.control.on_first(self.saves.note_run)
         self.control.on_first(self.report.write_start)
         self.recorder = Recorder(self.report.directory, self.config, self.done.step) if self.control.is_first else None
         return changes

@@ -15,6 +15,7 @@ from pathlib import Path
 from shardwise.checkpoint import CHECKPOINTS, find_latest, step_directory, step_of
 from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.spec.text import printable
+from shardwise.train.folder import read_run_id
 
 #: A file system in memory.
 _BASE = Path("/dev/shm")  # noqa: S108  private: the folder is made with mode 0700, and refused where it is another's
@@ -59,7 +60,8 @@ class MemoryTier:
 
     def newest(self, after: int = 0) -> Path | None:
         """The newest good checkpoint of this run that is of a step later than ``after``; hashes are compared."""
-        found = find_latest(self.root, verify=True) if self._is_own() else None
+        run_id = read_run_id(self._run_dir)
+        found = find_latest(self.root, verify=True, run_id=run_id) if self._is_own() else None
         if found is None or found.path is None or found.step is None or found.step <= after:
             return None
         return found.path

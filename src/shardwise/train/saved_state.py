@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from shardwise.api.saved_optimizer import changed_settings, describe_changes, read_optimizer
+from shardwise.api.saved_optimizer import SavedOptimizer, changed_settings, describe_changes, read_optimizer
 from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable
 from shardwise.train.config import Config
@@ -122,33 +123,42 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]]) -> None:
     except pydantic.ValidationError as error:
         items, of = error.errors(include_url=False)[:5], _PARTS.get(error.title, "")
         raise _refused(path, [f"{of}{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in items]) from None
+    wrong = _contradictions(saved, checkpoint.manifest, batch)
+    if wrong:
+        raise _refused(path, wrong)
+    optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
+    if len(optimizer.groups) == len(groups):  # else the load says so
+        _check_settings(path, optimizer, groups)
+    lr = config.optimizer.lr * schedule_of(config).ratio(saved.step - 1)
+    odd = [each.get("lr") for each in optimizer.groups if not _is_near(each.get("lr"), lr)]
+    if odd and saved.step:
+        raise _refused(path, [f"optimizer.lr: {odd[0]}, expected {lr:g}, as its configuration has for step {saved.step}"])
+
+
+def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str]:
     wrong = []
-    if not saved.step == saved.progress.step == checkpoint.step:
-        steps = f"state {saved.step}, progress {saved.progress.step}, manifest {checkpoint.step}"
+    if not saved.step == saved.progress.step == manifest.step:
+        steps = f"state {saved.step}, progress {saved.progress.step}, manifest {manifest.step}"
         wrong.append(f"step: {steps}; expected three times the same")
+    if saved.run_id != manifest.run_id:
+        wrong.append(f"run_id: state {saved.run_id}, manifest {manifest.run_id}; expected twice the same")
     place = saved.sampler.model_dump(exclude_none=True)
     if set(place) not in _PLACES:
         wrong.append(f"sampler: it gives {_names(place)}, expected {' or '.join(map(_names, _PLACES))}")
     position = saved.sampler.position
     if position is not None and position != saved.step * batch:
         wrong.append(f"sampler.position: {position}, expected {saved.step * batch} = step {saved.step} x batch {batch}")
-    if wrong:
-        raise _refused(path, wrong)
-    optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
-    if len(optimizer.groups) == len(groups):  # else the load says so
-        changed = changed_settings(path, optimizer.groups, groups)
-        changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN]
-        if changed:
-            raise CheckpointError(
-                f"checkpoint {printable(path)} was saved with other settings of the optimizer than the configuration"
-                f" has:\n{describe_changes(changed)}\n"
-                "  It was changed by hand, or its configuration was. Resume from another checkpoint."
-            )
-    lr = config.optimizer.lr * schedule_of(config).ratio(saved.step - 1)
-    odd = [each.get("lr") for each in optimizer.groups if not _is_near(each.get("lr"), lr)]
-    if odd and saved.step:
-        raise _refused(
-            path, [f"optimizer.lr: {odd[0]}, expected {lr:g}, as its configuration has for step {saved.step}"]
+    return wrong
+
+
+def _check_settings(path: Path, optimizer: SavedOptimizer, groups: list[dict[str, Any]]) -> None:
+    changed = changed_settings(path, optimizer.groups, groups)
+    changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN]
+    if changed:
+        raise CheckpointError(
+            f"checkpoint {printable(path)} was saved with other settings of the optimizer than the configuration"
+            f" has:\n{describe_changes(changed)}\n"
+            "  It was changed by hand, or its configuration was. Resume from another checkpoint."
         )
 
 
