@@ -132,7 +132,9 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]]) -> None:
     lr = config.optimizer.lr * schedule_of(config).ratio(saved.step - 1)
     odd = [each.get("lr") for each in optimizer.groups if not _is_near(each.get("lr"), lr)]
     if odd and saved.step:
-        raise _refused(path, [f"optimizer.lr: {odd[0]}, expected {lr:g}, as its configuration has for step {saved.step}"])
+        raise _refused(
+            path, [f"optimizer.lr: {odd[0]}, expected {lr:g}, as its configuration has for step {saved.step}"]
+        )
 
 
 def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str]:
