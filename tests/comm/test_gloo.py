@@ -565,6 +565,12 @@ def take_other_sizes(gather, reduce, *, is_odd):
     gather.all_gather(torch.zeros((20 if is_odd else 10) * gather.size), unit="blocks.1").wait()
 
 
+def take_other_dtypes(gather, reduce, *, is_odd):
+    """Messages of as many bytes: without a word of it the one rank's numbers would be the other's bits."""
+    dtype = torch.int32 if is_odd else torch.float32
+    gather.all_gather(torch.zeros(10 * gather.size, dtype=dtype), unit="blocks.1").wait()
+
+
 def leave_one_out(gather, reduce, *, is_odd):
     for unit in ("blocks.2",) if is_odd else ("blocks.1", "blocks.2"):
         gather.all_gather(torch.zeros(10 * gather.size), unit=unit).wait()
@@ -607,6 +613,7 @@ def disagree(act):
         (take_other_units_of_many_elements, ["unit 'blocks.1' ({2} elements)", "unit 'blocks.2' ({2} elements)"]),
         (take_other_kinds, ["all_gather of unit 'blocks.1' (", "all_reduce of unit 'blocks.1' ("]),
         (take_other_sizes, ["unit 'blocks.1' ({0} elements)", "unit 'blocks.1' ({1} elements)"]),
+        (take_other_dtypes, ["({0} elements) in int32, at test_gloo.py:", "({0} elements) in fp32, at test_gloo.py:"]),
         (leave_one_out, ["at #3 of dp_shard/0/gather", "unit 'blocks.1'", "unit 'blocks.2'"]),
         (come_late, ["at #3 of dp_shard/0/gather", "unit 'blocks.1'", "unit 'blocks.2'"]),
         (

@@ -38,7 +38,7 @@ from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import aligned, similar, size
 from shardwise.state.extents import Pairs
 
-_MOST_LINES = 40
+_MOST_LINES, _MOST_NAMES = 40, 5
 #: Beginnings of names, and what a summary calls the tensors.
 _KINDS = {"optimizer": "optimizer", "buffer": "buffers", "rank": "ranks"}
 
@@ -336,8 +336,16 @@ class Checkpoint:
             entry = self.manifest.all_files[rank]
             found = hash_file(file, entry.bytes, kind_of(entry.hash))
             if found != entry.hash:
-                raise RefusedError(f"its content has the hash {found}, expected {entry.hash}")
+                raise RefusedError(
+                    f"its content has the hash {found}, expected {entry.hash}; it holds {self._tensors_in(rank)}"
+                )
             self._verified[rank] = state
+
+    def _tensors_in(self, number: int) -> str:
+        """The tensors of which a file holds something, in a few words."""
+        names = list(dict.fromkeys(piece.name for piece in self.manifest.layout_of(number).offsets))
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        return f"{', '.join(names[:_MOST_NAMES])}{more}"
 
     def _copy(self, rank: int, folder: int, copies: list[_Copy]) -> None:
         with self._opened(rank, folder) as (file, _):

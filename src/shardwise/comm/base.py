@@ -413,7 +413,7 @@ class Comm(Recorder, ABC):
             channel, kind = f"{channel}/{way}", "message"
         sequence = self._num_issued.get(channel, 0)
         self._num_issued[channel] = sequence + 1
-        issued = Issued(channel, sequence, kind, unit, numel)
+        issued = Issued(channel, sequence, kind, unit, numel, buffer.dtype)
         stall.history.append(issued)
         stall.newest[channel] = sequence
         return issued

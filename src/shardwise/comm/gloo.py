@@ -55,7 +55,7 @@ class GlooComm(Comm):
         super().__init__(axis, self.ranks.index(group.rank()), len(self.ranks), torch.device("cpu"), channel)
         self.group = group
         self.watch = watch
-        self._hashes: dict[tuple[str, str, str, int], int] = {}
+        self._hashes: dict[tuple[str, str, str, int, torch.dtype], int] = {}
         self._scratch = Scratch()
         # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
@@ -147,10 +147,10 @@ class GlooComm(Comm):
     def _exchange(self, issued: Issued, phase: int = 0) -> _Exchange:
         """The messages of a collective, under a tag that no other collective shares.
 
-        The tag is made of the sequence number and a hash of (kind, unit, elements). Messages of ranks that disagree
-        therefore never pair up: they wait, and the watch tells the ranks.
+        The tag is made of the sequence number and a hash of (kind, unit, elements, dtype). Messages of ranks that
+        disagree therefore never pair up: they wait, and the watch tells the ranks.
         """
-        key = (issued.channel, issued.kind, issued.unit, issued.numel)
+        key = (issued.channel, issued.kind, issued.unit, issued.numel, issued.dtype)
         code = self._hashes.get(key)
         if code is None:
             code = zlib.crc32(repr(key).encode()) & ((1 << _TAG_HASH_BITS) - 1)

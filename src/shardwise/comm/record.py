@@ -57,7 +57,7 @@ class RecordComm(Comm):
         del way
         if self._listeners:
             self._note(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
-        return Issued(self.channel, 0, kind, unit, numel)
+        return Issued(self.channel, 0, kind, unit, numel, buffer.dtype)
 
     def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
         return _Under(buffer)

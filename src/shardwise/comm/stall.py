@@ -38,11 +38,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.dtype import dtype_name
 from shardwise.launch.exit_codes import LOG_DIR, note_exit
 from shardwise.launch.world import hold_group_while
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
@@ -73,6 +75,7 @@ class Issued:
         kind: Kind of collective; ``message`` for both ends of a message.
         unit: Unit that the collective serves.
         numel: Elements of the buffer, the same on all ranks of the collective.
+        dtype: Their dtype, the same on all ranks too.
         issued_at_s: Time on ``time.monotonic``.
     """
 
@@ -81,6 +84,7 @@ class Issued:
     kind: str
     unit: str
     numel: int
+    dtype: torch.dtype
     issued_at_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -391,6 +395,7 @@ class StallWatch:
             last += f"; {self.overdue_text()}"
         status = {
             "elsewhere": self._torch_collective(),
+            "line": None if waiting is None else _user_line(),
             "last": last,
             "waits_for": waits_for,
             "is_blocked": waiting is not None,  # else the host may go on
@@ -520,20 +525,43 @@ def _is_stalled(waiting: tuple[Waited, float]) -> bool:
 
 def _as_row(issued: Issued) -> list[Any]:
     """A collective as JSON."""
-    return [issued.channel, issued.sequence, issued.kind, issued.unit, issued.numel]
+    return [issued.channel, issued.sequence, issued.kind, issued.unit, issued.numel, dtype_name(issued.dtype)]
+
+
+def _described(kind: str, unit: str, numel: int, dtype: str) -> str:
+    return f"{kind} of unit {unit!r} ({numel} elements) in {dtype}"
+
+
+def _line(status: Mapping[str, Any]) -> str:
+    """Where in the program a rank waits; empty where it does not, or where it is in files of torch and ours alone."""
+    return f", at {status['line']}" if status["line"] else ""
+
+
+#: Folders whose lines are not the user's: those of this package and of torch.
+_NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<frozen")
+
+
+def _user_line() -> str | None:
+    """The innermost line of the main thread that is neither in this package nor in torch: ``train.py:31``."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_NOT_THE_USERS):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
 
 
 def _conflict(statuses: Mapping[int, dict[str, Any]]) -> str | None:
     """Two ranks have issued different collectives at the same place of one Comm's sequence."""
-    issued: dict[tuple[str, int], dict[int, tuple[str, str, int]]] = {}
+    issued: dict[tuple[str, int], dict[int, tuple[str, str, int, str]]] = {}
     for rank, status in statuses.items():
-        for channel, sequence, kind, unit, numel in status["issued"]:
-            issued.setdefault((channel, sequence), {})[rank] = (kind, unit, numel)
+        for channel, sequence, *what in status["issued"]:
+            issued.setdefault((channel, sequence), {})[rank] = tuple(what)
     for (channel, sequence), by_rank in sorted(issued.items(), key=lambda item: item[0][1]):
         if len(set(by_rank.values())) > 1:
             shown = "\n".join(
-                f"  rank {rank}: {kind} of unit {unit!r} ({numel} elements)"
-                for rank, (kind, unit, numel) in sorted(by_rank.items())
+                f"  rank {rank}: {_described(*what)}{_line(statuses[rank])}" for rank, what in sorted(by_rank.items())
             )
             return f"ranks issued different collectives at #{sequence} of {channel}:\n{shown}"
     return None
@@ -552,8 +580,8 @@ def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
     if ring is None:
         return None
     shown = "\n".join(
-        f"  rank {rank}: {kind} of unit {unit!r} ({numel} elements), #{sequence} of {channel}"
-        for rank, (channel, sequence, kind, unit, numel) in ((rank, statuses[rank]["waits_for"]) for rank in ring)
+        f"  rank {rank}: {_described(*what)}, #{sequence} of {channel}{_line(statuses[rank])}"
+        for rank, (channel, sequence, *what) in ((rank, statuses[rank]["waits_for"]) for rank in ring)
     )
     return f"ranks wait for each other in different collectives:\n{shown}"
 
@@ -565,10 +593,9 @@ def _absence(blocked: Mapping[int, dict[str, Any]], statuses: Mapping[int, dict[
             other = statuses.get(peer)
             if other is None or other["elsewhere"] is None or _has_issued(other, status["waits_for"]):
                 continue
-            _, _, kind, unit, numel = status["waits_for"]
             return (
                 f"rank {peer} waits in torch.distributed's {other['elsewhere']}, while rank {rank} waits for it in"
-                f" {kind} of unit {unit!r} ({numel} elements)."
+                f" {_described(*status['waits_for'][2:])}{_line(status)}."
             )
     return None
 

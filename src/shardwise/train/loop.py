@@ -388,6 +388,7 @@ class Trainer:
             if self._base is not None:
                 self.control.on_first(lambda: check_base(self._base, state.get("base")))
             self.sampler.load_state(state["sampler"])
+            changes += self._resharded(state.get("mesh") or {})
             saved_hash = state["data"]
             self.done = Progressed(**{**state["progress"], "step": state["step"]})
             self._restore_random(state)
@@ -408,6 +409,14 @@ class Trainer:
         self.control.on_first(self.report.write_start)
         self.recorder = Recorder(self.report.directory, self.config, self.done.step) if self.control.is_first else None
         return changes
+
+    def _resharded(self, before: dict[str, int]) -> list[str]:
+        """What is said of a checkpoint of another mesh."""
+        now = self.resolved.mesh.sizes
+        if not before or before == now:
+            return []
+        cuts = [" * ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) for sizes in (before, now)]
+        return [f"resharded: {' -> '.join(cut or 'one rank' for cut in cuts)}"]
 
     def _restore_random(self, state: dict[str, Any]) -> None:
         """Restore every rank's generators in a world of the same size; seed them by rank and step in any other."""
