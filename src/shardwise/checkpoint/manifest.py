@@ -374,7 +374,11 @@ def decode(raw: bytes) -> Manifest:
     version = content.get("format_version")
     if version not in _READ_VERSIONS or isinstance(version, bool):
         known = " and ".join(map(str, _READ_VERSIONS))
-        raise RefusedError(f"it has format version {_short(repr(version))}; this version of shardwise reads {known}")
+        is_newer = isinstance(version, int) and version > FORMAT_VERSION
+        newer = "; a newer shardwise has written it" if is_newer else ""
+        raise RefusedError(
+            f"it has format version {_short(repr(version))}; this version of shardwise reads {known}{newer}"
+        )
     if content.get("checksum") != _checksum(content):
         raise RefusedError("its checksum does not match its content: it was damaged or changed by hand")
     try:

@@ -33,7 +33,15 @@ from shardwise.measure.profile import StepProfile, step_range
 from shardwise.measure.storage import held_bytes
 from shardwise.optim.scaler import needs_scaler
 from shardwise.sim.chrome import chrome_trace
-from shardwise.spec.errors import CommError, ConfigError, NonFiniteError, RankDisagreement, ShardwiseError, StorageError
+from shardwise.spec.errors import (
+    CheckpointError,
+    CommError,
+    ConfigError,
+    NonFiniteError,
+    RankDisagreement,
+    ShardwiseError,
+    StorageError,
+)
 from shardwise.spec.run_files import LOGS, PROFILE, REPORT
 from shardwise.spec.text import printable
 from shardwise.train import folder, random_state
@@ -384,7 +392,7 @@ class Trainer:
             changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
             self.control.on_first(lambda: check_state(path, self.resolved.batch.total, self.optimizer.param_groups))
             with self.pace.long("load"):
-                state = self.saves.load(path, self.optimizer, self.average)
+                state = self._load(path, is_newest=resume == "latest")
             if self._base is not None:
                 self.control.on_first(lambda: check_base(self._base, state.get("base")))
             self.sampler.load_state(state["sampler"])
@@ -409,6 +417,15 @@ class Trainer:
         self.control.on_first(self.report.write_start)
         self.recorder = Recorder(self.report.directory, self.config, self.done.step) if self.control.is_first else None
         return changes
+
+    def _load(self, path: Path, *, is_newest: bool) -> dict[str, Any]:
+        """Fill model, optimizer and average; says how to go around the newest checkpoint where that is damaged."""
+        try:
+            return self.saves.load(path, self.optimizer, self.average)
+        except CheckpointError as error:
+            if not is_newest:
+                raise
+            raise CheckpointError(f"{error} --resume latest-good takes the newest one that is whole.") from None
 
     def _resharded(self, before: dict[str, int]) -> list[str]:
         """What is said of a checkpoint of another mesh."""
