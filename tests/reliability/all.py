@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.reliability import baseline, inputs, processes, reads, writes  # noqa: F401
+from tests.reliability import baseline, inputs, numbers, processes, reads, writes  # noqa: F401
 from tests.reliability.board import BASELINES, SCENARIOS
 
 __all__ = ["BASELINES", "SCENARIOS"]
