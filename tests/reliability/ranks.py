@@ -159,7 +159,7 @@ def other_optimizer(folder: Path) -> None:
 def other_collective(folder: Path) -> None:
     """Rank 1 leaves a block out."""
     del folder
-    model = sw.parallelize(Skips(), sw.ParallelPlan(strategy="zero3", auto_wrap_policy="Linear"))
+    model = sw.parallelize(Skips(), sw.ParallelPlan(strategy="zero3", auto_wrap_policy=sw.wrap_by_class(nn.Linear)))
     model(torch.ones(2, 8), 1 if torch.distributed.get_rank() == 1 else None).sum().backward()
 
 

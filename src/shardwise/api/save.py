@@ -429,7 +429,7 @@ class _Targets:
             checks.accept(each)
         fresh = [OptimizerState(model, each, ignored, stored) for each in optimizers]
         problems = [problem for each in fresh for problem in each.problems]
-        if problems:
+        if problems and all(_is_alike(extent, stored.get(extent.name)) for extent, _ in self.extents):
             raise CheckpointError(
                 f"optimizer state of checkpoint {checkpoint.path} does not fit this layout:\n"
                 + "\n".join(f"  - {problem}" for problem in problems[:8])
@@ -498,6 +498,11 @@ def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
             held.fill_(value)
         else:
             group[key] = value
+
+
+def _is_alike(extent: Extent, saved: Extent | None) -> bool:
+    """Whether a tensor of the model is saved in its shape and dtype; if not, the table of all such comes first."""
+    return saved is not None and (saved.shape, saved.dtype) == (extent.shape, extent.dtype)
 
 
 def _matching(checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer]) -> SavedOptimizer:
