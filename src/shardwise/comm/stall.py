@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.dtype import dtype_name
-from shardwise.launch.exit_codes import LOG_DIR, note_exit
+from shardwise.launch.exit_codes import LOG_DIR, note_exit, read_exit_notes
 from shardwise.launch.world import hold_group_while
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
@@ -318,10 +318,18 @@ class StallWatch:
         deadline = time.monotonic() + LAST_WORD_S
         while time.monotonic() < deadline:
             for rank in range(self._size):
-                if self._store.check([f"ended-{rank}"]):
+                if self._store.check([f"ended-{rank}"]) or self._has_noted_end(rank):
                     return rank
             time.sleep(0.05)
         return None
+
+    def _has_noted_end(self, rank: int) -> bool:
+        """Whether a worker of our launcher has ended without an error, by its exit note."""
+        directory = os.environ.get(LOG_DIR)
+        if not directory or str(self._size) != os.environ.get("WORLD_SIZE"):
+            return False  # notes are by rank of the world
+        note = read_exit_notes(Path(directory)).get(rank)
+        return note is not None and note.code == 0
 
     # -- the thread
 
