@@ -46,16 +46,14 @@ class Plan:
 
     def add(self, draw: random.Random, points: list[str]) -> None:
         """One more kill, at a step that this attempt will come to."""
-        point = draw.choice([each for each in points if self.faults or each not in _LOADING])
+        is_saved = self.steps > 3 * EVERY  # an attempt has gone on since a checkpoint was published
+        point = draw.choice([each for each in points if is_saved or each not in _LOADING])
         rank = 0 if point in _RANK_0_ALONE else draw.randrange(RANKS)
         where = f"{point}@rank={rank}@attempt={len(self.faults)}"
         if point in _IN_EVERY_STEP:
             self.steps += draw.randint(1, EVERY + 1)
             where += f"@step={self.steps}"
-        elif point in _LOADING:
-            # Each attempt but the first loads; a checkpoint is there when the first save is over.
-            self.steps = max(self.steps, EVERY)
-        else:
+        elif point not in _LOADING:
             # A save or a removal: the next one that comes. The third save is the first that removes one.
             self.steps = max(self.steps + 2 * EVERY, 4 * EVERY)
         self.faults.append(f"{where}:kill")
