@@ -35,6 +35,8 @@ QUICK = (
 )
 #: The block of a failure stands among the last lines of the launcher's output.
 LAST_LINES = 25
+#: The table shows so many characters of a line.
+LONGEST = 180
 #: How its first line begins, whoever writes it.
 HEADLINE = r"(shardwise|\w+Error): "
 
@@ -95,7 +97,8 @@ class Ended:
         found = next((line for line in self.output.splitlines() if re.search(pattern, line)), "")
         found = re.sub(r"\(pid \d+\)", "(pid P)", found.strip().removeprefix("shardwise: "))
         found = re.sub(r"\S*/board-\w+-\w+/", "", found)
-        return re.sub(r"-[0-9a-f]{8,16}(?=\b|-)", "-*", found)
+        found = re.sub(r"-[0-9a-f]{8,16}(?=\b|-)", "-*", found)
+        return found if len(found) <= LONGEST else f"{found[:LONGEST]} ..."
 
 
 class Run:
