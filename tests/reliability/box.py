@@ -97,7 +97,7 @@ class Ended:
         found = next((line for line in self.output.splitlines() if re.search(pattern, line)), "")
         found = re.sub(r"\(pid \d+\)", "(pid P)", found.strip().removeprefix("shardwise: "))
         found = re.sub(r"\S*/board-\w+-\w+/", "", found)
-        found = re.sub(r"-[0-9a-f]{8,16}(?=\b|-)", "-*", found)
+        found = re.sub(r"(?<!step)-[0-9a-f]{8,16}(?=\b|-)", "-*", found)
         return found if len(found) <= LONGEST else f"{found[:LONGEST]} ..."
 
 
