@@ -121,7 +121,7 @@ def train(
         env=environment() | ({fault.ARMED: "1", fault.FAULT: faults} if faults else {}),
         capture_output=True,
         text=True,
-        timeout=120 + 60 * restarts,
+        timeout=300 * (1 + restarts),
         check=False,
     )
 
