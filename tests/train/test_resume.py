@@ -13,6 +13,7 @@ from shardwise.train.checkpoints import check_config, find_checkpoint, pointer_p
 from shardwise.train.config import Config, read_config
 from shardwise.train.folder import create, read_run_id
 from shardwise.train.loop import begins_from, open_directory
+from shardwise.train.new_world import note_starters
 from shardwise.train.resolve import resolve
 from tests.train.train_here import sets, train_well
 
@@ -41,16 +42,23 @@ def test_more_steps_change_the_schedule_which_is_told() -> None:
     assert line.endswith(" -> 5 (from here on the learning rate is that of a schedule of the new length)")
 
 
-def test_a_restart_without_a_folder_given_goes_on_in_the_one_that_it_has_made(
+def test_what_the_same_agent_of_torchrun_starts_again_goes_on_in_its_folder_and_nothing_else_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = resolve(read_config(None, ["name=x", "data.source=random", "train.steps=1"]), 1)
-    alone = World(restart_count=1)
-    assert open_directory(run, None, None, alone) == Path("runs/x")  # it was lost before it had begun
+    again = World(source="torchrun", restart_count=1)
+    assert open_directory(run, None, None, again, ["an agent"]) == ("runs/x", False)  # it was lost before it had begun
     (tmp_path / "runs/x/config.yaml").touch()
-    assert open_directory(run, None, None, alone) == Path("runs/x")
-    assert open_directory(run, None, None, World()) == Path("runs/x-2")
+    note_starters(tmp_path / "runs/x", ["an agent", None])
+    for count in (0, 1):  # it is 0 where a machine was lost or has come back
+        world = World(source="torchrun", restart_count=count)
+        assert open_directory(run, None, None, world, ["a new agent", "an agent"]) == ("runs/x", True)
+        assert open_directory(run, Path("runs/x"), None, world, ["a new agent", "an agent"]) == ("runs/x", True)
+        assert open_directory(run, None, None, world, ["another agent"])[0].startswith("runs/x-2")
+        with pytest.raises(ConfigError, match="holds a run already"):  # a first attempt that was refused stays refused
+            open_directory(run, Path("runs/x"), None, world, ["another agent"])
+    assert open_directory(run, None, None, World(), [None]) == ("runs/x-2", False)
 
 
 def test_how_the_optimizer_updates_may_differ() -> None:

@@ -45,6 +45,9 @@ def train(  # noqa: PLR0917  typer calls it by name
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Start all workers again this often after one was lost.")] = 0,
+    take_over: Annotated[  # noqa: FBT002  typer's form
+        bool, typer.Option("--take-over", help="Take the folder of a lost run, if 20 s show no sign of life.")
+    ] = False,
     profile_steps: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Write a Chrome trace of these steps, both included.")
     ] = None,
@@ -64,7 +67,16 @@ def train(  # noqa: PLR0917  typer calls it by name
                 "  Leave --nproc out."
             )
         raise typer.Exit(
-            work(raw, world, run_dir=run_dir, resume=resume, is_demo=is_demo, profiled=profiled, show_error=show_error)
+            work(
+                raw,
+                world,
+                run_dir=run_dir,
+                resume=resume,
+                takes_over=take_over,
+                is_demo=is_demo,
+                profiled=profiled,
+                show_error=show_error,
+            )
         )
     raise typer.Exit(
         launch_training(
@@ -73,6 +85,7 @@ def train(  # noqa: PLR0917  typer calls it by name
             context.obj,
             run_dir=run_dir,
             resume=resume,
+            takes_over=take_over,
             max_restarts=max_restarts,
             say=show,
         )

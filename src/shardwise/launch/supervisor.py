@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from shardwise.launch import heartbeat
 from shardwise.launch.hang import INTERVAL_S, Hang, HangWatch, explain
+from shardwise.launch.process import parent
 from shardwise.launch.stop_request import REQUESTS
 from shardwise.launch.worker import LAUNCHER_PID
 
@@ -98,7 +99,7 @@ class Supervisor:
 
     def _workers(self) -> set[int]:
         """The workers themselves, without the processes that they have started."""
-        return {pid for pid in _started_here() if _parent(pid) == os.getpid()}
+        return {pid for pid in _started_here() if parent(pid) == os.getpid()}
 
 
 def kill_workers() -> None:
@@ -125,9 +126,3 @@ def _started_here() -> set[int]:
             if mark in path.read_bytes() and path.parent.name != str(os.getpid()):
                 found.add(int(path.parent.name))
     return found
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError, IndexError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    return 0

@@ -28,7 +28,9 @@ import itertools
 import logging
 import os
 import re
+import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +53,8 @@ RESTART_COUNT = "SHARDWISE_RESTART_COUNT"
 DEFAULT_TIMEOUT_S = 300.0
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 29500
+#: How often rank 0 looks who of a world of torchrun has come.
+_ANSWERS_EVERY_S = 0.02
 _logger = logging.getLogger("shardwise")
 
 
@@ -496,7 +500,44 @@ def _store(world: World, timeout: dt.timedelta) -> Store:
         store = distributed.TCPStore(world.master_addr, world.master_port, world.size, is_master=False, timeout=timeout)
     else:
         store = _tcp_store(world, timeout)
+    if world.source == "torchrun":
+        return distributed.PrefixStore(f"shardwise/{_agree_on_name(store, world, timeout)}", store)
     return distributed.PrefixStore(f"shardwise/attempt-{world.restart_count}", store)
+
+
+def _agree_on_name(store: Store, world: World, timeout: dt.timedelta) -> str:
+    """A name that this world's ranks have in common, and no earlier world that has met in the same store.
+
+    torchrun's agents keep a store over restarts, and count them each for itself. So every rank asks under a new token,
+    and rank 0 answers each with the name that it has drawn, until all ranks have thanked for it: a rank of an earlier
+    world that has asked under the same number is answered too, and does not thank.
+    """
+    place = "shardwise/meeting"
+    if world.rank != 0:
+        token = secrets.token_hex(8)
+        store.set(f"{place}/asks-{world.rank}", token)
+        name = store.get(f"{place}/answers-{token}").decode()
+        store.set(f"{place}/thanks-{world.rank}-{name}", "")
+        return name
+    name, end = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    missing, answered = set(range(1, world.size)), set[str]()
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"{place}/thanks-{rank}-{name}"]):
+                missing.discard(rank)
+            elif store.check([f"{place}/asks-{rank}"]):
+                token = store.get(f"{place}/asks-{rank}").decode()
+                if token not in answered:
+                    store.set(f"{place}/answers-{token}", name)
+                    answered.add(token)
+        if time.monotonic() > end:
+            raise CommError(
+                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, sorted(missing)))} of {world.size} did not"
+                f" come within {timeout.total_seconds():g} s.\n  See in their logs why they did not start."
+            )
+        if missing:
+            time.sleep(_ANSWERS_EVERY_S)
+    return name
 
 
 def _tcp_store(world: World, timeout: dt.timedelta) -> Store:

@@ -24,7 +24,7 @@ from shardwise.spec.errors import (
 from shardwise.spec.text import printable
 from shardwise.train.data.token_files import DataError
 from shardwise.train.differences import differences
-from shardwise.train.folder import RunLockedError
+from shardwise.train.lock import RunLockedError
 
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.hang import watch_own_rank
 from shardwise.launch.notice import tell_once
 from shardwise.launch.program import program
+from shardwise.launch.starter import starter
 from shardwise.launch.stop_request import StopRequest, exit_code
 from shardwise.launch.world import World, joined
 from shardwise.measure.profile import StepProfile, step_range
@@ -58,6 +59,7 @@ from shardwise.train.bundle import bundle_folder, write_bundle
 from shardwise.train.checkpoints import (
     NEWEST,
     Checkpoints,
+    changed_world,
     check_config,
     find_checkpoint,
     is_empty,
@@ -70,7 +72,8 @@ from shardwise.train.data.rows import Samples
 from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.stream import StreamSampler, stream_of
 from shardwise.train.data.token_files import DataError
-from shardwise.train.folder import RunLock, replace_text
+from shardwise.train.folder import replace_text
+from shardwise.train.lock import RunLock
 from shardwise.train.log import (
     Outcome,
     Progress,
@@ -83,6 +86,7 @@ from shardwise.train.log import (
 )
 from shardwise.train.lora import check_base, fingerprint
 from shardwise.train.memory_tier import check_one_machine
+from shardwise.train.new_world import is_started_again, note_starters
 from shardwise.train.owned import owned_units
 from shardwise.train.pace import Pace
 from shardwise.train.predict import PeakTensorBytes, predict
@@ -98,6 +102,9 @@ from shardwise.train.workload import flops_per_token
 #: torch's own time limit of a collective comes so much after ours, which says more.
 _LATER_S = 60.0
 
+#: A world that goes on with the run of an earlier one waits so long for the lock of a rank that is ending.
+_OLD_WORLD_ENDS_S = 60.0
+
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
 MEASURED_STEPS = 3
 
@@ -108,6 +115,7 @@ def train(
     world: World,
     run_dir: Path | None,
     resume: str | None,
+    takes_over: bool = False,
     is_demo: bool = False,
     profiled: range = range(0),
 ) -> int:
@@ -118,6 +126,7 @@ def train(
         world: This rank among the others.
         run_dir: The run's folder; chosen from the run's name where it is ``None``.
         resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
+        takes_over: Take the folder of a run on another machine that gives no sign of life.
         is_demo: Compare with one process after training.
         profiled: Steps of which a trace is written.
 
@@ -136,19 +145,24 @@ def train(
     ):
         control = Control(open_comms(device, "control")[0])
         control.check_same({**resolved.config.model_dump(mode="json"), **program()}, "configuration or program")
-        directory = Path(control.on_first(lambda: str(open_directory(resolved, run_dir, resume, world))))
+        names = control.all_json(starter(world))
+        directory, is_again = control.on_first(
+            lambda: open_directory(resolved, run_dir, resume, world, names, takes_over=takes_over)
+        )
+        directory = Path(directory)
         if resolved.config.checkpoint.memory_every is not None:
             check_one_machine(world.num_nodes)
         if world.num_nodes > 1:
             _check_shared(control, directory, world)
         if world.source != "launcher":  # our launcher holds the lock, and has read all of the data
-            lock = RunLock(directory)
+            lock = RunLock(directory, takes_over=takes_over or is_again)
             stack.callback(lock.release)
-            note = control.on_first(lock.acquire)
+            note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_again else 0.0))
             if note:
                 tell_once(note)
             control.on_first(lambda: resolved.source.check(resolved.vocab_size))
-        resume = control.on_first(lambda: begins_from(directory, resume, is_restart=world.restart_count > 0))
+            control.on_first(lambda: note_starters(directory, names))
+        resume = control.on_first(lambda: begins_from(directory, resume, is_restart=is_again))
         stack.callback(_watch(world, directory / LOGS, pace).set)
         trainer = Trainer(resolved, control, directory, device, stop=stop, pace=pace)
         trainer.profiled = profiled
@@ -168,16 +182,38 @@ def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
     return ends
 
 
-def open_directory(resolved: RunConfig, run_dir: Path | None, resume: str | None, world: World) -> Path:
-    """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again."""
-    if run_dir is not None and world.source != "launcher":
-        RunLock(run_dir).check()
-    if resume is None and world.restart_count > 0:  # it goes on in its folder, if it has got as far as making one
-        chosen = run_dir or folder.newest(resolved.config.name) or folder.choose(resolved.config.name, None)
+def open_directory(
+    resolved: RunConfig,
+    run_dir: Path | None,
+    resume: str | None,
+    world: World,
+    names: Sequence[str | None],
+    *,
+    takes_over: bool = False,
+) -> tuple[str, bool]:
+    """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again.
+
+    Args:
+        resolved: The configuration.
+        run_dir: The folder that was asked for.
+        resume: The checkpoint that was asked for.
+        world: This world.
+        names: Who has started each rank (``launch.starter``).
+        takes_over: Whether the folder of a run that gives no sign of life may be taken.
+
+    Returns:
+        The folder, and whether the run in it was started again by its launcher and goes on by itself.
+    """
+    own = run_dir or folder.newest(resolved.config.name)
+    is_again = own is not None and is_started_again(own, names, world)
+    if run_dir is not None and world.source != "launcher" and not is_again:
+        RunLock(run_dir, takes_over=takes_over).check()
+    if own is not None and is_again and resume is None:
+        chosen = own
     else:
         chosen = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
     folder.create(chosen)
-    return chosen
+    return str(chosen), is_again
 
 
 def _check_shared(control: Control, directory: Path, world: World) -> None:
@@ -389,7 +425,8 @@ class Trainer:
             path = Path(
                 self.control.on_first(lambda: str(find_checkpoint(self.report.directory, resume, say=tell_once)))
             )
-            changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
+            changes = self.control.on_first(lambda: changed_world(path, self.control.size))
+            changes += self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
             self.control.on_first(lambda: check_state(path, self.resolved.batch.total, self.optimizer.param_groups))
             with self.pace.long("load"):
                 state = self._load(path, is_newest=resume == "latest")

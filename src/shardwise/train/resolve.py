@@ -549,6 +549,15 @@ def _batch(raw: RawConfig, mesh: Mesh, plan: ParallelPlan) -> Batch:
     return batch
 
 
+def batch_in(raw: RawConfig, world_size: int, local_size: int | None) -> tuple[Batch | None, list[str]]:
+    """The batch sizes in a world, ``None`` where the plan or the batch do not fit it; and why they do not."""
+    tried = replace(raw, mistakes={})
+    plan, mesh = _plan(tried, world_size, local_size or world_size)
+    batch = None if tried.mistakes else _batch(tried, mesh, plan)
+    problems = [f"{place}: {message}" for place, message in tried.mistakes]
+    return (None if problems else batch), problems
+
+
 def _check_microbatches(raw: RawConfig, policy: PipelinePolicy, pp: int, accumulation: int) -> None:
     count = policy.num_microbatches
     if count is not None and count != accumulation:

@@ -20,6 +20,8 @@ from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.budget import check_budget, find_device
 from shardwise.train.config import RawConfig, read_config
+from shardwise.train.lock import RunLock
+from shardwise.train.new_world import keep_batch
 from shardwise.train.resolve import RunConfig, resolve
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def launch_training(
     *,
     run_dir: Path | None,
     resume: str | None,
+    takes_over: bool = False,
     max_restarts: int,
     say: Callable[[str], None],
 ) -> int:
@@ -80,6 +83,7 @@ def launch_training(
         arguments: The command line, which every worker reads again, with the run's folder.
         run_dir: The run's folder; ``None``: by its name.
         resume: Which checkpoint to continue from; ``None``: a new run.
+        takes_over: Take the folder of a run on another machine that gives no sign of life.
         max_restarts: How often all workers are started again after one was lost.
         say: Called with a line before work that takes time.
 
@@ -93,9 +97,9 @@ def launch_training(
     resolved = resolve(raw, num_ranks, say=say)
     check_extras(resolved.config)
     if run_dir is not None:
-        folder.RunLock(run_dir).check()
+        RunLock(run_dir, takes_over=takes_over).check()
     directory = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
-    folder.RunLock(directory).check()
+    RunLock(directory, takes_over=takes_over).check()
     if resume is not None:
         from shardwise.train.checkpoints import NEWEST, check_config, find_checkpoint, is_empty, saved_config
 
@@ -105,7 +109,7 @@ def launch_training(
     rehearse(resolved, num_ranks)
     check_budget(resolved, find_device(num_ranks))
     folder.create(directory)
-    lock = folder.RunLock(directory)
+    lock = RunLock(directory, takes_over=takes_over)
     note = lock.acquire()  # for the workers too, so that no other start comes in between
     try:
         if note:
@@ -206,6 +210,7 @@ def work(
     *,
     run_dir: Path | None,
     resume: str | None,
+    takes_over: bool = False,
     is_demo: bool,
     profiled: range = range(0),
     show_error: Callable[[ShardwiseError], None],
@@ -217,11 +222,20 @@ def work(
         from shardwise.train.log import check_extras
         from shardwise.train.loop import train
 
-        resolved = resolve(raw, world.size, world.ranks_per_machine)
+        given = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
+        resolved = resolve(given, world.size, world.ranks_per_machine)
         check_extras(resolved.config)
         if world.source != "launcher":  # which has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))
-        return train(resolved, world=world, run_dir=run_dir, resume=resume, is_demo=is_demo, profiled=profiled)
+        return train(
+            resolved,
+            world=world,
+            run_dir=run_dir,
+            resume=resume,
+            takes_over=takes_over,
+            is_demo=is_demo,
+            profiled=profiled,
+        )
 
     try:
         return run_worker(train_here, world, show_error)

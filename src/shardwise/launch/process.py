@@ -1,0 +1,40 @@
+"""Processes by names that are used once only: numbers of processes, and names of machines, come again."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+
+def boot() -> str:
+    """This machine since it was switched on: other machines, also of the same name, and later boots have another."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def pid_namespace() -> str:
+    """Where process numbers mean the same processes as here; a container has its own."""
+    with contextlib.suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink())
+    return ""
+
+
+def began(pid: int) -> str:
+    """When a process began, in clock ticks of this boot; empty where there is none, or it has ended."""
+    fields = stat(pid)
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def parent(pid: int) -> int:
+    """The process number of a process's parent; 0 where there is no such process."""
+    fields = stat(pid)
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def stat(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` from the state on; none where there is no such process."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return []
