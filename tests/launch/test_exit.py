@@ -19,10 +19,15 @@ def note(rank, code, reason="", time_s=1.0, **fields):
 def test_a_note_is_written_once_and_read_back(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_LOG_DIR", str(tmp_path))
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("SHARDWISE_ATTEMPT", "run-0")
+    note_exit(65, "of the attempt before", step=6)
+    monkeypatch.setenv("SHARDWISE_ATTEMPT", "run-1")
+    assert read_exit_notes(tmp_path, "run-1") == {}
     note_exit(80, "the loss is not a number", step=7)
     note_exit(1, "something later")
     (tmp_path / "exit-4.json").write_text("{")
-    notes = read_exit_notes(tmp_path)
+    notes = read_exit_notes(tmp_path, "run-1")
+    assert read_exit_notes(tmp_path, "run-0") == {}
     assert list(notes) == [3]
     assert (notes[3].code, notes[3].reason, notes[3].step) == (80, "the loss is not a number", 7)
     clear_exit_notes(tmp_path)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.launch import heartbeat, ras
-from shardwise.launch.cause import Cause, describe, find_cause, has_begun, what_next
-from shardwise.launch.exit_codes import CODES, LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
+from shardwise.launch.cause import describe, find_cause, has_begun, what_next
+from shardwise.launch.exit_codes import ATTEMPT, CODES, LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
 from shardwise.launch.supervisor import Supervisor, kill_workers, num_killed_for_memory
 from shardwise.launch.worker import LAUNCHER_PID
 from shardwise.launch.world import RENDEZVOUS_DIR, RESTART_COUNT, loopback_interface
@@ -89,7 +89,9 @@ def launch(
             variables = _worker_variables(private, logs, attempt, nproc) | dict(env or {})
             rendezvous = private / f"rendezvous-{attempt}"
             with Supervisor(logs, nproc, grace_s) as supervisor, _environment(variables), _quiet_elastic():
-                cause = _run_once(entry, args, nproc, supervisor, rendezvous=rendezvous, grace_s=grace_s, logs=logs)
+                failures = _run_once(entry, args, nproc, supervisor, rendezvous=rendezvous, grace_s=grace_s)
+            notes = read_exit_notes(logs, variables[ATTEMPT])
+            cause = find_cause(notes, failures, supervisor.stopped_by, supervisor.hang)
             killed = num_killed_for_memory() - killed_before
             if not cause.can_restart or attempt == max_restarts or supervisor.stopped_by is not None:
                 break
@@ -157,6 +159,7 @@ def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> di
     variables = {
         RENDEZVOUS_DIR: str(meeting),
         RESTART_COUNT: str(attempt),
+        ATTEMPT: f"{private.name}-{uuid.uuid4().hex}-{attempt}",
         LOG_DIR: str(logs),
         LAUNCHER_PID: str(os.getpid()),
         # Without this the agent shares a TCP store that listens on all interfaces, and ranks of a new attempt can read
@@ -185,9 +188,8 @@ def _run_once(
     *,
     rendezvous: Path,
     grace_s: float,
-    logs: Path,
-) -> Cause:
-    """One attempt, from the start of the workers until none is left."""
+) -> dict[int, tuple[int, float]]:
+    """One attempt, from the start of the workers until none is left. Exit code and time of those that failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -214,7 +216,7 @@ def _run_once(
         failures = {rank: (failure.exitcode, float(failure.timestamp)) for rank, failure in error.failures.items()}
     finally:
         kill_workers()
-    return find_cause(read_exit_notes(logs), failures, supervisor.stopped_by, supervisor.hang)
+    return failures
 
 
 def _say(text: str) -> None:

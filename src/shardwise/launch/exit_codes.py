@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Directory of logs and exit notes, set by our launcher.
 LOG_DIR = "SHARDWISE_LOG_DIR"
+#: Name of the attempt to which a worker belongs, set by our launcher; no other attempt of any run ever has it.
+ATTEMPT = "SHARDWISE_ATTEMPT"
 
 FINISHED, STOPPED, PEER_LOST, TIMED_OUT = 0, 75, 81, 82
 #: Codes with a meaning. A launcher returns no others, whatever a program of its ranks leaves with: a scheduler that
@@ -60,6 +62,7 @@ class ExitNote:
         reason: One line for people; may be empty.
         is_shown: Whether the reason has been printed on the terminal.
         time_s: Time of the end, in seconds since the epoch.
+        attempt: The attempt in which the worker ran.
     """
 
     code: int
@@ -68,6 +71,7 @@ class ExitNote:
     reason: str = ""
     is_shown: bool = False
     time_s: float = 0.0
+    attempt: str = ""
 
     @property
     def is_consequence(self) -> bool:
@@ -76,7 +80,7 @@ class ExitNote:
 
 
 def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool = False) -> None:
-    """Write this rank's exit note. The first note stays; without a launcher of ours nothing is written.
+    """Write this rank's exit note. The first note of an attempt stays; without a launcher of ours nothing is written.
 
     Args:
         code: The exit code that the process is about to leave with.
@@ -88,10 +92,11 @@ def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool
     if not directory:
         return
     rank = int(os.environ.get("RANK", "0"))
-    path = Path(directory) / f"exit-{rank}.json"
-    if path.exists():
+    attempt = os.environ.get(ATTEMPT, "")
+    if rank in read_exit_notes(Path(directory), attempt):
         return
-    note = ExitNote(code, rank, step, reason, is_shown, time.time())
+    path = Path(directory) / f"exit-{rank}.json"
+    note = ExitNote(code, rank, step, reason, is_shown, time.time(), attempt)
     with contextlib.suppress(OSError):  # on a full disk, or without the folder, the process's exit code has to do
         replace(path, json.dumps(asdict(note)) + "\n")
 
@@ -124,15 +129,16 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
         return error.exit_code
 
 
-def read_exit_notes(directory: Path) -> dict[int, ExitNote]:
-    """The notes in ``directory``, by rank. Files that are not notes are left out."""
+def read_exit_notes(directory: Path, attempt: str) -> dict[int, ExitNote]:
+    """The notes of an attempt in ``directory``, by rank. Files that are not notes are left out."""
     notes: dict[int, ExitNote] = {}
     for path in sorted(directory.glob("exit-*.json")):
         try:
             note = ExitNote(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue
-        notes[note.rank] = note
+        if note.attempt == attempt:
+            notes[note.rank] = note
     return notes
 
 

@@ -80,8 +80,10 @@ class Supervisor:
                     self._end()
             late = watch.overdue()
             if late is not None and self.hang is None and not self.is_ended and late.pid in self._workers():
-                self.hang = explain(self._logs, range(self._num_ranks), late)
-                self._end()
+                hang = explain(self._logs, range(self._num_ranks), late)
+                if late.pid in self._workers():  # else it was about to end, and has
+                    self.hang = hang
+                    self._end()
 
     def _pass_on(self, number: int) -> None:
         beats = [heartbeat.read(self._logs, rank) for rank in range(self._num_ranks)]
