@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 import shardwise as sw
@@ -79,3 +82,20 @@ def compare_under_every_plan() -> dict[str, list[str | None]]:
 
 def test_a_flipped_bit_is_found_where_ranks_hold_copies() -> None:
     assert run_on_ranks(compare_under_every_plan, 4) == [FOUND] * 4
+
+
+def save_with_two_rates(folder: str) -> str:
+    model = sw.parallelize(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + torch.distributed.get_rank()))
+    with pytest.raises(sw.RankDisagreement) as caught:
+        sw.save(f"{folder}/step-00000001", model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+    sw.save(f"{folder}/step-00000001", model, optimizer)
+    assert caught.value.exit_code == 83
+    return str(caught.value)
+
+
+def test_two_learning_rates_are_told_at_a_save_which_writes_nothing(tmp_path: Path) -> None:
+    for text in run_on_ranks(save_with_two_rates, 2, str(tmp_path)):
+        assert "rank 0 has lr=0.1 in parameter group 0, rank 1 has lr=0.2 in parameter group 0.\n" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -136,6 +136,7 @@ class Agents:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_run_goes_on_without_a_lost_machine_and_with_it_when_it_comes_back(tmp_path: Path) -> None:
     """Two agents with a worker each; one is lost with its worker, then a new one comes in its place.
 

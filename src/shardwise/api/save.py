@@ -21,7 +21,7 @@ from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, step_of, wr
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.publish import follow
 from shardwise.checkpoint.writer import Saving, begin_write
-from shardwise.comm.control import fail_together
+from shardwise.comm.control import check_same, digest_text, fail_together
 from shardwise.engine.engine import Engine
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
@@ -90,6 +90,7 @@ def save(
 
     Raises:
         NonFiniteError: A parameter or optimizer state is NaN or infinite.
+        RankDisagreement: The optimizer's settings differ between ranks.
         CheckpointError, StorageError: The save failed on some rank. All ranks raise the same, and
             nothing is left behind.
     """
@@ -254,6 +255,7 @@ def _content(
         members = shared_members(model, optimizers)
         if members is not None:
             entry["members"] = members
+        _check_settings(engine, entry["groups"])
         data[_OPTIMIZER] = entry
     if tied := tied_names(model):
         data["tied"] = tied
@@ -272,6 +274,28 @@ def _content(
     step = state.get("step", named_step or 0)
     run_id = str(state.get("run_id") or uuid.UUID(int=0))
     return _Content(engine, path, tensors, data, int(step), run_id)
+
+
+def _check_settings(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where ranks update parameters by other settings, such as two learning rates.
+
+    Raises:
+        RankDisagreement: On all ranks, naming a setting and two ranks.
+
+    Collective:
+        An all-gather of eight bytes per rank.
+    """
+    lines = [
+        f"{key}={value!r} in parameter group {i}" for i, group in enumerate(groups) for key, value in group.items()
+    ]
+    check_same(
+        engine.comms.world,
+        digest_text("\n".join(lines)),
+        "the optimizer's settings differ from rank to rank, so that each has made updates of its own kind",
+        "Nothing was saved. Give every rank the same settings, and go back to a checkpoint from before;"
+        " sw.check_replicas(model, optimizer) compares them at any step.",
+        show=lambda: lines,
+    )
 
 
 def _rank_extent(rank: int, num_bytes: int) -> Extent:
