@@ -92,11 +92,10 @@ def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool
     if not directory:
         return
     rank = int(os.environ.get("RANK", "0"))
-    attempt = os.environ.get(ATTEMPT, "")
-    if rank in read_exit_notes(Path(directory), attempt):
+    if rank in read_exit_notes(Path(directory)):
         return
     path = Path(directory) / f"exit-{rank}.json"
-    note = ExitNote(code, rank, step, reason, is_shown, time.time(), attempt)
+    note = ExitNote(code, rank, step, reason, is_shown, time.time(), os.environ.get(ATTEMPT, ""))
     with contextlib.suppress(OSError):  # on a full disk, or without the folder, the process's exit code has to do
         replace(path, json.dumps(asdict(note)) + "\n")
 
@@ -129,8 +128,9 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
         return error.exit_code
 
 
-def read_exit_notes(directory: Path, attempt: str) -> dict[int, ExitNote]:
-    """The notes of an attempt in ``directory``, by rank. Files that are not notes are left out."""
+def read_exit_notes(directory: Path, attempt: str | None = None) -> dict[int, ExitNote]:
+    """The notes of an attempt, by default of this process's, by rank. Files that are not notes are left out."""
+    attempt = os.environ.get(ATTEMPT, "") if attempt is None else attempt
     notes: dict[int, ExitNote] = {}
     for path in sorted(directory.glob("exit-*.json")):
         try:
