@@ -148,12 +148,6 @@ def saved_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def changed_world(path: Path, num_ranks: int) -> list[str]:
-    """A line for printing where another number of ranks has saved the checkpoint ``path``."""
-    before = open_checkpoint(path).manifest.world_size
-    return [] if before == num_ranks else [f"ranks: {before} -> {num_ranks}"]
-
-
 def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str] = ()) -> list[str]:
     """Compare a run's configuration with the one it is to continue under.
 

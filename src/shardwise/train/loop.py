@@ -59,7 +59,6 @@ from shardwise.train.bundle import bundle_folder, write_bundle
 from shardwise.train.checkpoints import (
     NEWEST,
     Checkpoints,
-    changed_world,
     check_config,
     find_checkpoint,
     is_empty,
@@ -425,8 +424,7 @@ class Trainer:
             path = Path(
                 self.control.on_first(lambda: str(find_checkpoint(self.report.directory, resume, say=tell_once)))
             )
-            changes = self.control.on_first(lambda: changed_world(path, self.control.size))
-            changes += self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
+            changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
             self.control.on_first(lambda: check_state(path, self.resolved.batch.total, self.optimizer.param_groups))
             with self.pace.long("load"):
                 state = self._load(path, is_newest=resume == "latest")
