@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import errno
 import io
 import signal
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from shardwise.launch import exit_codes
 from shardwise.launch.cause import describe, find_cause
-from shardwise.launch.exit_codes import ExitNote, clear_exit_notes, note_exit, read_exit_notes
-from shardwise.launch.worker import _Tee
+from shardwise.launch.exit_codes import ExitNote, clear_exit_notes, note_exit, read_exit_notes, reserve_exit_note
+from shardwise.launch.worker import _lossy, _Tee
 
 CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
 
@@ -32,6 +36,27 @@ def test_a_note_is_written_once_and_read_back(tmp_path, monkeypatch):
     assert (notes[3].code, notes[3].reason, notes[3].step) == (80, "the loss is not a number", 7)
     clear_exit_notes(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_takes_a_note_for_which_room_was_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    reserve_exit_note(tmp_path, 1)
+    refuse = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(exit_codes, "replace", refuse)
+    note_exit(74, "\N{SNOWMAN}" * 5000, step=7)
+    found = read_exit_notes(tmp_path)[1]
+    assert (found.code, found.step, found.reason) == (74, 7, "\N{SNOWMAN}" * 600)
+    assert [path.name for path in tmp_path.iterdir()] == ["exit-1.json"]
+    assert (tmp_path / "exit-1.json").stat().st_size == 4096  # no more than was there
+
+
+def test_a_log_on_a_full_disk_is_left_out():
+    log = _lossy("/dev/full")
+    with pytest.raises(OSError, match="No space"), Path("/dev/full").open("a") as file:
+        file.write("step 1\n")
+    print("step 1", file=log)
+    log.close()
 
 
 def test_without_a_launcher_no_note_is_written(tmp_path, monkeypatch):

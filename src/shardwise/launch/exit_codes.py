@@ -19,6 +19,7 @@ code   meaning                                         code   meaning
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -46,6 +47,10 @@ CODES = frozenset({0, 1, 2, 65, 74, 75, 78, 80, 81, 82, 83, 84, 130})
 
 #: Where all ranks raise the same, rank 0 has shown it and its note comes first.
 _AFTER_RANK_0_S = 0.5
+
+#: Room for an exit note that is taken at the start, and the characters of its reason that fit there however they are
+#: written.
+_RESERVE_BYTES, _SHORT_REASON = 4096, 600
 
 #: Errors that a rank sees when a peer is gone: a consequence, not a cause.
 PEER_LOST_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
@@ -96,8 +101,29 @@ def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool
         return
     path = Path(directory) / f"exit-{rank}.json"
     note = ExitNote(code, rank, step, reason, is_shown, time.time(), os.environ.get(ATTEMPT, ""))
-    with contextlib.suppress(OSError):  # on a full disk, or without the folder, the process's exit code has to do
-        replace(path, json.dumps(asdict(note)) + "\n")
+    reserve = _reserve_of(Path(directory), rank)
+    with contextlib.suppress(OSError):  # without the folder, the process's exit code has to do
+        try:
+            replace(path, json.dumps(asdict(note)) + "\n")
+        except OSError:
+            short = dataclasses.replace(note, reason=reason[:_SHORT_REASON])
+            with reserve.open("r+b") as file:
+                file.write(json.dumps(asdict(short)).encode().ljust(_RESERVE_BYTES))
+            reserve.replace(path)
+        reserve.unlink(missing_ok=True)
+
+
+def reserve_exit_note(directory: Path, rank: int) -> None:
+    """Take room for this rank's exit note, so that it can be written when the disk is full.
+
+    Raises:
+        OSError: There is none.
+    """
+    _reserve_of(directory, rank).write_bytes(b" " * _RESERVE_BYTES)
+
+
+def _reserve_of(directory: Path, rank: int) -> Path:
+    return directory / f".exit-{rank}.reserve"
 
 
 def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseError], object]) -> int:
@@ -144,5 +170,5 @@ def read_exit_notes(directory: Path, attempt: str | None = None) -> dict[int, Ex
 
 def clear_exit_notes(directory: Path) -> None:
     """Remove the notes of an earlier attempt."""
-    for path in directory.glob("exit-*.json"):
+    for path in [*directory.glob("exit-*.json"), *directory.glob(".exit-*.reserve")]:
         path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import os
 import re
 import runpy
@@ -18,10 +19,10 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from shardwise.launch import heartbeat
-from shardwise.launch.exit_codes import LOG_DIR, note_exit
+from shardwise.launch.exit_codes import LOG_DIR, note_exit, reserve_exit_note
 from shardwise.launch.stop_request import CATCHES_STOPS, catch_early
 
 #: The process that a worker must not outlive.
@@ -107,8 +108,10 @@ def _plain(line: str) -> str:
 def _open_log(rank: int) -> TextIO:
     """The rank's log file. Ranks other than 0 write nothing else, C++ included."""
     directory = os.environ.get(LOG_DIR)
-    path = Path(directory) / f"rank-{rank}.log" if directory else Path(os.devnull)
-    log = path.open("a", buffering=1, errors="backslashreplace")
+    log = _lossy(os.devnull)
+    if directory:
+        with contextlib.suppress(OSError):
+            log = _lossy(f"{directory}/rank-{rank}.log")
     if rank == 0:
         sys.stdout = _Tee(sys.stdout, log)
         sys.stderr = _Tee(sys.stderr, log)
@@ -117,7 +120,23 @@ def _open_log(rank: int) -> TextIO:
         sys.stderr.flush()
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+        sys.stdout, sys.stderr = _lossy(1), _lossy(2)
     return log
+
+
+class _Lossy(io.FileIO):
+    """A file that loses what the disk does not take: a run ends for what it cannot save, not for want of a log."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _lossy(file: str | int) -> TextIO:
+    raw = _Lossy(file, "ab", closefd=isinstance(file, str))
+    return io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", line_buffering=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -131,6 +150,7 @@ def main(arguments: list[str]) -> int:
             catch_early()
         with contextlib.suppress(OSError):
             heartbeat.begin(Path(os.environ[LOG_DIR]), rank)
+            reserve_exit_note(Path(os.environ[LOG_DIR]), rank)
     module, *rest = arguments
     sys.argv = [module, *rest]
     try:
