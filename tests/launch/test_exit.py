@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import signal
 from pathlib import Path
 from unittest import mock
@@ -10,7 +11,14 @@ import pytest
 
 from shardwise.launch import exit_codes
 from shardwise.launch.cause import describe, find_cause
-from shardwise.launch.exit_codes import ExitNote, clear_exit_notes, note_exit, read_exit_notes, reserve_exit_note
+from shardwise.launch.exit_codes import (
+    ExitNote,
+    clear_exit_notes,
+    note_exit,
+    read_exit_notes,
+    reserve_exit_note,
+    run_worker,
+)
 from shardwise.launch.worker import _lossy, _Tee
 
 CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
@@ -57,6 +65,24 @@ def test_a_log_on_a_full_disk_is_left_out():
         file.write("step 1\n")
     print("step 1", file=log)
     log.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_what_a_disk_refuses_has_one_message_and_a_code_wherever_it_was(number):
+    said = []
+
+    def write():
+        raise OSError(number, os.strerror(number), "/run/file")
+
+    assert run_worker(write, mock.Mock(rank=0), said.append) == 74
+    assert [str(error) for error in said] == [
+        f"/run/file: {os.strerror(number)}.\n  See to the disk and the permissions."
+    ]
+
+
+def test_other_errors_of_the_system_are_no_refusals_of_a_disk():
+    with pytest.raises(FileNotFoundError):
+        run_worker(lambda: Path("/nowhere").stat().st_size, mock.Mock(rank=0), print)
 
 
 def test_without_a_launcher_no_note_is_written(tmp_path, monkeypatch):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
+from shardwise.spec.errors import StorageError
 from shardwise.train.config import Config, LogSection
-from shardwise.train.log import Recorder
+from shardwise.train.log import MetricsFile, Record, Recorder
 
 CONFIG = Config(log=LogSection(tensorboard=False, wandb=True))
 
@@ -43,3 +45,14 @@ def test_an_id_from_the_environment_counts_and_stays(
     monkeypatch.delenv("WANDB_RUN_ID")
     Recorder(tmp_path, CONFIG, 3).close()
     assert ids == ["mine", "mine"]
+
+
+def test_a_full_disk_is_refused_once_and_not_again_when_the_file_is_closed(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.close()
+    with Path("/dev/full").open("a", buffering=1) as full, contextlib.suppress(OSError):
+        metrics._file = full
+        with pytest.raises(StorageError, match=r"metrics.jsonl cannot be written: No space left on device"):
+            metrics.write(Record(*range(11)))
+        metrics.close()
+        assert full.closed

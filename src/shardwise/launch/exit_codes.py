@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -30,7 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.launch.file import replace
-from shardwise.spec.errors import ShardwiseError
+from shardwise.spec.errors import ShardwiseError, StorageError
+from shardwise.spec.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -47,6 +49,9 @@ CODES = frozenset({0, 1, 2, 65, 74, 75, 78, 80, 81, 82, 83, 84, 130})
 
 #: Where all ranks raise the same, rank 0 has shown it and its note comes first.
 _AFTER_RANK_0_S = 0.5
+
+#: What a disk says that is full, whose quota is used up, or that cannot be written any more.
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 #: Room for an exit note that is taken at the start, and the characters of its reason that fit there however they are
 #: written.
@@ -136,11 +141,14 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
 
     Returns:
         The exit code with which the process is to leave. For a ShardwiseError it is the error's, and the launcher finds
-        it in a note; other exceptions are raised.
+        it in a note; what a disk refuses, wherever that was, counts as one. Other exceptions are raised.
     """
     try:
         return work()
-    except ShardwiseError as error:
+    except (ShardwiseError, OSError) as raised:
+        if not isinstance(raised, ShardwiseError) and raised.errno not in _REFUSALS:
+            raise
+        error = raised if isinstance(raised, ShardwiseError) else refusal_of(raised)
         to_log = getattr(sys.stderr, "write_to_log", None)
         is_shown = world.rank == 0
         if is_shown and error.exit_code == PEER_LOST and to_log is not None:
@@ -152,6 +160,14 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
             time.sleep(_AFTER_RANK_0_S)
         note_exit(error.exit_code, str(error), is_shown=is_shown)
         return error.exit_code
+
+
+def refusal_of(error: OSError) -> StorageError:
+    """What the system says of a file, as an error with an exit code."""
+    where = f"{printable(error.filename)}: " if error.filename is not None else ""
+    refused = StorageError(f"{where}{error.strerror or error}.\n  See to the disk and the permissions.")
+    refused.__cause__ = error
+    return refused
 
 
 def read_exit_notes(directory: Path, attempt: str | None = None) -> dict[int, ExitNote]:

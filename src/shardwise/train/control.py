@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
+from shardwise.launch.exit_codes import refusal_of
 from shardwise.spec.errors import (
     CheckpointError,
     ConfigError,
@@ -79,7 +80,7 @@ class Control:
             try:
                 outcome = {"value": action()}
             except (ShardwiseError, OSError) as error:
-                caught = error if isinstance(error, ShardwiseError) else _refused(error)
+                caught = error if isinstance(error, ShardwiseError) else refusal_of(error)
                 kind = next((k.__name__ for k in type(caught).__mro__ if k.__name__ in _KINDS), "ShardwiseError")
                 outcome = {"kind": kind, "text": str(caught), "code": caught.exit_code}
         outcome = all_gather_json(self.comm, outcome)[0]
@@ -134,10 +135,3 @@ class Control:
         raise ConfigError(
             f"the ranks do not have the same {what}:{lines}\n  Give every rank the same configuration and versions."
         )
-
-
-def _refused(error: OSError) -> StorageError:
-    where = f"{printable(error.filename)}: " if error.filename is not None else ""
-    refused = StorageError(f"{where}{error.strerror or error}.\n  See to the disk and the permissions.")
-    refused.__cause__ = error
-    return refused

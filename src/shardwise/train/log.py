@@ -110,8 +110,9 @@ class MetricsFile:
             self._file.write(to_line(record))
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. What could not be written is refused a second time, which is no news."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -230,7 +231,8 @@ class Recorder:
         """Write what is buffered and close."""
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 
