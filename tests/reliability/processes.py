@@ -190,7 +190,7 @@ def check_stopped(box: Box, ended: Ended, text: str = "stop requested, saved ste
     code=75,
 )
 def asked_to_stop(box: Box) -> Seen:
-    job = box.start(*sets("checkpoint.every=null"), fault="mid_shard_write@rank=1:sleep=2")
+    job = box.start(*sets("checkpoint.every=null"), fault="after_shard_fsync@rank=1:sleep=2")
     job.until_step(box.run, 3)
     job.send(signal.SIGTERM)
     ended = job.wait()
@@ -207,7 +207,7 @@ def asked_to_stop(box: Box) -> Seen:
 )
 def too_little_grace(box: Box) -> Seen:
     settings = sets("train.grace_s=10", "checkpoint.every=5")
-    job = box.start(*settings, fault="mid_shard_write@rank=1@step=5:sleep=15;mid_shard_write@rank=1@step=10:sleep=60")
+    job = box.start(*settings, fault="after_shard_fsync@rank=1@step=5:sleep=15;after_shard_fsync@rank=1@step=10:sleep=60")
     job.until_step(box.run, 6)
     job.send(signal.SIGTERM)
     ended = job.wait()

@@ -246,7 +246,7 @@ def half_deleted(box: Box) -> Seen:
     code=0,
 )
 def changing(box: Box) -> Seen:
-    job = box.start(*ASYNCHRONOUS, *sets("checkpoint.every=10"), fault="mid_shard_write@step=10:sleep=12")
+    job = box.start(*ASYNCHRONOUS, *sets("checkpoint.every=10"), fault="after_shard_fsync@step=10:sleep=12")
     job.until_step(box.run, 12)
     box.check("two steps later it is still being written", box.run.saved_steps == [])
     ended = job.wait()
@@ -265,7 +265,7 @@ def changing(box: Box) -> Seen:
     code=0,
 )
 def overlapping(box: Box) -> Seen:
-    ended = box.train(*ASYNCHRONOUS, fault="mid_shard_write@rank=1@step=5:sleep=12")
+    ended = box.train(*ASYNCHRONOUS, fault="after_shard_fsync@rank=1@step=5:sleep=12")
     waited = r"step 10 waited [\d.]+ s for the checkpoint of step 5, which was still being written"
     box.says(ended, waited)
     whole = box.oracle()
