@@ -207,7 +207,9 @@ def asked_to_stop(box: Box) -> Seen:
 )
 def too_little_grace(box: Box) -> Seen:
     settings = sets("train.grace_s=10", "checkpoint.every=5")
-    job = box.start(*settings, fault="after_shard_fsync@rank=1@step=5:sleep=15;after_shard_fsync@rank=1@step=10:sleep=60")
+    job = box.start(
+        *settings, fault="after_shard_fsync@rank=1@step=5:sleep=15;after_shard_fsync@rank=1@step=10:sleep=60"
+    )
     job.until_step(box.run, 6)
     job.send(signal.SIGTERM)
     ended = job.wait()
