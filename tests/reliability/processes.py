@@ -271,7 +271,7 @@ def asked_to_stop_early(box: Box) -> Seen:
     code=130,
 )
 def interrupted(box: Box) -> Seen:
-    settings = sets("checkpoint.every=null")
+    settings = sets("checkpoint.every=null", "train.grace_s=120")
     job = box.start(*settings)
     job.until_step(box.run, 3)
     job.send(signal.SIGINT)
@@ -279,14 +279,15 @@ def interrupted(box: Box) -> Seen:
     box.check("once: 130", once.code == 130, Kind.WORDS)
     check_stopped(box, once)
     saved = box.run.num_steps
-    job = box.start("--resume", *settings, fault="save_begin:sleep=60")
+    job = box.start("--resume", *settings, fault="save_begin:sleep=150")
     job.until_step(box.run, saved + 2)
     job.send(signal.SIGINT)
     job.until(lambda: phase_of(box) == "save", "it saves")
     begin = time.monotonic()
     job.send(signal.SIGINT)
     twice = job.wait()
-    box.check("twice: it ends at once", time.monotonic() - begin < 10)
+    took_s = time.monotonic() - begin
+    box.check(f"twice: it ends at once (20 s, as the machine may be busy): {took_s:.1f} s", took_s < 20)
     box.says_last(twice, rf"^  safe: the checkpoint of step {saved}, ")
     box.resumes(*settings)
     return Seen(f"once: {once.line('stop requested')}; twice: {twice.line('ended by SIGINT')}", twice.code)
