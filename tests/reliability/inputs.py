@@ -173,11 +173,11 @@ def _write_data(folder: Path) -> dict[str, tuple[str, ...]]:
         "one.txt": b"x" * 20,
         "few.txt": b"x" * 50,
         "binary.txt": bytes(range(256)) * 50,
-        "invalid.txt": b"one\ntwo\nthr\xffee\n" * 100,
+        "invalid.txt": b"one\ntwo\nthr\xffee\n" * 2000,
     }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    write_tokens(folder / "cut.bin", [np.arange(5000) % 256], vocab_size=256)
+    write_tokens(folder / "cut.bin", [np.arange(20_000) % 256], vocab_size=256)
     (folder / "cut.bin").write_bytes((folder / "cut.bin").read_bytes()[:-300])
     return {
         "empty.txt": ("empty.txt: the text is empty",),
@@ -219,7 +219,7 @@ def odd_data(box: Box) -> Seen:
 @scenario("E8", fault="a token id beyond the vocabulary", required="found before training; the token is named", code=65)
 def large_token(box: Box) -> Seen:
     path = box.folder / "tokens.bin"
-    write_tokens(path, [np.arange(5000) % 256], vocab_size=256)
+    write_tokens(path, [np.arange(20_000) % 256], vocab_size=256)
     content, place = bytearray(path.read_bytes()), HEADER_BYTES + 2 * 1234
     content[place : place + 2] = (300).to_bytes(2, "little")
     path.write_bytes(content)
