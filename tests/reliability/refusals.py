@@ -33,4 +33,4 @@ def untouched(box: Box, name: str = "run") -> None:
 
 
 def _has_block(ended: Ended) -> bool:
-    return re.search(r"^(shardwise: .*)?[A-Z]\w+: .*(\n  .*)*\n  [A-Z`]", ended.tail, re.MULTILINE) is not None
+    return re.search(r"^(shardwise: .*)?[A-Z]\w+: .*(\n  .*)*\n  \S", ended.tail, re.MULTILINE) is not None
