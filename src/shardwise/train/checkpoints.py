@@ -124,7 +124,7 @@ def find_checkpoint(run_dir: Path, wanted: str, *, say: Callable[[str], object] 
     there = [path.name for path in (run_dir / CHECKPOINTS).glob("step-*")] if run_dir.is_dir() else []
     parent = Path(wanted).expanduser().parent
     there += [path.name for path in parent.glob("step-*")] if parent.is_dir() else []
-    close = similar(Path(wanted).name, there)
+    close = similar(Path(wanted).name, sorted(set(there)))
     hint = f" Near: {', '.join(close)}." if close else ""
     raise CheckpointError(
         f"--resume {printable(wanted)}: there is no such checkpoint.{printable(hint)}\n"
