@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch import heartbeat
+from shardwise.launch.cause import signal_name
 from shardwise.launch.hang import COMPUTING, STOPPED, HangWatch, explain
 
 RANK = """
@@ -89,3 +90,11 @@ def test_a_record_has_one_size_and_one_that_is_not_whole_is_no_record(tmp_path: 
     assert (beat.step, beat.phase, beat.is_waiting, path.stat().st_size) == (7, "evaluation", True, 1024)
     path.write_bytes(path.read_bytes()[:100])
     assert heartbeat.read(tmp_path, 2) is None
+
+
+def test_a_request_for_stacks_that_comes_after_the_end_does_no_harm(tmp_path):
+    code = "import os, sys; from pathlib import Path; from shardwise.launch import heartbeat as h\n"
+    code += "h.begin(Path(sys.argv[1]), 0); h.end(); os.kill(os.getpid(), h.STACKS_SIGNAL); print('alive')"
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ended.stdout == "alive\n", ended
+    assert signal_name(heartbeat.STACKS_SIGNAL) == f"signal {heartbeat.STACKS_SIGNAL}"

@@ -186,15 +186,16 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # training is asked to stop, and waits for what is being written
     os.nice(_NICENESS)
     channel = socket.socket(fileno=int(sys.argv[1]))
-    while (received := receive(channel)) is not None:
-        job, files = received
-        try:
-            outcome = run(job, files[0] if files else None)
-        except Exception as error:  # noqa: BLE001 - told to the process that waits for it
-            outcome = problem_of(error)
-        for file in files:
-            os.close(file)
-        send(channel, outcome)
+    with contextlib.suppress(ConnectionError):  # killed with a message or an answer under way
+        while (received := receive(channel)) is not None:
+            job, files = received
+            try:
+                outcome = run(job, files[0] if files else None)
+            except Exception as error:  # noqa: BLE001 - told to the process that waits for it
+                outcome = problem_of(error)
+            for file in files:
+                os.close(file)
+            send(channel, outcome)
 
 
 if __name__ == "__main__":

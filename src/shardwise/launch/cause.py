@@ -106,15 +106,23 @@ def _ends(
             order = 3 if number == signal.SIGTERM else 1 if number in _OTHERS_KILL_WITH else 0
             if time_s > first_s + _LATER_S:  # the agent ends the others, in the end by SIGKILL
                 order = 3
-            text = f"killed by {signal.Signals(number).name}"
+            text = f"killed by {signal_name(number)}"
             ends.append((order, time_s, rank, Cause(128 + number, rank, text, None, number)))
         elif status > 0:
             ends.append((1, time_s, rank, Cause(status, rank, f"left with exit code {status} without a word")))
     return ends
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal; of a real-time signal, which has none of its own, its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _stopped(number: int) -> str:
-    return f"ended by {signal.Signals(number).name}; the ranks did not save the steps since the last checkpoint"
+    return f"ended by {signal_name(number)}; the ranks did not save the steps since the last checkpoint"
 
 
 def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool = False, out_of_memory: int = 0) -> str:

@@ -86,6 +86,8 @@ class Heart:
         self._where: Callable[[], tuple[str, bool]] | None = None
         self._file = os.open(path_of(directory, rank), os.O_RDWR | os.O_CREAT, 0o644)
         self._stacks = stacks_of(directory, rank).open("a", encoding="utf-8")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # what is left after end(): one that comes late ends nothing
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._directory, self._request = directory, flight_recorder.requested(directory)
         self._ends = threading.Event()
