@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -12,8 +11,9 @@ import pytest
 import torch
 
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint import open_checkpoint, plain, write
+from shardwise.checkpoint import open_checkpoint, write
 from shardwise.spec.errors import CheckpointError
+from tests.checkpoint.earlier import as_version_4, rewrite
 from tests.checkpoint.threads import cut, even, run_in_threads, sample, whole
 from tests.common.ranks import refusal
 
@@ -170,16 +170,6 @@ def test_the_manifest_too_must_be_a_plain_file(saved, tmp_path, swap):
         open_checkpoint(saved)
 
 
-def rewrite(path, change, *, checksum=True):
-    """Change the manifest as someone would who can compute checksums."""
-    file = path / "manifest.json"
-    content = json.loads(file.read_bytes())
-    content = change(content) or content
-    if checksum:
-        content["checksum"] = manifests._checksum(content)
-    file.write_bytes(plain.dumps(content))
-
-
 def manifest_error(path):
     begin = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
@@ -197,7 +187,7 @@ def test_a_file_name_that_is_not_ours_is_refused_before_anything_is_opened(saved
     def change(content):
         content["files"][1]["name"] = name
 
-    rewrite(saved, change)
+    rewrite(as_version_4(saved), change)
     assert "file 1 is called" in manifest_error(saved)
 
 
@@ -215,8 +205,8 @@ def set_in(*keys, value):
     [
         (set_in("format", value="x"), "'format' is not 'shardwise-checkpoint'"),
         (
-            set_in("format_version", value=5),
-            "format version 5; this version of shardwise reads 1 and 2 and 3 and 4",
+            set_in("format_version", value=6),
+            "format version 6; this version of shardwise reads 1 and 2 and 3 and 4 and 5",
         ),
         (set_in("format_version", value=True), "it has format version True"),
         (set_in("step", value=-1), "step: Input should be greater than or equal to 0"),
@@ -226,7 +216,6 @@ def set_in(*keys, value):
         (set_in("run_id", value="a\x1b[31m"), "is no name for a run"),
         (set_in("world_size", value=2), "it lists 3 files for 2 ranks"),
         (set_in("world_size", value=10**8), "it lists 3 files for 100000000 ranks"),
-        (set_in("files", 0, "bytes", value=5), "is said to have 5 bytes, its tensors make"),
         (set_in("files", 0, "extra", value=5), "files.0.extra: Extra inputs are not permitted"),
         (set_in("surprise", value=5), "surprise: Extra inputs are not permitted"),
         (set_in("tensors", "scale", "is_frozen", value=True), "scale: it is frozen, but there are no files of frozen"),
@@ -258,18 +247,117 @@ def set_in(*keys, value):
         (lambda content: [], "is not a manifest"),
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_refused(saved, change, message):
+def test_a_manifest_of_version_4_that_makes_no_sense_is_refused(saved, change, message):
     def apply(content):
         found = change(content)
         if found is not None:
             return {"content": found}
         return None
 
-    rewrite(saved, apply)
+    rewrite(as_version_4(saved), apply)
     if message is None:  # a dict like any other: no class is looked up
         assert open_checkpoint(saved).data == {"x": {"__class__": "os.system"}}
     else:
         assert re.search(message, manifest_error(saved))
+
+
+#: Of the tensors in ``sample``.
+SCALE, WEIGHT = 2, 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_in("step", value=True), "step: Input should be a valid integer"),
+        (set_in("save_id", value="../../../../xx"), "save_id: String should match pattern"),
+        (set_in("world_size", value=2), "it lists 3 files for 2 ranks"),
+        (set_in("world_size", value=10**8), "it lists 3 files for 100000000 ranks"),
+        (set_in("surprise", value=5), "surprise: Extra inputs are not permitted"),
+        (set_in("rank_data", value=None), "rank_data: Extra inputs are not permitted"),
+        (set_in("files", "name", value=["../x"] * 3), "files.name: Extra inputs are not permitted"),
+        (set_in("files", "bytes", value=[1, 2]), "it lists 3 hashes and 2 sizes of files"),
+        (set_in("files", "hash", 1, value="../../etc/passwd"), "files.hash.1: String should match pattern"),
+        (set_in("frozen", value={"bytes": [], "hash": []}), "it lists 0 files of frozen parameters for 3 ranks"),
+        (set_in("tensors", "frozen", value=[SCALE]), "scale: it is frozen, but there are no files of frozen"),
+        (set_in("tensors", "frozen", value=[1, 1]), "the numbers of its frozen tensors are not ascending, or beyond 7"),
+        (set_in("tensors", "frozen", value=[8]), "the numbers of its frozen tensors are not ascending, or beyond 7"),
+        (set_in("tensors", "name", SCALE, value="layer.bias"), "layer.bias: it is listed twice"),
+        (set_in("tensors", "name", SCALE, value="a\nb"), "is no name for a tensor"),
+        (set_in("tensors", "name", SCALE, value=""), "tensors.name.2: String should have at least 1 character"),
+        (set_in("tensors", "name", value=["a"]), "its columns of tensors have other lengths than the 1 names"),
+        (set_in("tensors", "dtype", SCALE, value="float33"), "scale: dtype 'float33' is unknown"),
+        (
+            set_in("tensors", "shape", SCALE, value=[-1]),
+            "tensors.shape.2.0: Input should be greater than or equal to 0",
+        ),
+        (set_in("tensors", "shape", SCALE, value=[True]), "tensors.shape.2.0: Input should be a valid integer"),
+        (set_in("tensors", "shape", SCALE, value=[2**59] * 60), "scale: shape .* is too large"),
+        (set_in("tensors", "shape", SCALE, value=[1] * 65), "tensors.shape.2: List should have at most 64"),
+        (set_in("tensors", "shape", SCALE, value=[2]), "scale: no rank holds elements 1 to 2"),
+        (set_in("tensors", "shape", WEIGHT, value=[6, 5]), "layer.weight: element 34 is outside of its 30"),
+        (set_in("tensors", "stride", value=[[1]] + 7 * [None]), "layer.weight: stride .1,. does not belong to shape"),
+        (set_in("tensors", "partition", SCALE, value=99), "a tensor has a partition beyond 5"),
+        (set_in("tensors", "partition", value=[]), "its columns of tensors have other lengths than the 8 names"),
+        (set_in("partitions", "length", 0, value=10), "layer.weight: no rank holds elements 34 to 35"),
+        (set_in("partitions", "length", 0, value=12), "layer.weight: element 35 is outside of its 35"),
+        (set_in("partitions", "length", 0, value=0), "layer.weight: a piece is empty"),
+        (set_in("partitions", "length", 0, value=2**60), "length.0: Input should be less than"),
+        (set_in("partitions", "length", value=[2**59] * 13), "its pieces have too many elements|is outside of its"),
+        (set_in("partitions", "length", value=[1]), "its columns of partitions have other lengths than the 13 ranks"),
+        (set_in("partitions", "rank", 0, value=3), "layer.weight: a piece belongs to a rank beyond 2"),
+        (set_in("partitions", "rank", 0, value=-1), "partitions.rank.0: Input should be greater"),
+        (
+            set_in("partitions", "num_rows", 0, value=2),
+            "its columns of partitions have other lengths than the 13 ranks",
+        ),
+        (set_in("partitions", "num_rows", value=[13]), "its partitions have another number of slices than 1"),
+        (set_in("partitions", "runs", value=[[0, 3, 1]]), "layer.weight: (element|no rank)"),
+        (set_in("partitions", "runs", value=[[0, 4, 1]]), "layer.weight: a piece belongs to a rank beyond 2"),
+        (set_in("partitions", "runs", value=[[0, 10**17, 10**17]]), "layer.weight: a piece belongs to a rank beyond 2"),
+        (set_in("partitions", "runs", value=[[0, 2, 0]]), "layer.weight: a piece belongs to a rank beyond 2"),
+        (set_in("partitions", "runs", value=[[0, 1, 1]]), "a run has fewer than two pieces"),
+        (set_in("partitions", "runs", value=[[13, 2, 1]]), "the numbers of its runs are not ascending, or beyond 12"),
+        (set_in("partitions", "runs", value=[[0, 2]]), "partitions.runs.0: List should have at least 3"),
+        (set_in("partitions", "slices", 0, value=[[[0, 1]]]), "a cut is no dimension with ranges"),
+        (set_in("partitions", "slices", 0, value=[[[2, 0, 1]]]), "layer.weight: a cut of dimension 2 does not belong"),
+        (set_in("partitions", "slices", 0, value=[[]]), "layer.weight: a slice is listed twice, or is none"),
+        (set_in("partitions", "slices", 0, value=[[[0, 0, 6]]]), r"layer.weight.0:6 of 7, :.: element 34 is outside"),
+    ],
+)
+def test_columns_that_make_no_sense_are_refused(saved, change, message):
+    rewrite(saved, change)
+    assert re.search(message, manifest_error(saved))
+
+
+def test_lengths_whose_sum_wraps_around_are_refused(saved):
+    """In 64 bits 32 pieces of 2**59 elements are none."""
+
+    def change(content):
+        held = content["partitions"]
+        held["num_rows"][0] += 32
+        held["rank"] = [0] * 32 + held["rank"]
+        held["length"] = [2**59] * 32 + held["length"]
+
+    rewrite(saved, change)
+    assert "layer.weight: its pieces have too many elements" in manifest_error(saved)
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_a_size_that_the_tensors_do_not_make_is_refused_before_anything_is_copied(saved, version):
+    if version == 4:
+        rewrite(as_version_4(saved), set_in("files", 0, "bytes", value=5))
+    else:
+        rewrite(saved, set_in("files", "bytes", 0, value=5))
+    os.truncate(shards(saved)[0], 5)
+    assert "is said to have 5 bytes, its tensors make" in refused(saved)
+    assert "is said to have 5 bytes, its tensors make" in refused(saved, verify=False)
+
+
+def test_what_version_4_wrote_loads_as_ever(saved):
+    as_version_4(saved)
+    pairs = load_all(saved)
+    assert all(torch.equal(target, sample()[extent.name].reshape(-1)) for extent, target in pairs)
+    open_checkpoint(saved).verify()
 
 
 def test_a_changed_number_in_the_state_is_found(saved):
@@ -290,9 +378,9 @@ def test_a_changed_number_in_the_state_is_found(saved):
         (b"[" * 100_000, "nested deeper than 64 levels"),
         (b"[" * 200 + b"]" * 200, "nested deeper than 64 levels"),
         (b'{"a":' * 500 + b"1" + b"}" * 500, "nested deeper than 64 levels"),
-        (b"[" + b"0," * (4 * 10**6 + 1) + b"0]", "more than 4000000 times ','"),
-        (b"[" + b"[]," * 10**6 + b"0]", r"more than 1000000 times '\["),
-        (b"[" + b"{}," * 600_000 + b"0]", "more than 500000 times '{'"),
+        (b"[" + b"0," * (6 * 10**6 + 1) + b"0]", "more than 6000000 times ','"),
+        (b"[" + b"[]," * 1_500_000 + b"0]", r"more than 1500000 times '\["),
+        (b"[" + b"{}," * 800_000 + b"0]", "more than 750000 times '{'"),
         (b"null", "'format' is not"),
     ],
 )

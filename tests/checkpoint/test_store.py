@@ -155,6 +155,31 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     assert [path.name for path, _ in done.refused] == ["step-00000040", "step-00000030"]
 
 
+def test_listing_and_retention_read_manifests_only(tmp_path, monkeypatch):
+    opened, read = [], []
+    paths = [save(tmp_path, step) for step in (10, 20, 30, 40)]
+    sizes = [(path / "manifest.json").stat().st_size for path in paths]
+    real_open, real_read = store.folders.open_for_reading, store.folders.read_at
+    monkeypatch.setattr(
+        store.folders, "open_for_reading", lambda f, name, **k: opened.append(name) or real_open(f, name, **k)
+    )
+    monkeypatch.setattr(store.folders, "read_at", lambda f, v, o: read.append(len(v)) or real_read(f, v, o))
+
+    def seen():
+        found = len(opened), set(opened), sum(read)
+        opened.clear()
+        read.clear()
+        return found
+
+    assert find_latest(tmp_path).step == 40
+    assert seen() == (1, {"manifest.json"}, sizes[3])
+    publish_latest(tmp_path, paths[3])
+    assert seen() == (1, {"manifest.json"}, sizes[3])
+    assert retain(tmp_path, 3, known_good=paths).good == tuple(paths[:0:-1])
+    assert seen() == (4, {"manifest.json"}, sum(sizes))
+    assert names(tmp_path) == [path.name for path in paths[1:]]
+
+
 def test_what_was_verified_before_is_not_read_again(tmp_path, monkeypatch):
     for step in (10, 20, 30):
         save(tmp_path, step)

@@ -16,17 +16,11 @@ from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
+from shardwise.checkpoint.combine import Combined, described
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import (
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    combine,
-    encode,
-    extent_problem,
-    is_checkpoint_file,
-)
+from shardwise.checkpoint.manifest import MANIFEST_NAME, encode, file_columns, is_checkpoint_file
 from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
+from shardwise.checkpoint.table import extent_problem
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
@@ -77,23 +71,24 @@ def write_alone(
                 plan = layout(save_id=save_id, run_id=_RUN_ID, step=step, rank=rank, pieces=pieces)
                 name = shard_name(save_id, rank)
                 digest = write_shard(folder, name, plan, pieces)
-                entries.append(FileEntry(name=name, bytes=plan.file_bytes, hash=digest))
-            known, uncovered = combine(dict(enumerate(files)))
-            assert not uncovered, uncovered[:3]
-            manifest = Manifest(
-                save_id=save_id,
-                run_id=_RUN_ID,
-                step=step,
-                world_size=len(files),
-                files=entries,
-                tensors=known,
-                data=packed,
-            )
-            folders.write_file(folder, MANIFEST_NAME, encode(manifest))
+                entries.append({"bytes": plan.file_bytes, "hash": digest})
+            combined = Combined((rank, described(held)) for rank, held in enumerate(files))
+            assert not combined.problems, combined.problems[:3]
+            content = {
+                "save_id": save_id,
+                "run_id": _RUN_ID,
+                "step": step,
+                "world_size": len(files),
+                "data": packed,
+                "files": file_columns(entries),
+                "frozen": None,
+                **combined.table.columns(),
+            }
+            folders.write_file(folder, MANIFEST_NAME, encode(content))
             os.fsync(folder)
             temporary.rename(directory)
         folders.sync_folder(directory.parent)
-    except ValueError as error:
+    except (ValueError, RefusedError) as error:
         raise CheckpointError(f"{directory} was not written: {error}.") from None
     except OSError as error:
         raise StorageError(f"{directory} was not written: {error.strerror or error}.\n  Name another place.") from error

@@ -49,8 +49,8 @@ def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> I
     Raises:
         RefusedError: It is missing, unreadable, a link, has several links, or is no regular file.
     """
+    status_of(folder, name, allows_links=allows_links)
     try:
-        _check_regular(os.stat(name, dir_fd=folder, follow_symlinks=False), allows_links=allows_links)
         # Non-blocking: should a pipe have taken its place in between, opening must not wait for a writer.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -63,6 +63,22 @@ def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> I
         yield file, status
     finally:
         os.close(file)
+
+
+def status_of(folder: int, name: str, *, allows_links: bool = False) -> os.stat_result:
+    """The status of the regular file ``name`` of ``folder``, which is not opened.
+
+    Raises:
+        RefusedError: As :func:`open_for_reading`, but for what is found only when the file is opened.
+    """
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        raise RefusedError("the file is missing") from None
+    except OSError as error:
+        raise RefusedError(f"the file cannot be opened: {error.strerror}") from None
+    _check_regular(status, allows_links=allows_links)
+    return status
 
 
 def read_at(file: int, target: memoryview, offset: int) -> None:

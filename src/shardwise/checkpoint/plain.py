@@ -17,6 +17,7 @@ MAX_DEPTH = 64
 _MAX_INT_BITS = 4096
 _TUPLE, _BYTES, _FLOAT = "__tuple__", "__bytes__", "__float__"
 _TAGS = frozenset({_TUPLE, _BYTES, _FLOAT})
+_CONTAINERS = frozenset({list, dict})
 
 
 def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
@@ -117,18 +118,20 @@ def loads(raw: bytes, *, max_items: int) -> Any:
         )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
-    level = [value]
+    level = [value] if type(value) in _CONTAINERS else []
     for _ in range(MAX_DEPTH + 4):  # data lies a few levels below the top of a manifest
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, list | dict)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, list | dict)
-        ]
         if not level:
             return value
+        level = [inner for outer in level for inner in _containers(outer)]
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _containers(outer: Any) -> list[Any]:
+    """The lists and objects in one of these; of a long list of numbers it is told fast that it has none."""
+    held = outer.values() if type(outer) is dict else outer
+    if _CONTAINERS.isdisjoint(map(type, held)):
+        return []
+    return [inner for inner in held if type(inner) in _CONTAINERS]
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

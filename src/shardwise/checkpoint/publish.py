@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest, encode, is_checkpoint_file
+from shardwise.checkpoint.manifest import MANIFEST_NAME, encode, file_columns, is_checkpoint_file
 from shardwise.checkpoint.outcome import failure_of, problem_of, report_name
 from shardwise.checkpoint.store import CHECKPOINTS, publish_latest, retain
 from shardwise.launch import fault
@@ -40,25 +40,25 @@ def commit(temporary: Path, directory: Path, manifest: Mapping[str, Any], report
         reports: Of each rank ``own`` and ``frozen``: the entries of its files; ``frozen`` of all or of none.
 
     Raises:
-        OSError, CheckpointError, ValueError: It was not published.
+        OSError, CheckpointError, RefusedError, ValueError: It was not published.
     """
-    has_frozen = reports[0]["frozen"] is not None
-    whole = Manifest.model_validate(
+    has_frozen, step = reports[0]["frozen"] is not None, manifest["step"]
+    raw = encode(
         {
             **manifest,
-            "files": [report["own"] for report in reports],
-            "frozen": [report["frozen"] for report in reports] if has_frozen else None,
+            "files": file_columns([report["own"] for report in reports]),
+            "frozen": file_columns([report["frozen"] for report in reports]) if has_frozen else None,
         }
     )
     with folders.open_folder(temporary, follow=False) as folder:
-        fault.at("before_manifest", whole.step)
-        folders.write_file(folder, MANIFEST_NAME, encode(whole))
+        fault.at("before_manifest", step)
+        folders.write_file(folder, MANIFEST_NAME, raw)
         os.fsync(folder)
-        fault.at("after_manifest", whole.step)
+        fault.at("after_manifest", step)
     refuse_existing(directory)
-    fault.at("before_rename", whole.step)
+    fault.at("before_rename", step)
     temporary.rename(directory)
-    fault.at("after_rename", whole.step)
+    fault.at("after_rename", step)
     try:
         folders.sync_folder(directory.parent)
     except OSError:

@@ -6,30 +6,26 @@ No target is written before every error that can be known has been raised. No fi
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.digest import hash_file, kind_of
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    describe,
-    extent_problem,
-    logical_extent,
-    read_manifest,
-)
+from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shardwise.checkpoint.shard import Piece, check_header, read_block
+from shardwise.checkpoint.table import describe, extent_problem
 from shardwise.comm.base import Comm
-from shardwise.comm.control import all_gather_json, refuse_different
+from shardwise.comm.control import broadcast_json, gather_json, refuse_different
 from shardwise.comm.dtype import dtype_name
 from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError
@@ -54,7 +50,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
         CheckpointError: There is none, it was never committed, or its manifest is damaged.
 
     Collective:
-        With ``comm``, one exchange of small JSON.
+        With ``comm``, a gather of small JSON to rank 0 and a broadcast of its verdict.
     """
     directory = Path(path)
     if comm is None:
@@ -67,18 +63,28 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
         problem = str(error)
     except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
         problem = f"checkpoint {directory} cannot be opened: {type(error).__name__}: {error}."
-    reports = all_gather_json(comm, [problem, found.manifest.save_id if found else ""])
-    for rank, (other, _) in enumerate(reports):
-        if other:
-            raise CheckpointError(f"rank {rank}: {other}")
-    saves = [save for _, save in reports]
-    refuse_different(
-        comm,
-        saves,
-        f"checkpoint {directory} is not the same on all ranks: they see the saves {', '.join(saves)}",
-        "Give all ranks the same folder of one shared file system.",
-        error=CheckpointError,
-    )
+
+    def judge(reports: list[list[str]]) -> str:
+        for rank, (other, _) in enumerate(reports):
+            if other:
+                return f"rank {rank}: {other}"
+        saves = [save for _, save in reports]
+        try:
+            refuse_different(
+                comm,
+                saves,
+                f"checkpoint {directory} is not the same on all ranks: they see the saves"
+                f" {', '.join(list(dict.fromkeys(saves))[:_MOST_LINES])}",
+                "Give all ranks the same folder of one shared file system.",
+                error=CheckpointError,
+            )
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    verdict = _decided(comm, [problem, found.manifest.save_id if found else ""], judge)
+    if verdict:
+        raise CheckpointError(verdict)
     assert found is not None
     return found
 
@@ -151,10 +157,10 @@ class Checkpoint:
     @property
     def tensors(self) -> dict[str, Extent]:
         """The logical tensors, each as the extent that covers all of it."""
-        return {name: logical_extent(name, entry) for name, entry in self.manifest.tensors.items()}
+        return self.manifest.table.tensors
 
     def check_files(self) -> None:
-        """Check that every file is there, is a plain file, and has its size. Quick: nothing is read.
+        """Check that every file is there, is a plain file, and has its size. Quick: no file is opened.
 
         Raises:
             CheckpointError: Every file that is not as it should be.
@@ -171,7 +177,7 @@ class Checkpoint:
             CheckpointError: Every file that is not as it should be, with what was expected and what was found.
 
         Collective:
-            With ``comm``, one exchange of small JSON.
+            With ``comm``, a gather of small JSON to rank 0 and a broadcast of its verdict.
         """
         self._verify(range(len(self.manifest.all_files)), comm)
 
@@ -198,18 +204,23 @@ class Checkpoint:
                 a file is damaged. No target has been written then, unless a file changes while it is read.
 
         Collective:
-            With ``comm``, three exchanges of small JSON. All ranks must call in the same order.
+            With ``comm``, three gathers of small JSON to rank 0, each followed by a broadcast of its verdict. What
+            other ranks receive hardly grows with the number of ranks. All ranks must call in the same order.
         """
         fault.at("load_begin", self.step)
         plan = self._plan(pairs)
-        asked = [extent.name for extent, _ in pairs]
-        reports = _exchange(
-            comm, {"asked": asked, "wrong": plan.wrong, "invalid": plan.invalid, "files": sorted(plan.copies)}
-        )
-        self._compare(reports, ignored)
         numbers = sorted(plan.copies)
+        report = {
+            "asked": _marks((self.manifest.table.numbers.get(extent.name) for extent, _ in pairs), len(self.tensors)),
+            "wrong": plan.wrong,
+            "invalid": plan.invalid[:_MOST_LINES],
+            "files": _marks(numbers, len(self.manifest.all_files)),
+        }
+        verdict = _decided(comm, report, lambda reports: self._judge(reports, ignored))
+        if verdict["problem"]:
+            raise CheckpointError(verdict["problem"])
         if verify:
-            self._verify(sorted({number for report in reports for number in report["files"]}), comm)
+            self._verify(_marked(verdict["files"]), comm)
         else:
             self._agree(self._check(numbers, self._check_header), comm)
         problems = self._check(numbers, lambda number, folder: self._copy(number, folder, plan.copies[number]))
@@ -241,35 +252,36 @@ class Checkpoint:
             "mesh": self.data.get("mesh"),
             "tensors": {kind: dict(found) for kind, found in kinds.items()},
             "slices": {
-                name: {"shape": entry.shape, "slices": [describe_cuts(entry.shape, cuts) for cuts in entry.cuts]}
-                for name, entry in self.manifest.tensors.items()
-                if entry.cuts
+                name: {"shape": list(whole.shape), "slices": [describe_cuts(whole.shape, cuts) for cuts in slices]}
+                for name, whole in self.tensors.items()
+                if (slices := self.manifest.table.slices(name))
             },
             "bytes": sum(entry.bytes for entry in self.manifest.all_files),
             "frozen_bytes": sum(entry.bytes for entry in self.manifest.frozen or ()),
-            "files": [entry.model_dump() for entry in self.manifest.all_files],
+            "files": [entry._asdict() for entry in self.manifest.all_files],
             "data_keys": sorted(self.data),
         }
 
-    def _compare(self, reports: list[dict[str, Any]], ignored: Collection[str]) -> None:
-        """Refuse what ranks ask for and cannot get, and what no rank asks for."""
+    def _judge(self, reports: list[dict[str, Any]], ignored: Collection[str]) -> dict[str, Any]:
+        """On rank 0: what ranks ask for and cannot get, and what none asks for; else the files that any rank reads."""
         invalid = [f"rank {rank}: {problem}" for rank, report in enumerate(reports) for problem in report["invalid"]]
         if invalid:
             lines = "".join(f"\n  - {problem}" for problem in invalid[:_MOST_LINES])
-            raise CheckpointError(f"checkpoint {self.path} cannot be read into these tensors:{lines}")
+            return {"problem": f"checkpoint {self.path} cannot be read into these tensors:{lines}"}
         wrong: dict[str, tuple[str, str]] = {}
         for report in reports:
             for name, saved, expected in report["wrong"]:
                 wrong.setdefault(name, (saved, expected))
-        asked = {name for report in reports for name in report["asked"]}
+        asked = set(_marked(_joined(report["asked"] for report in reports)))
         table = [(name, *columns) for name, columns in wrong.items()]
         table += [
-            (name, describe(whole), "not there")
-            for name, whole in self.tensors.items()
-            if name not in asked and not _matches(name, ignored)
+            (whole.name, describe(whole), "not there")
+            for number, whole in enumerate(self.tensors.values())
+            if number not in asked and not _matches(whole.name, ignored)
         ]
         if table:
-            raise CheckpointError(self._table(table))
+            return {"problem": self._table(table)}
+        return {"problem": "", "files": _joined(report["files"] for report in reports)}
 
     def _plan(self, pairs: Pairs) -> _Plan:
         """Plan the copies from each file, and note what does not fit."""
@@ -283,9 +295,10 @@ class Checkpoint:
             if saved is None or (saved.shape, saved.dtype, saved.stride) != (extent.shape, extent.dtype, extent.stride):
                 plan.wrong.append([extent.name, "not there" if saved is None else describe(saved), describe(extent)])
                 continue
-            for rank, piece, held in self.manifest.extents(extent.name):
+            for rank, piece, held in self.manifest.table.overlapping(extent):
                 for block in shared(held, extent):
-                    plan.copies.setdefault(rank, []).append(_Copy(piece, block, target))
+                    number = self.manifest.file_of(extent.name, rank)
+                    plan.copies.setdefault(number, []).append(_Copy(piece, block, target))
         return plan
 
     def _verify(self, ranks: Sequence[int], comm: Comm | None) -> None:
@@ -313,16 +326,15 @@ class Checkpoint:
     def _opened(self, rank: int, folder: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         entry, is_shared = self.manifest.all_files[rank], rank >= self.world_size
         with folders.open_for_reading(folder, entry.name, allows_links=is_shared) as (file, status):
-            if status.st_size != entry.bytes:
-                raise RefusedError(f"the file has {status.st_size} bytes, expected {entry.bytes}")
-            problem = self.manifest.size_problem(rank)
-            if problem is not None:
-                raise RefusedError(problem)
+            _check_bytes(status, entry.bytes)
+            expected = self.manifest.layout_of(rank).file_bytes
+            if entry.bytes != expected:
+                raise RefusedError(f"it is said to have {entry.bytes} bytes, its tensors make {expected}")
             yield file, (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
     def _check_size(self, rank: int, folder: int) -> None:
-        with self._opened(rank, folder):
-            pass
+        entry = self.manifest.all_files[rank]
+        _check_bytes(folders.status_of(folder, entry.name, allows_links=rank >= self.world_size), entry.bytes)
 
     def _check_header(self, rank: int, folder: int) -> None:
         with self._opened(rank, folder) as (file, _):
@@ -357,14 +369,21 @@ class Checkpoint:
 
     def _agree(self, found: list[str], comm: Comm | None) -> None:
         """Raise on all ranks if any rank found a problem."""
-        problems = [problem for report in _exchange(comm, found) for problem in report]
-        if problems:
-            lines = "".join(f"\n  - {problem}" for problem in problems[:_MOST_LINES])
-            more = f"\n  - and {len(problems) - _MOST_LINES} more files" if len(problems) > _MOST_LINES else ""
-            raise CheckpointError(
-                f"checkpoint {self.path} (step {self.step}) is damaged:{lines}{more}\n"
-                "  Nothing was loaded from it. Resume from another checkpoint."
-            )
+        verdict = _decided(comm, found[: _MOST_LINES + 1], self._damage)
+        if verdict:
+            raise CheckpointError(verdict)
+
+    def _damage(self, reports: list[list[str]]) -> str:
+        """What is said of damaged files; empty where there are none."""
+        problems = [problem for report in reports for problem in report]
+        if not problems:
+            return ""
+        lines = "".join(f"\n  - {problem}" for problem in problems[:_MOST_LINES])
+        more = f"\n  - and {len(problems) - _MOST_LINES} more files" if len(problems) > _MOST_LINES else ""
+        return (
+            f"checkpoint {self.path} (step {self.step}) is damaged:{lines}{more}\n"
+            "  Nothing was loaded from it. Resume from another checkpoint."
+        )
 
     def _table(self, rows: list[tuple[str, str, str]]) -> str:
         shown = [("tensor", "saved", "expected"), *rows[:_MOST_LINES]]
@@ -377,8 +396,39 @@ class Checkpoint:
         )
 
 
-def _exchange(comm: Comm | None, report: Any) -> list[Any]:
-    return [report] if comm is None else all_gather_json(comm, report)
+def _decided(comm: Comm | None, report: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    """What rank 0 decides on the reports of all ranks, on every rank.
+
+    Collective:
+        With ``comm``, a gather of JSON to rank 0 and a broadcast from there.
+    """
+    if comm is None:
+        return decide([report])
+    reports = gather_json(comm, report)
+    return broadcast_json(comm, decide(reports) if comm.rank == 0 else None)
+
+
+def _marks(numbers: Iterable[int | None], total: int) -> str:
+    """A set of numbers below ``total`` as a text of a bit for each."""
+    marks = np.zeros(total, dtype=bool)
+    marks[[number for number in numbers if number is not None]] = True
+    return np.packbits(marks).tobytes().hex()
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """The union of sets that :func:`_marks` has written."""
+    first, *others = (np.frombuffer(bytes.fromhex(text), np.uint8) for text in texts)
+    return functools.reduce(np.bitwise_or, others, first).tobytes().hex()
+
+
+def _marked(text: str) -> list[int]:
+    """The numbers in a text of :func:`_marks`, ascending."""
+    return np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8))).tolist()
+
+
+def _check_bytes(status: os.stat_result, expected: int) -> None:
+    if status.st_size != expected:
+        raise RefusedError(f"the file has {status.st_size} bytes, expected {expected}")
 
 
 def _target_problem(extent: Extent, target: Tensor) -> str | None:

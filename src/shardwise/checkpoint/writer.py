@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from torch import Tensor
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.background import Background
+from shardwise.checkpoint.combine import Combined, described
 from shardwise.checkpoint.finite import non_finite
-from shardwise.checkpoint.manifest import TensorEntry, combine, extent_problem
 from shardwise.checkpoint.outcome import AFTERWARDS, failure_of, name_space, problem_of
 from shardwise.checkpoint.publish import commit, refuse_existing, remove_unfinished
 from shardwise.checkpoint.shard import (
@@ -42,12 +42,13 @@ from shardwise.checkpoint.shard import (
     shard_name,
     write_shard,
 )
+from shardwise.checkpoint.table import extent_problem
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, scatter_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError, NonFiniteError, ShardwiseError, StorageError
-from shardwise.spec.extent import Extent, packed, unpacked, unpacked_cuts
+from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import size
 from shardwise.state.extents import Pairs
@@ -215,8 +216,8 @@ class _Save:
         self.pieces: dict[Piece, Tensor] = {}
         self.frozen_pieces: dict[Piece, Tensor] = {}
         self.has_frozen = False
-        self.entries: dict[str, TensorEntry] = {}
-        self._slice_numbers: list[list[tuple[str, Any, int]]] = []  # on rank 0, by rank: name, cuts, their number
+        self.columns: dict[str, Any] = {}  # on rank 0: the manifest's table
+        self._slice_numbers: list[list[int]] = []  # on rank 0, by rank: the slice of each of its ranges
         self.data: dict[str, Any] = {}
 
     def prepare(self, tensors: Pairs, data: dict[str, Any], frozen: Collection[str]) -> None:
@@ -234,13 +235,12 @@ class _Save:
                 "step": self.step,
                 "run_id": self.run_id,
                 "data": hashlib.sha256(plain.dumps(self.data)).hexdigest(),
-                "extents": [packed(extent) for extent, _ in tensors],
+                "extents": described([extent for extent, _ in tensors], frozen),
                 "non_finite": []
                 if self.allows_non_finite
                 else non_finite([(extent, tensor) for extent, tensor in tensors if extent.name not in frozen])[
                     :_MOST_NAMES
                 ],
-                "frozen": sorted({extent.name for extent, _ in tensors if extent.name in frozen}),
                 "bytes": sum(
                     extent.numel * item_bytes(extent.dtype) for extent, _ in tensors if extent.name not in linked
                 ),
@@ -252,11 +252,9 @@ class _Save:
         answer = self._exchange(local, self._combine)
         self.save_id = answer["save_id"]
         self.temporary = self._temporary_path(self.save_id)
-        numbers = scatter_json(self.comm, self._slice_numbers) if answer["has_slices"] else []
-        slices = {(name, unpacked_cuts(cuts)): number for name, cuts, number in numbers}
-        for extent, tensor in tensors:
+        numbers = scatter_json(self.comm, self._slice_numbers) if answer["has_slices"] else [-1] * len(tensors)
+        for (extent, tensor), number in zip(tensors, numbers, strict=True):
             if extent.numel:
-                number = slices[extent.name, extent.cuts] if extent.cuts else -1
                 held = self.frozen_pieces if extent.name in frozen else self.pieces
                 held[Piece(extent.name, extent.dtype, extent.start, extent.stop, number)] = tensor
         self.has_frozen = answer["has_frozen"]
@@ -264,15 +262,8 @@ class _Save:
     def _combine(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: put together what all ranks hold, and refuse what is not a whole state or does not fit."""
         problems = _disagreements(reports)
-        extents = {rank: [unpacked(held) for held in report.pop("extents")] for rank, report in enumerate(reports)}
-        self.entries, uncovered = combine(extents)
-        problems += uncovered
-        frozen = {name for report in reports for name in report["frozen"]}
-        for rank, held in extents.items():
-            if frozen:
-                both = {extent.name for extent in held if extent.numel} & frozen
-                problems += [f"{n}: not frozen on rank {rank}" for n in sorted(both - set(reports[rank]["frozen"]))]
-        self.entries |= {name: self.entries[name].model_copy(update={"is_frozen": True}) for name in frozen}
+        combined = Combined((rank, report.pop("extents")) for rank, report in enumerate(reports))
+        problems += combined.problems
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems[:20])
             more = f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else ""
@@ -292,20 +283,11 @@ class _Save:
             raise _ToldError(
                 StorageError, f"no space left on device: {size(needed)} needed, {size(free)} free.{AFTERWARDS}"
             )
-        has_slices = any(entry.slices for entry in self.entries.values())
-        if has_slices:
-            known = {
-                name: {cuts: number for number, cuts in enumerate(entry.cuts)} for name, entry in self.entries.items()
-            }
-            self._slice_numbers = [
-                [
-                    (name, [(cut.dim, cut.ranges) for cut in cuts], known[name][cuts])
-                    for name, cuts in dict.fromkeys((held.name, held.cuts) for held in extents[rank] if held.numel)
-                    if cuts
-                ]
-                for rank in range(self.comm.size)
-            ]
-        return {"save_id": reports[0]["save_id"], "has_slices": has_slices, "has_frozen": bool(frozen)}
+        self.columns = combined.table.columns()
+        has_slices = any(combined.table.partitions.slices)
+        self._slice_numbers = list(combined.slice_numbers()) if has_slices else []
+        has_frozen = bool(combined.table.frozen)
+        return {"save_id": reports[0]["save_id"], "has_slices": has_slices, "has_frozen": has_frozen}
 
     def write_and_publish(self) -> None:
         """Write this rank's file; when all are there rank 0 publishes them."""
@@ -363,7 +345,7 @@ class _Save:
         if plan is not None:
             job["own"] = {"name": shard_name(self.save_id, self.comm.rank), "bytes": plan.file_bytes}
         if self.comm.rank == 0:
-            job["manifest"] = self._manifest(is_plain=True)
+            job["manifest"] = self._manifest()
             job["good"] = list(known_good)
         try:
             background.begin(job, plan, self.pieces)
@@ -399,16 +381,15 @@ class _Save:
             background.close()  # rank 0's may be waiting for a report that will not come
             raise
 
-    def _manifest(self, *, is_plain: bool = False) -> dict[str, Any]:
-        """On rank 0: the fields of the manifest but for the files."""
-        tensors: Mapping[str, Any] = self.entries
+    def _manifest(self) -> dict[str, Any]:
+        """On rank 0: the manifest but for the files."""
         return {
             "save_id": self.save_id,
             "run_id": self.run_id,
             "step": self.step,
             "world_size": self.comm.size,
-            "tensors": {name: entry.model_dump() for name, entry in tensors.items()} if is_plain else tensors,
             "data": self.data,
+            **self.columns,
         }
 
     def _write_frozen(self, folder: int) -> dict[str, Any]:

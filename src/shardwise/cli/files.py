@@ -117,7 +117,7 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or 
         except CheckpointError as error:
             problems.append(str(error))
         else:
-            num_sliced = sum(entry.slices is not None for entry in checkpoint.manifest.tensors.values())
+            num_sliced = sum(bool(checkpoint.manifest.table.slices(name)) for name in checkpoint.tensors)
             sliced = f", {num_sliced} tensors in slices" if num_sliced else ""
             show(f"{folder}: good, {len(checkpoint.manifest.files)} files, step {checkpoint.step}{sliced}")
     if problems:

@@ -142,6 +142,39 @@ def shared(source: Extent, target: Extent) -> list[Block]:
     return found
 
 
+def bounding_box(extent: Extent) -> tuple[_Range, ...]:
+    """For each dimension of the logical tensor the smallest range of indices that has all elements of an extent."""
+    order = _memory_order(extent.shape, extent.stride)
+    sides = _sides(extent.shape, extent.cuts, order)
+    found = [(0, 0)] * len(order)
+    boxes = list(_boxes(_sizes(sides), extent.start, extent.stop))
+    for place, dim in enumerate(order):
+        held = [part for box in boxes for part in _clipped(sides[place], box[place])]
+        if held:
+            found[dim] = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
+    return tuple(found)
+
+
+def range_in_slice(extent: Extent, cuts: tuple[Cut, ...], box: Sequence[_Range]) -> _Range:
+    """The smallest range of elements of another slice of a tensor that has all that it shares with a box.
+
+    Args:
+        extent: Any extent of the tensor, for its shape and strides.
+        cuts: The other slice.
+        box: For each dimension of the logical tensor a range of indices.
+    """
+    order = _memory_order(extent.shape, extent.stride)
+    sides = _sides(extent.shape, cuts, order)
+    first = last = 0
+    for side, dim, step in zip(sides, order, _steps(sides), strict=True):
+        common = _common(side, ((*box[dim], 0),))
+        if not common:
+            return 0, 0
+        first += min(at for _, at, _ in common) * step
+        last += max(at + size - 1 for size, at, _ in common) * step
+    return first, last + 1
+
+
 def tiling_problems(name: str, shape: tuple[int, ...], slices: Sequence[tuple[Cut, ...]]) -> list[str]:
     """Where slices of a tensor overlap, and what none of them holds; empty where they make the whole.
 

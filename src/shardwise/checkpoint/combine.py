@@ -1,0 +1,219 @@
+"""What all ranks hold, combined on rank 0 into the table of a checkpoint.
+
+Each rank describes its ranges in two short texts: the tensors and slices, and where each range starts and stops. Most
+ranks hold parts of the same tensors, so most first texts are equal, and each different one is read once. The numbers of
+all ranks become columns, which are sorted and compared at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardwise.checkpoint.partition import Column, Cuts, Partitions, column, join_runs
+from shardwise.checkpoint.table import MOST_PROBLEMS, Table, describe
+from shardwise.spec.extent import Extent, unpacked_cuts
+from shardwise.state.extents import coverage_problems
+
+#: Fast rather than small: texts of many ranks arrive at once, and most are alike.
+_LEVEL = 1
+
+
+def described(extents: Sequence[Extent], frozen: Collection[str] = ()) -> list[str]:
+    """A rank's ranges as two short texts."""
+    what = [
+        [
+            each.name in frozen,
+            each.name,
+            each.shape,
+            each.dtype,
+            each.stride,
+            [(cut.dim, cut.ranges) for cut in each.cuts],
+        ]
+        for each in extents
+    ]
+    ranges = np.array([[extent.start, extent.stop] for extent in extents], dtype="<i8").reshape(-1, 2)
+    return [_shortened(json.dumps(what).encode()), _shortened(ranges.T.tobytes())]
+
+
+def _shortened(raw: bytes) -> str:
+    return base64.b64encode(zlib.compress(raw, _LEVEL)).decode()
+
+
+def _restored(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
+
+
+class Combined:
+    """The ranges of all ranks, put together.
+
+    Attributes:
+        table: The table; valid where there are no problems.
+        problems: Tensors that ranks describe differently, elements that no rank holds or that are held twice.
+    """
+
+    def __init__(self, reports: Iterable[tuple[int, Sequence[str]]]) -> None:
+        self.problems: list[str] = []
+        self._tensors: dict[str, int] = {}
+        self._first: list[tuple[int, Extent]] = []  # of each tensor: the first rank that has it, and what it has
+        self._slices: list[tuple[int, Cuts]] = []  # the tensor and its slice, in the order in which they came
+        self._number_of: dict[tuple[int, Cuts], int] = {}
+        self._frozen: frozenset[int] = frozenset()
+        self._told: list[tuple[Column, Any]] = []  # by text: the tensor of each range, and whether it is frozen
+        self._read: dict[str, int] = {}  # texts, by their number
+        self._places: list[Column] = []  # by text: the slice of each range, -1: of none, since it does not fit
+        self._kinds: list[int] = []  # by rank: number of its text
+        columns: list[Column] = []
+        for rank, (what, ranges) in reports:
+            if what not in self._read:
+                self._read[what] = len(self._read)
+                self._places.append(self._read_text(rank, json.loads(_restored(what))))
+            kind = self._read[what]
+            self._kinds.append(kind)
+            starts, stops = np.frombuffer(_restored(ranges), dtype="<i8").reshape(2, -1)
+            places = self._places[kind]
+            is_held = (stops > starts) & (places >= 0)
+            held = places[is_held]
+            columns.append(np.stack([held, starts[is_held], stops[is_held], np.full(len(held), rank)]))
+        every = np.concatenate(columns, axis=1) if columns else np.zeros((4, 0), np.int64)
+        self._refuse_half_frozen(every)
+        self.table = self._make_table(every)
+
+    def slice_numbers(self) -> Iterable[list[int]]:
+        """By rank, for each of its ranges the number of its slice in the table (-1: not cut, or no rank has any)."""
+        by_kind = [self._numbers[places].tolist() for places in self._places]
+        return (by_kind[kind] for kind in self._kinds)
+
+    def _read_text(self, rank: int, what: list[list[Any]]) -> Column:
+        """The slice of each range that a text describes."""
+        places = []
+        tensors, flags = [], []
+        for is_frozen, name, shape, dtype, stride, cuts in what:
+            steps = None if stride is None else tuple(stride)
+            extent = Extent(name, tuple(shape), dtype, 0, 0, steps, unpacked_cuts(cuts))
+            tensor = self._tensors.setdefault(name, len(self._tensors))
+            tensors.append(tensor)
+            flags.append(is_frozen)
+            if tensor == len(self._first):
+                self._first.append((rank, extent))
+            owner, known = self._first[tensor]
+            if (extent.shape, extent.dtype, extent.stride) != (known.shape, known.dtype, known.stride):
+                ours, theirs = describe(extent), describe(known)
+                self.problems.append(f"{extent.name}: rank {rank} has {ours}, rank {owner} has {theirs}")
+                places.append(-1)
+                continue
+            key = (tensor, extent.cuts)
+            if key not in self._number_of:
+                self._number_of[key] = len(self._slices)
+                self._slices.append(key)
+            places.append(self._number_of[key])
+        self._told.append((column(tensors), np.array(flags, dtype=bool)))
+        return column(places)
+
+    def _refuse_half_frozen(self, every: Column) -> None:
+        """Note the frozen tensors that some rank with a piece of them does not call so."""
+        frozen = {tensor for tensors, flags in self._told for tensor in tensors[flags].tolist()}
+        self._frozen = frozenset(frozen)
+        if not frozen:
+            return
+        tensor_of = column([tensor for tensor, _ in self._slices])[every[0]]
+        for tensor in sorted(frozen):
+            kinds = {kind for kind, (tensors, flags) in enumerate(self._told) if tensor in tensors[~flags]}
+            holders = set(every[3, tensor_of == tensor].tolist()) if kinds else set()
+            name = self._first[tensor][1].name
+            self.problems += [
+                f"{name}: not frozen on rank {rank}" for rank in sorted(holders) if self._kinds[rank] in kinds
+            ]
+
+    def _make_table(self, every: Column) -> Table:
+        """Sort the pieces by tensor, slice and element, prove that they are whole, and find what is divided alike."""
+        present = np.zeros(len(self._slices), dtype=bool)
+        present[every[0]] = True
+        order = sorted(
+            np.flatnonzero(present).tolist(),
+            key=lambda index: (self._slices[index][0], [(cut.dim, cut.ranges) for cut in self._slices[index][1]]),
+        )
+        rows_of: list[list[int]] = [[] for _ in self._first]  # by tensor: its slices in their order
+        for place, index in enumerate(order):
+            rows_of[self._slices[index][0]].append(place)
+        slices = [self._slices[index][1] for index in order]
+        place_of = np.full(len(self._slices), -1, np.int64)
+        place_of[order] = np.arange(len(order))
+        every[0] = place_of[every[0]]
+        every = every[:, np.lexsort((every[2], every[1], every[0]))]
+        bounds = np.searchsorted(every[0], np.arange(len(order) + 1))
+        self._numbers = np.full(len(self._slices) + 1, -1, np.int64)  # the last is that of ranges that do not fit
+        for places in rows_of:
+            for number, place in enumerate(places):
+                self._numbers[order[place]] = number if slices[place] else -1
+        self._refuse_uncovered(every, bounds, rows_of, slices)
+        return self._table(every, rows_of, slices)
+
+    def _refuse_uncovered(self, every: Column, bounds: Column, rows_of: list[list[int]], slices: list[Cuts]) -> None:
+        """Note the tensors whose pieces are not exactly the whole."""
+        place, start, stop, _ = every
+        begins = np.concatenate([[0], stop[:-1]])
+        begins[bounds[:-1]] = 0
+        is_odd = np.zeros(len(slices), dtype=bool)
+        is_odd[place[start != begins]] = True
+        ends, odd = stop[bounds[1:] - 1].tolist(), is_odd.tolist()
+        checked = set()
+        for (_, first), places in zip(self._first, rows_of, strict=True):
+            key = (first.shape, tuple(slices[each] for each in places), tuple(ends[each] for each in places))
+            if not any(odd[each] for each in places) and key in checked:
+                continue
+            held = {
+                slices[each]: _ranges(every[1:, bounds[each] : bounds[each + 1]]) if odd[each] else [(0, ends[each], 0)]
+                for each in places
+            }
+            found = coverage_problems(first.name, first.shape, held)
+            self.problems += found
+            if not found:
+                checked.add(key)
+            if len(self.problems) > 10 * MOST_PROBLEMS:
+                return
+
+    def _table(self, every: Column, rows_of: list[list[int]], slices: list[Cuts]) -> Table:
+        place, start, stop, rank = every
+        first, count, step = join_runs(place, rank, stop - start)
+        rows = np.stack([rank[first], (stop - start)[first], count, step], axis=1)
+        row_bounds = np.searchsorted(place[first], np.arange(len(slices) + 1))
+        known: dict[tuple[Any, ...], int] = {}
+        partition, kept = [], []
+        for places in rows_of:
+            begin, end = (row_bounds[places[0]], row_bounds[places[-1] + 1]) if places else (0, 0)
+            cuts = tuple(slices[each] for each in places)
+            counts = tuple(int(row_bounds[each + 1] - row_bounds[each]) for each in places) or (0,)
+            key = (cuts, counts, rows[begin:end].tobytes())
+            number = known.setdefault(key, len(known))
+            if number == len(kept):
+                kept.append((() if cuts == ((),) else cuts, counts, rows[begin:end]))
+            partition.append(number)
+        whole = np.concatenate([held for *_, held in kept]) if kept else np.zeros((0, 4), np.int64)
+        extents = [extent for _, extent in self._first]
+        return Table(
+            names=[extent.name for extent in extents],
+            dtypes=[extent.dtype for extent in extents],
+            shapes=[extent.shape for extent in extents],
+            strides={number: each.stride for number, each in enumerate(extents) if each.stride is not None},
+            partition=column(partition),
+            frozen=frozenset(self._frozen),
+            partitions=Partitions(
+                slices=[cuts for cuts, _, _ in kept],
+                num_rows=column([number for _, counts, _ in kept for number in counts]),
+                rank=whole[:, 0],
+                length=whole[:, 1],
+                count=whole[:, 2],
+                rank_step=whole[:, 3],
+            ),
+        )
+
+
+def _ranges(held: Column) -> list[tuple[int, int, int]]:
+    """Columns of pieces as tuples: start, stop and rank."""
+    return list(zip(*held.tolist(), strict=True))

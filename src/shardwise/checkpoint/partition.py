@@ -1,0 +1,286 @@
+"""How the elements of tensors are divided over ranks, as columns of numbers.
+
+A *partition* is one way to divide: the slices that tensor or expert parallelism makes (none where the tensor is not
+cut), and for each slice the pieces of ranks, one after the other from its first element to its last. Tensors that are
+divided alike, such as those of equal layers and their optimizer state, share one partition.
+
+The pieces of all partitions are rows of columns. A row is a piece, or a *run*: ``count`` pieces of one length, one
+after the other, of ranks that are ``rank_step`` apart::
+
+    partition   slice            rows: rank, length, count, rank_step
+    0           (not cut)              0     10      4      1          elements 0 to 10 on rank 0, ...
+    1           [0:8 of 16, :]         0     4       4      2          ranks 0, 2, 4 and 6
+                [8:16 of 16, :]        1     4       4      2          ranks 1, 3, 5 and 7
+
+Rows do not say where a piece starts: it starts where the one before it ends. So pieces of a slice can neither overlap
+nor leave a gap, and what is left to prove is that their lengths add up.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwise.spec.extent import Extent, bounding_box, range_in_slice
+from shardwise.spec.slice import Cut
+
+#: Elements of a tensor stay below this.
+MAX_NUMEL = 2**60
+#: Fewer pieces than this are not worth a run.
+_SHORTEST_RUN = 4
+
+Cuts = tuple[Cut, ...]
+Column = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Held(NamedTuple):
+    """A piece: the rank that holds it, the number of its slice (-1: not cut), and its elements in the slice."""
+
+    rank: int
+    slice: int
+    start: int
+    stop: int
+
+
+def column(values: Sequence[int]) -> Column:
+    """Numbers as a column."""
+    return np.array(values, dtype=np.int64)
+
+
+def offsets(counts: Column) -> Column:
+    """Where each of consecutive groups with so many members begins, and last their sum."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """All partitions of a checkpoint.
+
+    Attributes:
+        slices: The slices of each partition; none where tensors are not cut.
+        num_rows: Number of rows of each slice, of all partitions in turn; a partition without slices counts as one.
+        rank: Rank of the first piece of each row.
+        length: Elements of each piece of a row.
+        count: Number of pieces of each row.
+        rank_step: Difference between the ranks of neighbouring pieces of a row.
+    """
+
+    slices: list[tuple[Cuts, ...]]
+    num_rows: Column
+    rank: Column
+    length: Column
+    count: Column
+    rank_step: Column
+
+    @functools.cached_property
+    def first_slice(self) -> Column:
+        """The number of each partition's first slice in ``num_rows``."""
+        return offsets(column([max(1, len(held)) for held in self.slices]))
+
+    @functools.cached_property
+    def first_row(self) -> Column:
+        """The first row of each slice."""
+        return offsets(self.num_rows)
+
+    @functools.cached_property
+    def start(self) -> Column:
+        """The element of its slice with which each row begins."""
+        ends = offsets(self.length * self.count)
+        return ends[:-1] - np.repeat(ends[self.first_row[:-1]], self.num_rows)
+
+    @functools.cached_property
+    def numel(self) -> Column:
+        """The elements of all rows of each slice."""
+        ends = offsets(self.length * self.count)
+        return ends[self.first_row[1:]] - ends[self.first_row[:-1]]
+
+    def row_problem(self, world_size: int) -> tuple[int, str] | None:
+        """The number of the first partition with a row that cannot be, and why; ``None`` where all are sound."""
+        outside = (self.count < 1) | (self.rank_step < 1) | (self.count > world_size) | (self.rank_step > world_size)
+        last_rank = self.rank + np.where(outside, 0, (self.count - 1) * self.rank_step)
+        for wrong, problem in (
+            (outside | (last_rank >= world_size), f"a piece belongs to a rank beyond {world_size - 1}"),
+            (self.length < 1, "a piece is empty"),
+        ):
+            if wrong.any():
+                return self.partition_of(int(wrong.argmax())), problem
+        with np.errstate(over="ignore"):  # the integers below may wrap around: these floats do not
+            ends = np.cumsum(np.concatenate([[0.0], self.length.astype(np.float64) * self.count]))
+        wide = ends[self.first_row[1:]] - ends[self.first_row[:-1]] >= MAX_NUMEL
+        if wide.any():
+            number = int(np.searchsorted(self.first_slice, wide.argmax(), side="right")) - 1
+            return number, "its pieces have too many elements"
+        return None
+
+    def partition_of(self, row: int) -> int:
+        """The partition that a row belongs to."""
+        number = np.searchsorted(self.first_row, row, side="right") - 1
+        return int(np.searchsorted(self.first_slice, number, side="right")) - 1
+
+    def pieces(self, partition: int) -> Iterator[Held]:
+        """Every piece of a partition, by slice and element."""
+        for number, index in self._slices_of(partition):
+            yield from self._pieces(number, index, 0, int(self.numel[index]))
+
+    def overlapping(self, partition: int, extent: Extent) -> Iterator[Held]:
+        """The pieces that can share elements with a range of a tensor: found without looking at the others.
+
+        A few more than those that do share elements, where the extent is cut otherwise than the pieces.
+        """
+        box = bounding_box(extent)
+        for number, index in self._slices_of(partition, box):
+            cuts = self.slices[partition][number] if number >= 0 else ()
+            is_alike = cuts == extent.cuts
+            start, stop = (extent.start, extent.stop) if is_alike else range_in_slice(extent, cuts, box)
+            yield from self._pieces(number, index, start, stop)
+
+    def of_rank(self, rank: int) -> Iterator[tuple[int, Held]]:
+        """Every piece of a rank, with its partition."""
+        order, ranks = self._singles
+        first, last = np.searchsorted(ranks, (rank, rank + 1))
+        places = [(int(row), 0) for row in order[first:last]]
+        rows = self.runs
+        if len(rows):
+            distance = rank - self.rank[rows]
+            index = distance // self.rank_step[rows]
+            hit = (distance >= 0) & (distance % self.rank_step[rows] == 0) & (index < self.count[rows])
+            places += zip(rows[hit].tolist(), index[hit].tolist(), strict=True)
+        for row, index in places:
+            number = int(np.searchsorted(self.first_row, row, side="right")) - 1
+            partition = int(np.searchsorted(self.first_slice, number, side="right")) - 1
+            length = int(self.length[row])
+            start = int(self.start[row]) + index * length
+            place = number - int(self.first_slice[partition]) if self.slices[partition] else -1
+            yield partition, Held(rank, place, start, start + length)
+
+    @functools.cached_property
+    def _singles(self) -> tuple[Column, Column]:
+        """The rows that are one piece, sorted by rank, and their ranks."""
+        rows = np.flatnonzero(self.count == 1)
+        order = rows[np.argsort(self.rank[rows], kind="stable")]
+        return order, self.rank[order]
+
+    @functools.cached_property
+    def runs(self) -> Column:
+        """The rows that are more than one piece."""
+        return np.flatnonzero(self.count > 1)
+
+    def _slices_of(self, partition: int, box: Sequence[tuple[int, int]] | None = None) -> Iterator[tuple[int, int]]:
+        """The slices of a partition that reach into a box: their numbers there (-1: not cut) and in ``num_rows``."""
+        first = int(self.first_slice[partition])
+        if not self.slices[partition]:
+            yield -1, first
+            return
+        is_near = np.ones(len(self.slices[partition]), dtype=bool)
+        if box is not None:
+            for dim, (low, high) in self._reach[partition].items():
+                is_near &= (low < box[dim][1]) & (high > box[dim][0])
+        for number in np.flatnonzero(is_near).tolist():
+            yield number, first + number
+
+    @functools.cached_property
+    def _reach(self) -> _Reach:
+        return _Reach(self.slices)
+
+    def _pieces(self, number: int, index: int, start: int, stop: int) -> Iterator[Held]:
+        """The pieces of a slice that hold any of its elements ``start`` to ``stop``."""
+        first, last = int(self.first_row[index]), int(self.first_row[index + 1])
+        begins = self.start[first:last]
+        low = first + max(0, int(np.searchsorted(begins, start, side="right")) - 1)
+        for row in range(low, first + int(np.searchsorted(begins, stop, side="left"))):
+            at, length, rank, step = (int(each[row]) for each in (self.start, self.length, self.rank, self.rank_step))
+            for place in range(max(0, (start - at) // length), min(int(self.count[row]), -(-(stop - at) // length))):
+                yield Held(rank + place * step, number, at + place * length, at + (place + 1) * length)
+
+
+class _Reach(dict[int, dict[int, tuple[Column, Column]]]):
+    """By partition and dimension, the first and one past the last index that each slice holds; made when asked for."""
+
+    def __init__(self, slices: list[tuple[Cuts, ...]]) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def __missing__(self, partition: int) -> dict[int, tuple[Column, Column]]:
+        held = [{cut.dim: cut.ranges for cut in cuts} for cuts in self._slices[partition]]
+        found = {}
+        for dim in sorted({dim for cuts in held for dim in cuts}):
+            ranges = [cuts.get(dim, ((0, MAX_NUMEL),)) for cuts in held]
+            found[dim] = (
+                column([min((start for start, _ in each), default=0) for each in ranges]),
+                column([max((stop for _, stop in each), default=0) for each in ranges]),
+            )
+        self[partition] = found
+        return found
+
+
+def join_runs(slice_of: Column, rank: Column, length: Column) -> tuple[Column, Column, Column]:
+    """Put equal neighbours of ranks at equal distances together.
+
+    Args:
+        slice_of: The slice of each piece; pieces are sorted by slice and element.
+        rank: Its rank.
+        length: Its elements.
+
+    Returns:
+        The first piece of each row, the count of its pieces, and the difference between their ranks.
+    """
+    total = len(rank)
+    count, step = np.ones(total, np.int64), np.ones(total, np.int64)
+    is_first = np.ones(total, dtype=bool)
+    if total >= _SHORTEST_RUN:
+        alike = (slice_of[1:] == slice_of[:-1]) & (length[1:] == length[:-1])
+        steps = np.where(alike, rank[1:] - rank[:-1], 0)
+        steps[steps < 0] = 0
+        edges = np.flatnonzero(np.diff(steps)) + 1
+        begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [total - 1]])
+        is_long = (ends - begins >= _SHORTEST_RUN - 1) & (steps[begins] > 0)
+        free = 0  # the first piece that no run has
+        for begin, end in zip(begins[is_long].tolist(), ends[is_long].tolist(), strict=True):
+            first = max(begin, free)
+            if end + 1 - first >= _SHORTEST_RUN:
+                count[first], step[first] = end + 1 - first, steps[begin]
+                is_first[first + 1 : end + 1] = False
+                free = end + 1
+    first = np.flatnonzero(is_first)
+    return first, count[first], step[first]
+
+
+def chain_of(slices: Sequence[Cuts], lengths: Column) -> tuple[int, int, int] | None:
+    """What slices make that take one range each of one dimension, one after the other.
+
+    Args:
+        slices: The slices of a partition.
+        lengths: The elements that ranks hold of each.
+
+    Returns:
+        The dimension, its size, and the elements of the tensor for each index of it; ``None`` where slices are others.
+    """
+    end = 0
+    dim = slices[0][0].dim if slices[0] else -1
+    for cuts in slices:
+        if len(cuts) != 1 or cuts[0].dim != dim or len(cuts[0].ranges) != 1:
+            return None
+        start, stop = cuts[0].ranges[0]
+        if start != end or stop <= start:
+            return None
+        end = stop
+    width = column([cuts[0].ranges[0][1] - cuts[0].ranges[0][0] for cuts in slices])
+    rest = int(lengths[0]) // int(width[0])
+    if len(slices) < 2 or rest * end >= MAX_NUMEL or (lengths != width * rest).any():
+        return None
+    return dim, end, rest
+
+
+def written_slices(slices: Sequence[Cuts]) -> list[list[list[int]]]:
+    """Slices as lists: of each the cuts, of each cut the dimension and the ranges."""
+    return [[[cut.dim, *itertools.chain(*cut.ranges)] for cut in cuts] for cuts in slices]
+
+
+def read_slices(held: Sequence[Sequence[Sequence[int]]]) -> tuple[Cuts, ...]:
+    """The inverse of :func:`written_slices`."""
+    return tuple(tuple(Cut(dim, tuple(itertools.pairwise(marks))[::2]) for dim, *marks in cuts) for cuts in held)

@@ -1,0 +1,368 @@
+"""The tensors of a checkpoint: their names, shapes and dtypes, and how they are divided over ranks, as columns.
+
+Every check runs over whole columns, so that each of 100,000 tensors or pieces costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from shardwise.checkpoint.partition import (
+    MAX_NUMEL,
+    Column,
+    Cuts,
+    Held,
+    Partitions,
+    chain_of,
+    column,
+    read_slices,
+    written_slices,
+)
+from shardwise.checkpoint.shard import Piece
+from shardwise.spec.extent import MAX_CELLS, Extent, describe_cuts
+from shardwise.spec.precision import ITEM_BYTES
+from shardwise.spec.slice import simplest
+from shardwise.state.extents import coverage_problems
+
+#: Different slices that are compared one by one. A slice of one range of one dimension, as the others of its tensor, is
+#: none of them.
+MAX_ODD_SLICES = 2**15
+#: Problems that are listed.
+MOST_PROBLEMS = 20
+
+Natural = Annotated[int, Field(ge=0, lt=MAX_NUMEL)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Dims = Annotated[list[Natural], Field(max_length=64)]
+
+
+class Strict(BaseModel):
+    """A part of the manifest."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TensorColumns(Strict):
+    """The logical tensors, one value each in every column.
+
+    Attributes:
+        name: Names.
+        dtype: Short names of dtypes.
+        shape: Logical shapes.
+        stride: Strides where a tensor is dense but not contiguous in the usual order, else ``None``; the column is left
+            out where no tensor has such.
+        partition: Number of the partition by which it is divided.
+        frozen: Numbers of the tensors whose pieces are in the files of frozen parameters, ascending.
+    """
+
+    name: list[Name]
+    dtype: list[Annotated[str, Field(max_length=32)]]
+    shape: list[Dims]
+    stride: list[Dims | None] | None = None
+    partition: list[Natural]
+    frozen: list[Natural]
+
+
+class PartitionColumns(Strict):
+    """Partitions, as of ``checkpoint.partition``.
+
+    Attributes:
+        slices: For each partition its slices: of each the dimensions that it cuts, ascending: ``[dim, start, stop,
+            start, stop, ...]``; none where tensors are not cut.
+        num_rows: Rows of each slice of all partitions; a partition without slices counts as one slice.
+        rank: Rank of each row, or of its first piece.
+        length: Elements of each piece of a row.
+        runs: ``[row, count, rank_step]`` of each row that is more than one piece, ascending.
+    """
+
+    slices: list[list[list[Annotated[list[Natural], Field(min_length=1)]]]]
+    num_rows: list[Natural]
+    rank: list[Natural]
+    length: list[Natural]
+    runs: list[Annotated[list[Natural], Field(min_length=3, max_length=3)]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The logical tensors of a checkpoint.
+
+    Attributes:
+        names: Names.
+        dtypes: Short names of dtypes.
+        shapes: Logical shapes.
+        strides: Strides by number of the tensor, where it is dense but not contiguous in the usual order.
+        partition: Number of the partition of each.
+        frozen: Numbers of those whose pieces are in the files of frozen parameters.
+        partitions: How they are divided.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    strides: dict[int, tuple[int, ...]]
+    partition: Column
+    frozen: frozenset[int]
+    partitions: Partitions
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each tensor by name."""
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Extent]:
+        """The logical tensors by name, each as the extent that covers all of it."""
+        return {name: self.whole(number) for number, name in enumerate(self.names)}
+
+    def whole(self, number: int) -> Extent:
+        """The extent that covers all of a tensor."""
+        shape = self.shapes[number]
+        return Extent(self.names[number], shape, self.dtypes[number], 0, math.prod(shape), self.strides.get(number))
+
+    def slices(self, name: str) -> tuple[Cuts, ...]:
+        """The slices of a tensor; none where it is not cut."""
+        return self.partitions.slices[self.partition[self.numbers[name]]]
+
+    def pieces(self, name: str) -> Iterator[Held]:
+        """Every piece of a tensor."""
+        return self.partitions.pieces(int(self.partition[self.numbers[name]]))
+
+    def overlapping(self, extent: Extent) -> Iterator[tuple[int, Piece, Extent]]:
+        """Every piece that can share elements with a range of a tensor.
+
+        Yields:
+            The rank that wrote it, its entry in that rank's file, and the range of the logical tensor.
+        """
+        number = self.numbers[extent.name]
+        partition = int(self.partition[number])
+        for rank, part, start, stop in self.partitions.overlapping(partition, extent):
+            cuts = self.partitions.slices[partition][part] if part >= 0 else ()
+            yield (
+                rank,
+                Piece(extent.name, extent.dtype, start, stop, part),
+                Extent(extent.name, extent.shape, extent.dtype, start, stop, extent.stride, cuts),
+            )
+
+    def of_rank(self, rank: int, *, is_frozen: bool) -> list[Piece]:
+        """The pieces in a rank's file."""
+        return [
+            Piece(self.names[number], self.dtypes[number], held.start, held.stop, held.slice)
+            for partition, held in self.partitions.of_rank(rank)
+            for number in self._by_partition[partition]
+            if (number in self.frozen) == is_frozen
+        ]
+
+    @functools.cached_property
+    def _by_partition(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.partitions.slices]
+        for number, partition in enumerate(self.partition.tolist()):
+            found[partition].append(number)
+        return found
+
+    def problems(self, world_size: int) -> list[str]:
+        """What is wrong with it: names, shapes, ranks, and elements that no rank holds or that are held twice."""
+        found = self._tensor_problem()
+        if found is not None:
+            return [found]
+        row = self.partitions.row_problem(world_size)
+        if row is not None:
+            users = self._by_partition[row[0]]
+            return [f"{self.names[users[0]] if users else f'partition {row[0]}'}: {row[1]}"]
+        return self._coverage_problems()
+
+    def _tensor_problem(self) -> str | None:
+        if not all(self.names) or not "".join(self.names).isprintable() or max(map(len, self.names), default=0) > 1024:
+            odd = next(name for name in self.names if not name or not name.isprintable() or len(name) > 1024)
+            return f"{odd[:80]!r} is no name for a tensor"
+        if len(self.numbers) < len(self.names):
+            twice = next(name for number, name in enumerate(self.names) if self.numbers[name] != number)
+            return f"{twice}: it is listed twice"
+        if not set(self.dtypes) <= ITEM_BYTES.keys():
+            number = next(number for number, dtype in enumerate(self.dtypes) if dtype not in ITEM_BYTES)
+            return f"{self.names[number]}: dtype {self.dtypes[number]!r} is unknown"
+        if max(self._numels, default=0) >= MAX_NUMEL:
+            number = next(number for number, numel in enumerate(self._numels) if numel >= MAX_NUMEL)
+            return f"{self.names[number]}: shape {self.shapes[number]} is too large"
+        for number, stride in self.strides.items():
+            if len(stride) != len(self.shapes[number]):
+                return f"{self.names[number]}: stride {stride} does not belong to shape {self.shapes[number]}"
+        return None
+
+    @functools.cached_property
+    def _numels(self) -> list[int]:
+        return list(map(math.prod, self.shapes))
+
+    def _coverage_problems(self) -> list[str]:
+        """Elements of tensors that no rank holds, or that are held twice."""
+        held = self.partitions
+        is_cut = np.array([bool(slices) for slices in held.slices], dtype=bool)[self.partition]
+        numel = held.numel[held.first_slice[self.partition]]
+        wrong = np.flatnonzero(~is_cut & (numel != column(self._numels)))
+        found = [
+            problem
+            for number in wrong[:MOST_PROBLEMS].tolist()
+            for problem in _length_problems(self.names[number], self._numels[number], int(numel[number]))
+        ]
+        known: set[tuple[int, tuple[int, ...]]] = set()
+        chains: dict[int, tuple[int, int, int] | None] = {}
+        num_odd = 0
+        for number in np.flatnonzero(is_cut).tolist():
+            partition, shape = int(self.partition[number]), self.shapes[number]
+            slices = held.slices[partition]
+            first = int(held.first_slice[partition])
+            if partition not in chains:
+                chains[partition] = chain_of(slices, held.numel[first : first + len(slices)])
+            chain = chains[partition]
+            if chain is not None and chain[0] < len(shape):
+                dim, size, rest = chain
+                if shape[dim] == size and self._numels[number] == size * rest:
+                    continue
+            if (partition, shape) in known:
+                continue
+            known.add((partition, shape))
+            num_odd += len(slices)
+            if num_odd > MAX_ODD_SLICES:
+                return [*found, f"its tensors are cut in more than {MAX_ODD_SLICES} slices of several ranges"]
+            lengths = held.numel[first : first + len(slices)].tolist()
+            found += slice_problems(self.whole(number), slices, lengths)
+            if len(found) > MOST_PROBLEMS:
+                break
+        return found
+
+    # -- in the manifest
+
+    def columns(self) -> dict[str, Any]:
+        """As the manifest has it: ``tensors`` and ``partitions``."""
+        held = self.partitions
+        tensors: dict[str, Any] = {
+            "name": self.names,
+            "dtype": self.dtypes,
+            "shape": self.shapes,
+            "partition": self.partition.tolist(),
+            "frozen": sorted(self.frozen),
+        }
+        if self.strides:
+            tensors["stride"] = [self.strides.get(number) for number in range(len(self.names))]
+        rows = held.runs
+        return {
+            "tensors": tensors,
+            "partitions": {
+                "slices": [written_slices(slices) for slices in held.slices],
+                "num_rows": held.num_rows.tolist(),
+                "rank": held.rank.tolist(),
+                "length": held.length.tolist(),
+                "runs": np.stack([rows, held.count[rows], held.rank_step[rows]], axis=1).tolist(),
+            },
+        }
+
+    @classmethod
+    def read(cls, tensors: TensorColumns, partitions: PartitionColumns) -> Table:
+        """From the manifest's columns.
+
+        Raises:
+            ValueError: They do not fit together.
+        """
+        total, rows = len(tensors.name), len(partitions.rank)
+        stride = tensors.stride or []
+        lengths = {len(tensors.dtype), len(tensors.shape), len(tensors.partition), len(stride) or total}
+        if lengths - {total}:
+            raise ValueError(f"its columns of tensors have other lengths than the {total} names")
+        if len(partitions.length) != rows or sum(partitions.num_rows) != rows:
+            raise ValueError(f"its columns of partitions have other lengths than the {rows} ranks")
+        if sum(max(1, len(slices)) for slices in partitions.slices) != len(partitions.num_rows):
+            raise ValueError(f"its partitions have another number of slices than {len(partitions.num_rows)}")
+        if any(len(cut) % 2 == 0 for slices in partitions.slices for cuts in slices for cut in cuts):
+            raise ValueError("a cut is no dimension with ranges")
+        if max(tensors.partition, default=-1) >= len(partitions.slices):
+            raise ValueError(f"a tensor has a partition beyond {len(partitions.slices) - 1}")
+        runs = np.array(partitions.runs, dtype=np.int64).reshape(-1, 3)
+        for what, numbers, most in (("frozen tensors", column(tensors.frozen), total), ("runs", runs[:, 0], rows)):
+            if (np.diff(numbers) <= 0).any() or (numbers >= most).any():
+                raise ValueError(f"the numbers of its {what} are not ascending, or beyond {most - 1}")
+        if (runs[:, 1] < 2).any():
+            raise ValueError("a run has fewer than two pieces")
+        count, rank_step = np.ones(rows, np.int64), np.ones(rows, np.int64)
+        count[runs[:, 0]], rank_step[runs[:, 0]] = runs[:, 1], runs[:, 2]
+        return cls(
+            names=tensors.name,
+            dtypes=tensors.dtype,
+            shapes=list(map(tuple, tensors.shape)),
+            strides={number: tuple(each) for number, each in enumerate(stride) if each is not None},
+            partition=column(tensors.partition),
+            frozen=frozenset(tensors.frozen),
+            partitions=Partitions(
+                slices=[read_slices(slices) for slices in partitions.slices],
+                num_rows=column(partitions.num_rows),
+                rank=column(partitions.rank),
+                length=column(partitions.length),
+                count=count,
+                rank_step=rank_step,
+            ),
+        )
+
+
+def _length_problems(name: str, numel: int, held: int) -> list[str]:
+    return coverage_problems(name, (numel,), {(): [(0, held, 0)] if held else []})
+
+
+def slice_problems(whole: Extent, slices: Sequence[Cuts], lengths: Sequence[int]) -> list[str]:
+    """Why slices do not make a tensor where ranks hold so many elements of each."""
+    if len(set(slices)) < len(slices) or () in slices:
+        return [f"{whole.name}: a slice is listed twice, or is none"]
+    for cuts in slices:
+        problem = cuts_problem(dataclasses.replace(whole, cuts=cuts))
+        if problem is not None:
+            return [f"{whole.name}: {problem}"]
+    held: Mapping[Cuts, list[tuple[int, int, int]]] = {
+        cuts: [(0, length, 0)] if length else [] for cuts, length in zip(slices, lengths, strict=True)
+    }
+    return coverage_problems(whole.name, whole.shape, held)
+
+
+def extent_problem(extent: Extent) -> str | None:
+    """Why an extent is invalid by itself, or ``None``."""
+    if not extent.name or len(extent.name) > 1024 or not extent.name.isprintable():
+        return f"{extent.name[:80]!r} is no name for a tensor"
+    if extent.dtype not in ITEM_BYTES:
+        return f"{extent.name}: dtype {extent.dtype!r} is unknown"
+    problem = cuts_problem(extent)
+    if problem is not None:
+        return f"{extent.name}: {problem}"
+    if not 0 <= extent.start <= extent.stop <= extent.slice_numel:
+        part = f"slice {describe_cuts(extent.shape, extent.cuts)} of " if extent.cuts else ""
+        return (
+            f"{extent.name}: elements {extent.start} to {extent.stop} are no range of {part}a tensor of shape"
+            f" {extent.shape}"
+        )
+    if extent.stride is not None and len(extent.stride) != len(extent.shape):
+        return f"{extent.name}: stride {extent.stride} does not belong to shape {extent.shape}"
+    return None
+
+
+def cuts_problem(extent: Extent) -> str | None:
+    """Why the cuts of an extent are invalid, or ``None``."""
+    for cut in extent.cuts:
+        if not 0 <= cut.dim < len(extent.shape):
+            return f"a cut of dimension {cut.dim} does not belong to shape {extent.shape}"
+        end = 0
+        for start, stop in sorted(cut.ranges):
+            if not end <= start <= stop <= extent.shape[cut.dim]:
+                return f"the range {start} to {stop} of dimension {cut.dim} overlaps another, or is none of it"
+            end = stop
+    if math.prod(len(cut.ranges) or 1 for cut in extent.cuts) > MAX_CELLS:
+        return f"its slice is more than {MAX_CELLS} boxes"
+    if simplest(extent.shape, extent.cuts) != extent.cuts:
+        return "its slice is not given in the simplest form"
+    return None
+
+
+def describe(extent: Extent) -> str:
+    """A tensor's shape, dtype and, where it is unusual, stride, in a few words."""
+    return f"{tuple(extent.shape)} {extent.dtype}" + ("" if extent.stride is None else f" stride {extent.stride}")
