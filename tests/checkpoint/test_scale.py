@@ -159,3 +159,13 @@ def test_chains_of_slices_are_sums_that_add_up():
     ):
         combined = Combined((rank, described(extents)) for rank, extents in enumerate(wrong))
         assert len(combined.problems) == 10
+
+
+def test_what_one_rank_calls_frozen_all_ranks_with_pieces_of_it_must():
+    held = even(40)
+    frozen: list[set[str]] = [{"w1", "w2"}, {"w1", "w2"}, {"w2"}, {"w1", "w2"}]
+    held[1][2] = Extent("w2", (8,), "fp32", 2, 2)  # none of it: what it is called does not matter
+    held[0][2] = Extent("w2", (8,), "fp32", 0, 4)
+    combined = Combined((rank, described(extents, frozen[rank])) for rank, extents in enumerate(held))
+    assert combined.problems == ["w1: not frozen on rank 2"]
+    assert combined.table.frozen == {1, 2}

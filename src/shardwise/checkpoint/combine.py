@@ -117,18 +117,18 @@ class Combined:
 
     def _refuse_half_frozen(self, every: Column) -> None:
         """Note the frozen tensors that some rank with a piece of them does not call so."""
-        frozen = {tensor for tensors, flags in self._told for tensor in tensors[flags].tolist()}
-        self._frozen = frozenset(frozen)
-        if not frozen:
-            return
-        tensor_of = column([tensor for tensor, _ in self._slices])[every[0]]
-        for tensor in sorted(frozen):
-            kinds = {kind for kind, (tensors, flags) in enumerate(self._told) if tensor in tensors[~flags]}
-            holders = set(every[3, tensor_of == tensor].tolist()) if kinds else set()
-            name = self._first[tensor][1].name
-            self.problems += [
-                f"{name}: not frozen on rank {rank}" for rank in sorted(holders) if self._kinds[rank] in kinds
-            ]
+        is_frozen = np.zeros(len(self._first), dtype=bool)
+        for tensors, flags in self._told:
+            is_frozen[tensors[flags]] = True
+        self._frozen = frozenset(np.flatnonzero(is_frozen).tolist())
+        tensor_of = column([tensor for tensor, _ in self._slices])
+        for kind, (tensors, flags) in enumerate(self._told):
+            odd = tensors[~flags & is_frozen[tensors]]
+            if not len(odd):
+                continue
+            held = every[:, np.isin(tensor_of[every[0]], odd) & (column(self._kinds)[every[3]] == kind)]
+            pairs = sorted(set(zip(tensor_of[held[0]].tolist(), held[3].tolist(), strict=True)))
+            self.problems += [f"{self._first[tensor][1].name}: not frozen on rank {rank}" for tensor, rank in pairs]
 
     def _make_table(self, every: Column) -> Table:
         """Sort the pieces by tensor, slice and element, prove that they are whole, and find what is divided alike."""
