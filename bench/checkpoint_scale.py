@@ -10,6 +10,9 @@ with the files that a real save would make; only the collectives are left out: r
   so that it needs files of several ranks), and the files that the plan names, verified and copied.
 - Listing and retention: three such folders, the files that are opened and the bytes that are read.
 
+Seconds are processor time of the one process, so that a busy machine does not change them much. Disks are left out:
+give a ``--folder`` in memory.
+
 The second part reads manifests of 100,000, 200,000 and 400,000 entries of several kinds.
 
     python -m bench.checkpoint_scale [--ranks 4096] [--units 200] [--folder DIR] [--parts scale manifests]
@@ -46,7 +49,7 @@ from shardwise.spec.slice import Cut
 
 KINDS = ("even", "uneven", "cut")
 NAMES = ("qkv", "up", "down")
-#: Seconds, and bytes of memory above what the imports take.
+#: Seconds of processor time, and bytes of memory above what the imports take.
 LIMITS = {
     "rank 0: combine": 60.0,
     "rank 0: manifest": 60.0,
@@ -86,9 +89,9 @@ class Watch:
 
     def time(self, part: str, body: Callable[[], Any]) -> Any:
         """Run a part; of several of one name the longest is kept."""
-        begin = time.perf_counter()
+        begin = time.process_time()
         result = body()
-        self.seconds[part] = max(self.seconds.get(part, 0.0), time.perf_counter() - begin)
+        self.seconds[part] = max(self.seconds.get(part, 0.0), time.process_time() - begin)
         return result
 
     def peak_bytes(self) -> int:
@@ -173,13 +176,13 @@ def measure(kind: str, ranks: int, units: int, folder: Path) -> dict[str, Any]:
         "memory": watch.peak_bytes(),
     }
     with Opened() as opened:
-        begin = time.perf_counter()
+        begin = time.process_time()
         assert find_latest(root).step == 1
-        found["latest"] = [opened.files, opened.bytes, time.perf_counter() - begin]
+        found["latest"] = [opened.files, opened.bytes, time.process_time() - begin]
     with Opened() as opened:
-        begin = time.perf_counter()
+        begin = time.process_time()
         assert retain(root, 2, known_good=[first]).good == (first,)
-        found["retain"] = [opened.files, opened.bytes, time.perf_counter() - begin]
+        found["retain"] = [opened.files, opened.bytes, time.process_time() - begin]
     shutil.rmtree(root)
     return found
 
@@ -252,9 +255,9 @@ def read_manifests(sizes: tuple[int, ...] = (100_000, 200_000, 400_000)) -> dict
         for kind, raw in manifests(num_entries):
             times = []
             for _ in range(3):
-                begin = time.perf_counter()
+                begin = time.process_time()
                 decode(raw)
-                times.append(time.perf_counter() - begin)
+                times.append(time.process_time() - begin)
             found.setdefault(kind, {})[num_entries] = 1e6 * min(times) / num_entries
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 import math
 from typing import Any
@@ -120,7 +121,9 @@ def loads(raw: bytes, *, max_items: int) -> Any:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
     level = [value] if type(value) in _CONTAINERS else []
     for _ in range(MAX_DEPTH + 4):  # data lies a few levels below the top of a manifest
-        if not level:
+        objects = [outer.values() for outer in level if type(outer) is dict]
+        inner = itertools.chain.from_iterable([*objects, *(outer for outer in level if type(outer) is list)])
+        if _CONTAINERS.isdisjoint(map(type, inner)):  # as fast as it can be: most of a manifest is lists of numbers
             return value
         level = [inner for outer in level for inner in _containers(outer)]
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
