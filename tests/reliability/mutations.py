@@ -194,9 +194,7 @@ def _manifest(folder: Path) -> Callable[[random.Random], None]:
             file.write_bytes(changed_bytes(draw, raw))
         else:
             content = changed_value(draw, meant)
-            if isinstance(content, dict):
-                content["checksum"] = manifests._checksum(content)
-            file.write_bytes(json.dumps(content).encode())
+            file.write_bytes(manifests.sealed(content) if isinstance(content, dict) else json.dumps(content).encode())
         _load(path)
 
     return read

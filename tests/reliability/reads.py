@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint import open_checkpoint, plain
+from shardwise.checkpoint import open_checkpoint
 from shardwise.spec.errors import CheckpointError
 from shardwise.train.checkpoints import find_checkpoint
+from tests.checkpoint.earlier import words_4
 from tests.reliability.board import scenario
 from tests.reliability.box import WITNESS, Box, Ended, Kind, Run, Seen
 from tests.reliability.refusals import refuses
@@ -92,8 +93,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     file = path / manifests.MANIFEST_NAME
     content = json.loads(file.read_bytes())
     change(content)
-    content["checksum"] = manifests._checksum(content)
-    file.write_bytes(plain.dumps(content))
+    file.write_bytes(manifests.sealed(content))
 
 
 @scenario(
@@ -355,21 +355,19 @@ def other_optimizer(box: Box) -> Seen:
 
 
 def as_first_version(path: Path) -> Callable[[dict[str, Any]], None]:
-    """A manifest as version 1 of the format has it: no runs of pieces, no slices, SHA-256."""
+    """A manifest as version 1 of the format has it: no columns, no runs of pieces, no slices, SHA-256."""
+    manifest = open_checkpoint(path).manifest
+    first = words_4(manifest) | {"format_version": 1}
+    for name, entry in first["tensors"].items():
+        entry["pieces"] = [[held.rank, held.start, held.stop] for held in manifest.table.pieces(name)]
+        del entry["slices"]
+    for entry in first["files"]:
+        del entry["hash"]
+        entry["sha256"] = hashlib.sha256((path / entry["name"]).read_bytes()).hexdigest()
 
     def change(content: dict[str, Any]) -> None:
-        content["format_version"] = 1
-        for entry in content["tensors"].values():
-            pieces = []
-            for rank, start, stop, *run in entry["pieces"]:
-                step, count = run or (1, 1)
-                length = stop - start
-                pieces += [[rank + step * i, start + length * i, stop + length * i] for i in range(count)]
-            entry["pieces"] = pieces
-            entry.pop("slices", None)
-        for entry in content["files"]:
-            del entry["hash"]
-            entry["sha256"] = hashlib.sha256((path / entry["name"]).read_bytes()).hexdigest()
+        content.clear()
+        content.update(first)
 
     return change
 
@@ -383,11 +381,12 @@ def as_first_version(path: Path) -> Callable[[dict[str, Any]], None]:
 def other_version(box: Box) -> Seen:
     run = cut_short(box)
     path = folder_of(run)
+    first = as_first_version(path)
     rewrite(path, lambda content: content.update(format_version=99))
     ended = refused(
         box, "--resume", says=("it has format version 99; this version of shardwise reads 1 and .* a newer shardwise",)
     )
-    rewrite(path, as_first_version(path))
+    rewrite(path, first)
     older = box.resumes()
     box.says(older, f"resumed at step {NEWEST}$")
     return Seen(ended.line("format version"), ended.code)
