@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import math
 import secrets
 import threading
@@ -103,6 +104,9 @@ _LATER_S = 60.0
 
 #: A world that goes on with the run of an earlier one waits so long for the lock of a rank that is ending.
 _OLD_WORLD_ENDS_S = 60.0
+
+#: An evaluation asks after so many microbatches whether the run is to stop.
+_EVALUATED_AT_ONCE = 16
 
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
 MEASURED_STEPS = 3
@@ -753,13 +757,16 @@ class Trainer:
         """The share of the devices' dense peak; ``None`` where the model's FLOPs or the peak are not known."""
         return None if self.mfu_of_token is None else tokens_per_s * self.mfu_of_token
 
-    def _evaluate(self) -> float:
-        """The held-out loss, of the averaged weights where there are any."""
+    def _evaluate(self) -> float | None:
+        """The held-out loss, of the averaged weights where there are any; ``None`` after a request to stop."""
         begin = time.perf_counter()
         count = held_out_samples(self.data.held_out, self.resolved.batch, self.config.train.eval_batches)
         swapped = self.average.swapped_in() if self.average is not None else contextlib.nullcontext()
         with self.pace.long("evaluation"), swapped:
             loss = self._held_out_loss(count)
+        if loss is None:
+            self.progress.say(f"step {self.done.step}  the evaluation was left: a stop was requested")
+            return None
         done = self.done
         done.eval_loss_first = loss if done.eval_loss_first is None else done.eval_loss_first
         done.eval_loss_final = loss
@@ -769,27 +776,41 @@ class Trainer:
         self.speed.eval_s += time.perf_counter() - begin
         return loss
 
-    def _held_out_loss(self, count: int) -> float:
+    def _must_stop(self) -> bool:
+        """Whether any rank has been asked to stop meanwhile. One all-gather of eight bytes per rank."""
+        self.unread.signal_number = int(max(row[0] for row in self.control.rows([float(self.stop.signal_number)])))
+        return self.unread.signal_number > 0
+
+    def _held_out_loss(self, count: int) -> float | None:
         """The mean loss over ``count`` held-out samples, spread evenly over their part; the same value on every rank.
 
+        ``None`` where a request to stop has come before its end. A pipeline evaluates to the end.
+
         Collective:
-            The model's forwards, then one all-gather of 16 bytes per rank.
+            The model's forwards, then one all-gather of 16 bytes per rank; and one of eight bytes every
+            ``_EVALUATED_AT_ONCE`` microbatches.
         """
         batch, part, objective = self.resolved.batch, self.data.held_out, objective_of(self.config)
         at_once, stride = batch.micro * batch.data_parallel_size, part.num_samples // count
         starts = range(self.reader * batch.micro, count, at_once)
         samples = [[index * stride for index in range(start, start + batch.micro)] for start in starts]
         losses: list[Tensor] = []
+        microbatches = self._microbatches(part, samples, range(0, count * stride, stride), count)
+        at_once = len(samples) if self.resolved.plan.pp > 1 else _EVALUATED_AT_ONCE
         self.model.eval()
         try:
-            sw.eval_step(
-                self.model,
-                self._microbatches(part, samples, range(0, count * stride, stride), count),
-                objective.loss_fn,
-                len(samples),
-                forward=objective.forward,
-                losses=losses,
-            )
+            for first in range(0, len(samples), at_once):
+                if first and self._must_stop():
+                    return None
+                number = min(at_once, len(samples) - first)
+                sw.eval_step(
+                    self.model,
+                    itertools.islice(microbatches, number),
+                    objective.loss_fn,
+                    number,
+                    forward=objective.forward,
+                    losses=losses,
+                )
             found = torch.stack(losses).tolist() if losses else []  # read once, when all have been computed
         finally:
             self.model.train()
