@@ -30,6 +30,7 @@ ABOUT = {
     "engine/test_disagreement.py": "comm.stall",
     "engine/test_dropped_models.py": "comm.gloo",
     "launch/test_elastic.py": "launch.elastic",
+    "launch/test_flight_recorder.py": "launch",
     "comm/test_gloo.py": "comm",
     "launch/test_join.py": "launch.world",
     "pipeline/test_pipeline_failures.py": "launch.elastic",
@@ -56,6 +57,7 @@ ABOUT = {
     "features/test_fp16.py": "optim.partial optim.scaler",
     "features/test_precision_parity.py": "features.precision",
     "optim/test_flat_ranks.py": "forms.flat_parameters",
+    "optim/test_muon.py": "optim.muon torch_private",
     "features/test_in_backward_ranks.py": "forms.attachment forms.flat_parameters forms.optimizer engine.engine",
     "engine/test_profile.py": "engine.hooks",
     # models cut by hand, and the cuts
