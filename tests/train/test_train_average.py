@@ -10,7 +10,8 @@ import pytest
 
 from tests.train.train_here import losses, sets, train_well
 
-AVERAGES = sets("train.ema_decay=0.9", "train.steps=10")
+#: One microbatch a step: strategies add several up in orders of their own.
+AVERAGES = sets("train.ema_decay=0.9", "train.steps=10", "train.global_batch_size=4")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def held_out(run: Path) -> tuple[float, float]:
 
 @pytest.mark.long
 def test_held_out_losses_are_of_the_average_and_training_is_the_same(whole: Path, tmp_path: Path) -> None:
-    train_well(tmp_path, 2, ("--run-dir", "without", *sets("train.steps=10")))
+    train_well(tmp_path, 2, ("--run-dir", "without", *sets("train.steps=10", "train.global_batch_size=4")))
     without = tmp_path / "without"
     assert losses(without) == losses(whole)
     assert held_out(without)[0] == held_out(whole)[0]
