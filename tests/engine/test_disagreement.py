@@ -349,10 +349,17 @@ def test_a_path_that_changes_on_one_rank_only_asks_nobody_who_does_not_gather_wi
 
 def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
     def status(waits_for, newest, peers=(), elsewhere=None):
-        many = [["dp_shard", place, "all_gather", "u", 1] for place in range(64)]
-        return {"elsewhere": elsewhere, "waits_for": waits_for, "issued": many, "newest": newest, "peers": peers}
+        many = [["dp_shard", place, "all_gather", "u", 1, "fp32"] for place in range(64)]
+        return {
+            "elsewhere": elsewhere,
+            "line": None,
+            "waits_for": waits_for,
+            "issued": many,
+            "newest": newest,
+            "peers": peers,
+        }
 
-    wanted = ["dp", 3, "all_reduce", "order", 8]
+    wanted = ["dp", 3, "all_reduce", "order", 8, "fp32"]
     behind, there = ({"dp_shard": 400, "dp": newest} for newest in (2, 3))
     waiting = status(wanted, {"dp_shard": 9, "dp": 3}, [1])
     for newest in (behind, {"dp_shard": 400}):

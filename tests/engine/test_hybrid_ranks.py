@@ -341,9 +341,10 @@ def test_a_ring_of_waits_over_several_groups_is_a_disagreement():
     """Each waits for the next one on another axis; no two of them wait for each other."""
 
     def status(channel, sequence, peers):
-        row = [channel, sequence, "all_gather", f"unit {channel}", 64]
+        row = [channel, sequence, "all_gather", f"unit {channel}", 64, "fp32"]
         newest = {channel: sequence}
-        return {"last": "", "waits_for": row, "issued": [row], "newest": newest, "peers": peers, "messages": []}
+        held = {"last": "", "line": None, "waits_for": row, "issued": [row], "newest": newest}
+        return held | {"peers": peers, "messages": []}
 
     ring = {
         0: status("dp_shard@0", 5, [1]),

@@ -200,11 +200,17 @@ def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Para
     is_spread = mark is None
     ranks = "rank" if is_spread else "rank of the model-parallel axes"
     whole = "Leave it out of row_sharded" if is_spread else "Set tp=1 (ep=1)"
+    whole = f"{_instead(name)}{whole}"
     return StateError(
         f"{name} {needs}, but of parameter{title} of logical shape {list(held.shape)} each {ranks} updates a part, this"
         f" one {list(held.local_shape)}.\n"
         f"  {whole}, or use an element-wise optimizer{advice}."
     )
+
+
+def _instead(name: str) -> str:
+    """What to use in place of torch's optimizer, where we have it."""
+    return "Use sw.Muon(sw.muon_groups(model)), which does so. Else: " if name == "Muon" else ""
 
 
 def _part(needed: Granularity) -> str:
@@ -223,7 +229,7 @@ def _refusal(name: str, needed: Granularity | None, group: Group, index: int) ->
         value = f"sw.block({needed.numel})" if needed.kind == "block" else repr(needed.kind)
         return StateError(
             f"{name} needs every {_part(needed)} on one rank, but {place}\n"
-            f"  Use sw.ParallelPlan(granularity={value}), strategy 'ddp', or an element-wise optimizer."
+            f"  {_instead(name)}Use sw.ParallelPlan(granularity={value}), strategy 'ddp', or an element-wise optimizer."
         )
     part = {"element": "element by element", "tensor": "parameter by parameter"}.get(granularity.kind)
     part = part or f"{granularity} by {granularity}"
