@@ -51,22 +51,20 @@ def test_it_is_torchs_muon_and_adamw_bit_for_bit_under_every_strategy(world):
     run_on_ranks(with_torchs, world, PRESETS if world == 2 else ("zero3",))
 
 
-def fused(world: int) -> None:
-    plans = [sw.ParallelPlan(strategy="zero3", auto_wrap_policy=models.wrap_policy("gpt"))]
-    for plan in plans:
-        compare(
-            build,
-            loss_of,
-            plan.strategy,
-            steps=2,
-            auto_wrap_policy=plan.auto_wrap_policy,
-            optimizer=sw.Muon,
-            parameters=lambda model: sw.muon_groups(model, momentum=0.9, nesterov=False),
-        )
+def fused() -> None:
+    compare(
+        build,
+        loss_of,
+        "zero3",
+        steps=2,
+        auto_wrap_policy=models.wrap_policy("gpt"),
+        optimizer=sw.Muon,
+        parameters=lambda model: sw.muon_groups(model, momentum=0.9, nesterov=False),
+    )
 
 
 def test_fused_projections_are_orthogonalized_by_themselves():
-    run_on_ranks(fused, 2, 2)
+    run_on_ranks(fused, 2)
 
 
 CONFIG = sw.models.GPTConfig(num_layers=2, hidden=32, num_heads=4, vocab_size=64, seq_len=8)

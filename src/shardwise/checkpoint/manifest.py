@@ -10,12 +10,10 @@ equal pieces and files of frozen parameters, and version 4 XXH3 hashes of files.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -28,6 +26,7 @@ from shardwise.checkpoint.earlier import EarlierTensor, read_table
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.shard import Layout, frozen_layout, frozen_name, layout, shard_name
 from shardwise.checkpoint.table import Name, Natural, PartitionColumns, Strict, Table, TensorColumns
+from shardwise.spec.collector import without_collection
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 5
@@ -194,20 +193,8 @@ def decode(raw: bytes) -> Manifest:
     Raises:
         RefusedError: The manifest is invalid; the caller adds the place.
     """
-    with _collecting_no_garbage():
+    with without_collection():
         return _decode(raw)
-
-
-@contextlib.contextmanager
-def _collecting_no_garbage() -> Iterator[None]:
-    """Python's collector would look again and again at the many lists of a manifest: a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _decode(raw: bytes) -> Manifest:

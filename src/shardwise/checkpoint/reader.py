@@ -405,7 +405,16 @@ def _decided(comm: Comm | None, report: Any, decide: Callable[[list[Any]], Any])
     if comm is None:
         return decide([report])
     reports = gather_json(comm, report)
-    return broadcast_json(comm, decide(reports) if comm.rank == 0 else None)
+    decision: list[Any] = []
+    if comm.rank == 0:
+        try:
+            decision = ["", decide(reports)]
+        except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
+            decision = [f"what the ranks report cannot be compared: {type(error).__name__}: {error}.", None]
+    problem, answer = broadcast_json(comm, decision)
+    if problem:
+        raise CheckpointError(problem)
+    return answer
 
 
 def _marks(numbers: Iterable[int | None], total: int) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show, write
+from shardwise.spec.collector import without_collection
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean
 
@@ -155,7 +153,7 @@ def _show_plans(
     from shardwise.sim.chrome import step_trace
 
     shape = subject.shape
-    with _without_collection():
+    with without_collection():
         plans = search(shape, cluster, workload, **fixed)
         best = plans[0]
         found = [] if best.fits else remedies(shape, cluster, workload, fixed)
@@ -185,7 +183,7 @@ def _show_largest(
     from shardwise.planner.legal import STRATEGIES
 
     wanted = (fixed["strategy"],) if "strategy" in fixed else STRATEGIES[:5]
-    with _without_collection():
+    with without_collection():
         found = list(largest(shape, cluster, workload, wanted, fixed))
     if is_json:
         rows = [
@@ -202,18 +200,6 @@ def _show_largest(
         show(json.dumps(rows, indent=1))
         return
     show("\n".join(plan_screen.largest_page(shape, cluster, workload, found)))
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """No collection of cyclic garbage: a search makes many small objects and few cycles, and takes a third longer."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # -- what is planned for

@@ -8,6 +8,7 @@ travels: the Newton-Schulz iteration begins by rounding to it and ends in it, so
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -91,12 +92,23 @@ class Muon(torch.optim.Optimizer):
             "parts": (),
             "dim": 0,
         }
+        self._owners: weakref.WeakKeyDictionary[Engine, dict[str, Matrix]] = weakref.WeakKeyDictionary()
+        self._exchanges: weakref.WeakKeyDictionary[Engine, dict[frozenset[str], Exchange]] = weakref.WeakKeyDictionary()
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                _refuse_odd(parameter, group)
-        self._exchanges: dict[tuple[int, frozenset[str]], Exchange] = {}
-        self._matrices: dict[int, Mapping[str, Matrix]] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as :func:`muon_groups` makes them.
+
+        Raises:
+            StateError: As the class says.
+        """
+        if param_group.get("kind") == "adamw":
+            param_group.setdefault("eps", 1e-8)  # AdamW's, not the one of matrices
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            _refuse_odd(parameter, self.param_groups[-1])
+        self._owners.clear()
+        self._exchanges.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyrefly: ignore [bad-override]
@@ -186,15 +198,14 @@ class Muon(torch.optim.Optimizer):
         return found
 
     def _exchange(self, engine: Engine, names: Mapping[str, Tensor], active: frozenset[str]) -> Exchange:
-        key = id(engine), active
-        if key not in self._exchanges:
-            if id(engine) not in self._matrices:
-                self._matrices[id(engine)] = assign(_held_by_all(engine, names), _work)
-            matrices = self._matrices[id(engine)]
-            away = {name for name in names if name not in active}
-            taking = {name: matrix for name, matrix in matrices.items() if name not in away}
-            self._exchanges[key] = Exchange(taking, engine.comms.world)
-        return self._exchanges[key]
+        if engine not in self._owners:
+            self._owners[engine] = assign(_held_by_all(engine, names), _work)
+        known = self._exchanges.setdefault(engine, {})
+        if active not in known:
+            away = names.keys() - active
+            taking = {name: matrix for name, matrix in self._owners[engine].items() if name not in away}
+            known[active] = Exchange(taking, engine.comms.world)
+        return known[active]
 
     def _adamw(self, group: dict[str, Any]) -> None:
         given = [parameter for parameter in group["params"] if parameter.grad is not None]
