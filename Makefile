@@ -7,11 +7,12 @@ STAMP := .venv/.installed
 PEERS := .venv/.peers
 INTEGRATIONS := .venv-integrations/.installed
 VERL := .venv-verl/.installed
+DOCS := .venv/.docs
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all test-integrations test-verl fuzz soak check size replay board bench gpu models parity clean
+.PHONY: help venv demo test test-all test-integrations test-verl fuzz soak check size replay board bench gpu models parity docs docs-links clean
 
 test test-all test-integrations test-verl check: export OMP_NUM_THREADS = 1
 
@@ -113,6 +114,18 @@ models: $(STAMP) ## train every model of the matrix under every strategy; writes
 
 parity: $(STAMP) ## train every product of parallel degrees beside one process; writes docs/parity.md
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/parity_table.py
+
+$(DOCS): $(STAMP)
+	@echo "installing what makes the site"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS) ## make the site: build/site/index.html. A warning, such as of a link that leads nowhere, is an error
+	@$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs . build/site
+	@echo "build/site/index.html"
+
+docs-links: $(DOCS) ## follow the links to other sites, which needs the network
+	@$(BIN)/python -m sphinx -q -b linkcheck -c docs . build/links
 
 clean: ## remove .venv, caches and build results (runs/ stays)
 	@rm -rf .venv .venv-integrations .venv-verl build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
