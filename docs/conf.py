@@ -69,6 +69,7 @@ contents: dict[str, tuple[str, ...]] = {
     ),
     "Guides": (
         "Strategies and options <docs/strategies>",
+        "Optimizers <docs/optimizers>",
         "Memory <docs/memory>",
         "Planning <docs/planning>",
         "Tensor parallelism <docs/tensor-parallelism>",

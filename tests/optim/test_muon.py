@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,10 +102,10 @@ def count_calls() -> list[tuple[int, ...]]:
     return seen
 
 
-def by_hand(plans: list[dict]) -> None:
+def by_hand(plans: list[dict], build: Callable[[], nn.Module] = gpt) -> None:
     """Given gradients, weights after three steps beside one process; matrices by how often they were orthogonalized."""
     seen = count_calls()
-    alone = gpt()
+    alone = build()
     reference = sw.Muon(sw.muon_groups(alone))
     for step in range(3):
         for name, parameter in alone.named_parameters():
@@ -110,7 +113,7 @@ def by_hand(plans: list[dict]) -> None:
         reference.step()
     expected = sorted(seen)
     for fields in plans:
-        model = sw.parallelize(gpt(), sw.ParallelPlan(**fields))
+        model = sw.parallelize(build(), sw.ParallelPlan(**fields))
         optimizer = sw.Muon(sw.muon_groups(model))
         seen.clear()
         for step in range(3):
@@ -140,7 +143,23 @@ def test_each_matrix_is_orthogonalized_once_and_the_weights_are_those_of_one_pro
     run_on_ranks(by_hand, world, TWO if world == 2 else FOUR)
 
 
-def saved(folder: str) -> None:
+def mixture() -> nn.Module:
+    torch.manual_seed(5)
+    return sw.models.GPT(dataclasses.replace(CONFIG, num_experts=4))
+
+
+@pytest.mark.parametrize(
+    ("world", "plans"),
+    [
+        (2, [{"ep": 2}, {"strategy": "zero1", "ep": 2}]),
+        (4, [{"ep": 2}, {"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2, "pp": 2}]),
+    ],
+)
+def test_each_experts_matrix_is_orthogonalized_once(world, plans):
+    run_on_ranks(by_hand, world, plans, mixture)
+
+
+def saved(folder: str, other: dict[str, int]) -> None:
     """Two steps, saved under zero3, two more under another plan: as four steps of one process."""
     alone = gpt()
     reference = sw.Muon(sw.muon_groups(alone))
@@ -152,9 +171,10 @@ def saved(folder: str) -> None:
         reference.step()
         if step == 2:
             sw.save(f"{folder}/saved", model, optimizer)
-            model = sw.parallelize(gpt(), sw.ParallelPlan(tp=2))
+            model = sw.parallelize(gpt(), sw.ParallelPlan(**other))
             optimizer = sw.Muon(sw.muon_groups(model))
             sw.load(f"{folder}/saved", model, optimizer)
+            sw.save(f"{folder}/again", model, optimizer)
         set_gradients(model, step)
         optimizer.step()
     state = sw.full_state_dict(model)
@@ -162,8 +182,9 @@ def saved(folder: str) -> None:
         assert all(torch.equal(state[name], tensor) for name, tensor in alone.state_dict().items())
 
 
-def test_its_state_loads_on_another_layout(tmp_path):
-    run_on_ranks(saved, 2, str(tmp_path))
+@pytest.mark.parametrize("other", [{"tp": 2}, {"pp": 2}])
+def test_its_state_loads_on_another_layout(tmp_path, other):
+    run_on_ranks(saved, 2, str(tmp_path), other)
 
 
 def test_without_ranks_it_is_torchs():

@@ -40,7 +40,7 @@ def test_weight_decay_acts_on_weights_and_not_on_biases_and_norms(name: str, kin
     assert (decay["weight_decay"], plain["weight_decay"]) == (0.25, 0.0)
     assert [p.dim() for p in decay["params"]] == [2]
     assert [p.dim() for p in plain["params"]] == [1, 1, 1]
-    set_lr(optimizer, 0.125)
+    set_lr(optimizer, OptimizerSection(name=name, lr=0.5), 0.25)
     assert {group["lr"] for group in optimizer.param_groups} == {0.125}
 
 

@@ -23,6 +23,8 @@ from shardwise.features.wrap import find_units
 from shardwise.forms.attachment import engine_of
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
 from shardwise.measure.storage import StorageCount, held_bytes
+from shardwise.optim.muon import Muon
+from shardwise.optim.muon_groups import muon_groups
 from shardwise.pipeline.batch import Forward, LossFn, call_model, forward_loss
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import PlanError, StateError
@@ -34,11 +36,12 @@ from shardwise.state.average import ExponentialMovingAverage
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-#: What ``optimizer`` may be by name, with torch's own settings.
-OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+#: What ``optimizer`` may be by name, of a parallelized model, with the optimizers' own settings.
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    "muon": lambda model: Muon(muon_groups(model)),
 }
 BACKENDS = ("auto", "gloo", "nccl")
 
@@ -48,7 +51,7 @@ class DryRun:
     """What one rank would send and hold in a step of the steady state.
 
     Attributes:
-        events: Every collective of the step, in order.
+        events: Every collective of the step, the optimizer's included, in order.
         peak_bytes: The most that the device holds at once in forward and backward: the sum of all categories but host.
         bytes_by_category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only), ``gathered``, ``reduce``
             (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded), ``average`` (where
@@ -131,7 +134,8 @@ def dry_run(
             default, for our GPT, tokens and targets of shape (1, seq_len).
         loss_fn: As for ``sw.train_step``.
         forward: As for ``sw.train_step``.
-        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (without momentum), or from parameters to an optimizer.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (without momentum), ``"muon"`` (``sw.Muon`` on
+            ``sw.muon_groups``), or from parameters to an optimizer.
         ranks_per_machine: What a group of hybrid sharding is where the plan does not say.
         backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
             this machine would use.
@@ -162,7 +166,7 @@ def dry_run(
     model, count = _applied(build_model, plan, plan.mesh(world_size, ranks_per_machine), rank, receives=not is_cuda)
     inputs = without_values(batch) if batch is not None else _default_batch(model)
     engine = engine_of(model, "sw.dry_run")
-    stepper = make_optimizer(model.parameters())
+    stepper = make_optimizer(model)
 
     average = ExponentialMovingAverage(model) if has_average else None
 
@@ -201,6 +205,9 @@ def dry_run(
                 held["activations"] -= at_peak - held[category]
                 held[category] = at_peak
         seen.forget()
+        with record_collectives(model) as sent_by_update:
+            stepper.step()
+        events += sent_by_update
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
@@ -306,9 +313,9 @@ def record_comms(mesh: Mesh, rank: int, *, receives: bool, is_replicated: bool =
     return lay_out(mesh, rank, open_axis, is_replicated=is_replicated)
 
 
-def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
+def _optimizer_factory(optimizer: str | OptimizerFactory) -> Callable[[nn.Module], torch.optim.Optimizer]:
     if not isinstance(optimizer, str):
-        return optimizer
+        return lambda model: optimizer(model.parameters())
     if optimizer not in OPTIMIZERS:
         raise PlanError(
             f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}, or a function from parameters to an"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -315,12 +315,14 @@ def predict_activations(engine: Engine, activations: Activations) -> int:
     return backward_bytes(activations, unit_facts(engine).values(), least_numel=least_numel)
 
 
-def predict(engine: Engine, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> Footprint:
+def predict(
+    engine: Engine, *, optimizer_tensors: int | Mapping[str, int] = 2, num_microbatches: int | None = None
+) -> Footprint:
     """The closed-form bytes of this rank, from the layouts alone.
 
     Args:
         engine: The model's engine.
-        optimizer_tensors: State tensors per parameter.
+        optimizer_tensors: State tensors per parameter, or of each by its name.
         num_microbatches: Microbatches of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as
             many as there have been.
     """

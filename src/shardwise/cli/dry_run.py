@@ -56,7 +56,7 @@ def dry_run(  # noqa: PLR0917  typer's form
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="Parameters' dtype in computation: fp32, bf16, fp16.")] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="adamw, adam or sgd, instead of the configuration's; sgd without momentum.")
+        str | None, typer.Option(help="adamw, adam, sgd (without momentum) or muon, instead of the configuration's.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="What a group of hybrid sharding is by default.")] = 8,
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: what this machine would use.")] = "nccl",

@@ -74,8 +74,11 @@ class _Count:
             exchanges=tuple(self.exchanges),
         )
 
-    def _product(self, rows: float, inner: float, columns: float, count: int = 1, *, is_batched: bool = False) -> None:
-        self.products.append(Product(rows, inner, columns, count, is_trained=self.rank.trains, is_batched=is_batched))
+    def _product(
+        self, rows: float, inner: float, columns: float, count: int = 1, *, is_batched: bool = False, parts: int = 1
+    ) -> None:
+        trains = self.rank.trains
+        self.products.append(Product(rows, inner, columns, count, trains, is_batched, parts))
 
     def _add_stream(self, num_layers: int) -> None:
         """What happens to the residual stream: norms, dropouts, additions."""
@@ -102,7 +105,7 @@ class _Count:
         hidden, q, kv = rank.shape.hidden, layer.q_width / rank.degrees.tp, self._kv_width(layer)
         tokens, key_tokens = rank.tokens, rank.tokens * key_len / rank.seq_len
         if layer.is_fused:
-            self._product(tokens, hidden, q + 2 * kv)
+            self._product(tokens, hidden, q + 2 * kv, parts=3 if q == kv else 1)
         else:
             self._product(tokens, hidden, q)
             self._product(key_tokens, hidden, kv, 2)
@@ -177,7 +180,8 @@ class _Count:
         if mlp.is_gated and not mlp.is_fused:
             self._product(rows, hidden, inner, 2 * count, is_batched=is_batched)
         else:
-            self._product(rows, hidden, inner * (1 + mlp.is_gated), count, is_batched=is_batched)
+            parts = 1 + mlp.is_gated
+            self._product(rows, hidden, inner * parts, count, is_batched=is_batched, parts=parts)
         self._product(rows, inner, hidden, count, is_batched=is_batched)
         numel = rows * count * inner
         self.inner += rank.item * numel * (1 + mlp.is_gated)

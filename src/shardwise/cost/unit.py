@@ -20,6 +20,7 @@ class Product:
         count: Equal products one after another.
         is_trained: The weight is trained.
         is_batched: One kernel computes all ``count`` products.
+        parts: Matrices of equal size side by side in the weight: queries, keys and values, or gate and up.
     """
 
     rows: float
@@ -28,6 +29,12 @@ class Product:
     count: int = 1
     is_trained: bool = True
     is_batched: bool = False
+    parts: int = 1
+
+    @property
+    def num_weights(self) -> float:
+        """Elements of all ``count`` weights."""
+        return self.inner * self.columns * self.count
 
     @property
     def num_kernels(self) -> int:
@@ -133,6 +140,11 @@ class UnitWork:
     def flops(self) -> float:
         """Operations of the forward: products and attention, masked pairs included."""
         return sum(product.flops for product in self.products) + sum(work.flops for work in self.attention)
+
+    @property
+    def num_weights(self) -> float:
+        """Elements of the trained weights of products."""
+        return sum(product.num_weights for product in self.products if product.is_trained)
 
     @property
     def step_flops(self) -> float:

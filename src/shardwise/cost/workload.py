@@ -10,8 +10,8 @@ from shardwise.spec.text import did_you_mean
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 RECOMPUTE = ("none", "selective", "full")
 
-#: State tensors that each optimizer keeps for a parameter.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
+#: State tensors that each optimizer keeps for a parameter; Muon, for one that is no hidden matrix.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,8 @@ class Workload:
         global_batch: Sequences of a step, over all ranks and microbatches.
         micro_batch: Sequences of one forward on one data-parallel rank.
         precision: Dtype that products run in. Masters, gradients' sums and optimizer state are fp32.
-        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum) or ``sgd-momentum``.
+        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum), ``sgd-momentum`` or ``muon`` (``sw.Muon``: AdamW for
+            what is no hidden matrix).
         recompute: What backward computes again: ``"none"``; ``"selective"``, all but products and attention;
             ``"full"``, every block; or the number of blocks of which everything is recomputed.
         compile: The model is compiled, so that element-wise operations are fused.
@@ -50,8 +51,13 @@ class Workload:
 
     @property
     def optimizer_tensors(self) -> int:
-        """State tensors that the optimizer keeps for each parameter."""
+        """State tensors that the optimizer keeps for each parameter; Muon, for one that is no hidden matrix."""
         return OPTIMIZERS[self.optimizer]
+
+    @property
+    def matrix_tensors(self) -> int:
+        """State tensors that the optimizer keeps for a hidden matrix."""
+        return 1 if self.optimizer == "muon" else self.optimizer_tensors
 
     def __post_init__(self) -> None:
         problems = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,9 +134,8 @@ class Muon(torch.optim.Optimizer):
             if group["kind"] == "adamw":
                 self._adamw(group)
             else:
-                found = self._momentum(group)
-                updates |= found
-                settings |= dict.fromkeys(found, group)
+                updates |= self._momentum(group)
+                settings |= dict.fromkeys(group["params"], group)
         for parameter, orthogonal in self._orthogonalized(updates, settings).items():
             group = settings[parameter]
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -144,7 +144,10 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _momentum(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Update the averages of a group; what is to be orthogonalized, element by element what this rank holds."""
+        """Update the averages of a group; what is to be orthogonalized, of each matrix the part that this rank holds.
+
+        It is rounded here, as the iteration begins with that, and so takes half of the memory.
+        """
         given = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not given:
             return {}
@@ -158,11 +161,11 @@ class Muon(torch.optim.Optimizer):
         updates = []
         for grad, buffer in zip(grads, buffers, strict=True):
             buffer.lerp_(grad, 1 - momentum)
-            updates.append(grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
+            updates.append((grad.lerp(buffer, momentum) if group["nesterov"] else buffer).to(_WIRE))
         return dict(zip(given, updates, strict=True))
 
     def _orthogonalized(
-        self, updates: Mapping[Tensor, Tensor], settings: Mapping[Tensor, dict[str, Any]]
+        self, updates: dict[Tensor, Tensor], settings: Mapping[Tensor, dict[str, Any]]
     ) -> dict[Tensor, Tensor]:
         """The part that this rank holds of every update's matrix, orthogonalized."""
         found: dict[Tensor, Tensor] = {}
@@ -173,8 +176,8 @@ class Muon(torch.optim.Optimizer):
                 continue
             active = {name: parameter for name, parameter in names.items() if parameter in updates}
             exchange = self._exchange(engine, names, frozenset(active))
-            wholes = exchange.collect({name: _flat(updates[p]) for name, p in active.items()}, _WIRE)
-            results = {name: _orthogonal(whole, settings[active[name]]) for name, whole in wholes.items()}
+            wholes = exchange.collect({name: _flat(updates.pop(p)) for name, p in active.items()}, _WIRE)
+            results = {name: _orthogonal(wholes.pop(name), settings[active[name]]) for name in list(wholes)}
             for name, flat in exchange.give_back(results, _WIRE).items():
                 parameter = active[name]
                 found[parameter] = _like(flat.to(parameter.device), parameter)
@@ -265,10 +268,37 @@ def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
     comms = engine.comms
     is_alike = comms.tp is None and comms.pp is None and comms.ep is None
     if is_alike or comms.world.device.type == "meta":  # in a dry run nobody answers
-        places = [rank % comms.gather.size for rank in range(comms.world.size)]
-        return [{name: extent_of(parameter, place) for name, parameter in names.items()} for place in places]
+        return [_held_by(engine, names, rank) for rank in range(comms.world.size)]
     own = {name: packed(extent_of(parameter)) for name, parameter in names.items()}
     return [{name: unpacked(extent) for name, extent in told.items()} for told in all_gather_json(comms.world, own)]
+
+
+def _held_by(engine: Engine, names: Mapping[str, Tensor], rank: int) -> Held:
+    """What another rank holds of this one's matrices, where ``tp`` divides evenly."""
+    comms = engine.comms
+    tp, stage_size = comms.tp.size if comms.tp is not None else 1, comms.world.size
+    stage_size //= comms.pp.size if comms.pp is not None else 1
+    if rank // stage_size != comms.world.rank // stage_size:
+        return {}
+    place, steps, found = rank // tp % comms.gather.size, rank % tp - comms.world.rank % tp, {}
+    for name, parameter in names.items():
+        mark = mark_of(parameter)
+        assert mark is not None
+        assert mark.group is not None
+        facts = mark.group.facts
+        if place % facts.ep == comms.gather.rank % facts.ep:
+            extent = extent_of(parameter, facts.place(place))
+            found[name] = extent if facts.is_expert else _shifted(extent, steps)
+    return found
+
+
+def _shifted(extent: Extent, steps: int) -> Extent:
+    """The same range of the slice of another rank of ``tp``."""
+    cuts = tuple(
+        replace(cut, ranges=tuple((a + steps * (b - a), b + steps * (b - a)) for a, b in cut.ranges))
+        for cut in extent.cuts
+    )
+    return replace(extent, cuts=cuts)
 
 
 def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:

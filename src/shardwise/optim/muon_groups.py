@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.comm.control import all_gather_json
+from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.optim.muon import logical_shape
 from shardwise.spec.errors import StateError
 from shardwise.spec.styles import TABLES, parse_style
@@ -48,7 +50,12 @@ def muon_groups(
         **settings: Of Muon, such as ``momentum``, ``ns_steps`` or ``adjust_lr_fn``.
 
     Returns:
-        Groups with the parameters that are trained, in the order of the model; empty ones are left out.
+        Groups with the parameters that are trained, in the order of the model; those that are empty on all ranks are
+        left out.
+
+    Collective:
+        Of a model under ``pp`` or ``ep``, whose ranks have different parameters, an all-gather of JSON. All ranks must
+        call.
 
     Raises:
         StateError: A pattern names no trained matrix, or a weight cannot be divided so.
@@ -60,6 +67,7 @@ def muon_groups(
     decayed: list[Tensor] = []
     plain: list[Tensor] = []
     used: set[str] = set()
+    problems: list[str] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -72,22 +80,44 @@ def muon_groups(
         asked = next((pattern for pattern in fused if fnmatchcase(name, pattern)), None)
         used.update([asked] if asked is not None else [])
         dim = outputs.get(name, 0)
-        parts = _sizes(name, shape[dim], fused[asked] if asked is not None else known.get(name, 1))
+        try:
+            parts = _sizes(name, shape[dim], fused[asked] if asked is not None else known.get(name, 1))
+        except StateError as error:
+            problems.append(str(error))
+            continue
         matrices.setdefault((parts, dim if parts else 0), []).append(parameter)
-    unused = [pattern for pattern in (*adamw, *fused) if pattern not in used]
+    patterns = (*adamw, *fused)
+    everyone = _told_to_all(model, [sorted(matrices), len(decayed), len(plain), sorted(used), problems])
+    keys = sorted({(tuple(parts), dim) for held in everyone for parts, dim in held[0]})
+    num_decayed, num_plain = (sum(held[place] for held in everyone) for place in (1, 2))
+    for problem in (text for held in everyone for text in held[4]):
+        raise StateError(problem)
+    unused = [pattern for pattern in patterns if not any(pattern in held[3] for held in everyone)]
     if unused:
         raise StateError(
             f"sw.muon_groups: no trained matrix is called {', '.join(map(repr, unused))}.\n"
             "  Patterns match whole names as model.named_parameters() gives them, such as '*.gate_up_proj.weight'."
         )
-    groups: list[dict[str, Any]] = [
-        {"params": held, "kind": "muon", "lr": lr, "weight_decay": weight_decay, "parts": parts, "dim": dim, **settings}
-        for (parts, dim), held in matrices.items()
-    ]
+    muon = {"kind": "muon", "lr": lr, "weight_decay": weight_decay, **settings}
+    groups = [{"params": matrices.get((parts, dim), []), **muon, "parts": parts, "dim": dim} for parts, dim in keys]
     other = {"kind": "adamw", "lr": adamw_lr, "betas": betas, "eps": eps}
-    groups.append({"params": decayed, "weight_decay": weight_decay, **other})
-    groups.append({"params": plain, "weight_decay": 0.0, **other})
-    return [group for group in groups if group["params"]]
+    if num_decayed:
+        groups.append({"params": decayed, "weight_decay": weight_decay, **other})
+    if num_plain:
+        groups.append({"params": plain, "weight_decay": 0.0, **other})
+    return groups
+
+
+def _told_to_all(model: nn.Module, own: list[Any]) -> list[list[Any]]:
+    """What every rank says of its parameters. Only under ``pp`` and ``ep`` ranks have different ones.
+
+    Checkpoints number the groups of an optimizer, so that all ranks have to have the same.
+    """
+    attachment = attachment_of(model)
+    comms = None if attachment is None else engine_of(model, "sw.muon_groups").comms
+    if comms is None or (comms.pp is None and comms.ep is None) or comms.world.device.type == "meta":
+        return [own]
+    return all_gather_json(comms.world, own)
 
 
 def _beside_muon(model: nn.Module) -> Iterator[int]:

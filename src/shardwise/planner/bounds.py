@@ -78,7 +78,7 @@ class MemoryBound:
         dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
         routed = experts / (layout.tp * layout.pp * layout.ep)
         shard = layout.dp_shard * layout.cp
-        state = 4.0 * (1 + self._workload.optimizer_tensors)  # master, moments
+        state = 4.0 * (1 + self._workload.matrix_tensors)  # master, moments
         gradient = 0.0 if candidate.in_backward else 4.0
         if candidate.offload != "none":
             state = gradient = 0.0
@@ -197,7 +197,7 @@ class TimeBound:
         experts = expert_parameters(self._shape)
         dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
         shard = layout.dp_shard * layout.cp if PRESETS[candidate.strategy].shards_optimizer else 1
-        tensors = 3 + 2 * self._workload.optimizer_tensors
+        tensors = 3 + 2 * self._workload.matrix_tensors
         return 4 * tensors * dense / shard / HOST_UPDATE
 
     def _computed(self, candidate: Candidate) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from shardwise.sim.streams import NO_SLOWDOWN, Slowdown
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
 from shardwise.spec.shape import ModelShape
+from shardwise.spec.traffic.matrices import NS_STEPS, exchanged_bytes
 
 #: Names of ``TimeEstimate.by_category`` for those of ``sim``.
 CATEGORIES = {"gather": "exposed gather", "reduce": "exposed reduce"}
@@ -181,7 +182,27 @@ class _Costs:
             for numel, count in [*weights, (rest, 1)]:
                 if numel:
                     total += unit.count * count * self.measured.update_s(optimizer, numel / share)
-        return total
+        return total + (self._matrices_s(units) if self.workload.optimizer == "muon" else 0.0)
+
+    def _matrices_s(self, units: Sequence[UnitWork]) -> float:
+        """The share of one rank in orthogonalizing the blocks' matrices, and the exchange of them before and after."""
+        plan, dtypes = self.plan, {row.dtype for row in self.measured.products}
+        dtype = "bf16" if "bf16" in dtypes else self.dtype
+        is_cut = plan.placements.shards_optimizer
+        parts, copies = plan.tp * (self.shard if is_cut else 1), plan.dp_replicate * (1 if is_cut else self.shard)
+        blocks = [unit for unit in units if unit.name not in {"embedding", "head"}]
+        held = sum(unit.count * unit.num_weights for unit in blocks) / (self.shard if is_cut else 1)
+        ranks, total, longest = parts * copies, 0.0, 0.0
+        for unit in blocks:
+            for product in unit.products:
+                if product.is_trained:
+                    short, long = sorted((product.inner, product.columns / product.parts))
+                    sizes = ((short, long, short), (short, short, short), (short, short, long))
+                    spent = NS_STEPS * sum(self.measured.product_s(*size, dtype)[0] for size in sizes)
+                    total, longest = total + unit.count * product.count * product.parts * spent, max(longest, spent)
+        whole = [num_bytes * ranks / max(ranks - 1, 1) for num_bytes in exchanged_bytes(held, parts, copies)]
+        sent = sum(self.measured.link_s("all_gather", ranks, num_bytes) for num_bytes in whole)
+        return sent + max(total * plan.tp / ranks, longest)
 
     def _computation(self, unit: UnitWork) -> tuple[float, float]:
         forward = backward = 0.0

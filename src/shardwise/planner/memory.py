@@ -14,7 +14,7 @@ from shardwise.planner.activations import Around, HeadSaved, Saved, block_saved,
 from shardwise.planner.device import BESIDE
 from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
 from shardwise.planner.stage import Chain, Stage, stages
-from shardwise.planner.states import Parameters, Rules, States, states
+from shardwise.planner.states import Parameters, Rules, States, held_matrices, states
 from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import Block, ModelShape
@@ -144,12 +144,19 @@ def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
     return every if len(every) < 4 else (every[0], every[1], every[-1])
 
 
-def _parameters(unit: UnitWork, workload: Workload) -> Parameters:
+def _parameters(unit: UnitWork, workload: Workload, *, is_block: bool = False) -> Parameters:
+    matrices = expert_matrices = 0
+    if is_block and workload.optimizer == "muon":
+        trained = [product for product in unit.products if product.is_trained]
+        expert_matrices = int(sum(product.num_weights for product in trained if product.is_batched))
+        matrices = int(sum(product.num_weights for product in trained if not product.is_batched))
     if workload.lora_rank is None:
         experts = unit.num_expert_parameters
-        return Parameters(unit.num_parameters - experts, experts)
+        dense = unit.num_parameters - experts
+        return Parameters(dense, experts, matrices=min(matrices, dense), expert_matrices=min(expert_matrices, experts))
     frozen = unit.num_parameters - unit.num_trained
-    return Parameters(unit.num_trained, frozen=frozen, packed=0 if unit.name == "embedding" else frozen)
+    packed = 0 if unit.name == "embedding" else frozen
+    return Parameters(unit.num_trained, frozen=frozen, packed=packed, matrices=min(matrices, unit.num_trained))
 
 
 def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _Inputs) -> Rank:
@@ -161,7 +168,9 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
         again = shape.vocab * shape.hidden // plan.tp if shape.is_tied and not stage.has_embedding else 0
         root = Parameters(root.trained + end.trained + again, 0, root.frozen + end.frozen, root.packed + end.packed)
     runs = tuple(
-        (count, _parameters(unit, workload)) for unit, count in zip(blocks, stage.blocks, strict=True) if count
+        (count, _parameters(unit, workload, is_block=True))
+        for unit, count in zip(blocks, stage.blocks, strict=True)
+        if count
     )
     held = accounting.states
     found = states(root, runs, rules) if held is None else framework_states(root, runs, rules, held)
@@ -178,14 +187,25 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
         rules=rules,
         keeps_buffers=held is not None or keeps_buffers(rules.device_type, wanted=plan.keep_buffers),
         num_microbatches=num_microbatches(plan, workload),
-        update_bytes=_update_bytes(found, rules, held),
+        update_bytes=_update_bytes(found, rules, held, sum(count * held_matrices(unit, rules) for count, unit in runs)),
     )
 
 
-def _update_bytes(found: States, rules: Rules, held: StateBytes | None) -> float:
-    """The square roots of Adam's second moments: torch updates all parameters at once (``foreach``) on a GPU."""
+#: Bytes that ``sw.Muon`` holds at once, at most, for each element of a matrix that a rank updates: its rounded update,
+#: and what is sent, received and put together of it, in 16 bit each.
+_MUON_BYTES = 8
+
+
+def _update_bytes(found: States, rules: Rules, held: StateBytes | None, matrices: int) -> float:
+    """What the optimizer's step holds beside its state.
+
+    The square roots of Adam's second moments, as torch updates all parameters at once (``foreach``) on a GPU; what Muon
+    exchanges.
+    """
     if held is not None:
         return held.update / held.optimizer * found.footprint.optimizer
+    if matrices:
+        return _MUON_BYTES * matrices
     is_at_once = rules.device_type != "cpu" and rules.optimizer_tensors == 2 and not rules.in_backward
     return found.footprint.optimizer / rules.optimizer_tensors if is_at_once else 0.0
 

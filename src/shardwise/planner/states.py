@@ -38,12 +38,17 @@ class Parameters:
         experts: Elements of routed experts.
         frozen: Elements that get none.
         packed: Those of linear layers among them, which ``quantize_frozen`` holds in fewer bytes.
+        matrices: Of ``trained``, elements for which the optimizer keeps one tensor less than for others: hidden
+            matrices, with Muon.
+        expert_matrices: The same of ``experts``.
     """
 
     trained: int
     experts: int = 0
     frozen: int = 0
     packed: int = 0
+    matrices: int = 0
+    expert_matrices: int = 0
 
     @property
     def numel(self) -> int:
@@ -52,7 +57,7 @@ class Parameters:
 
     def times(self, count: int) -> Parameters:
         """Those of ``count`` such units together."""
-        return Parameters(self.trained * count, self.experts * count, self.frozen * count, self.packed * count)
+        return Parameters(**{field.name: getattr(self, field.name) * count for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +258,7 @@ def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Seq
         number = groups[-1].unit if groups else 0
         for index in range(count):
             groups += [replace(group, unit=number + 1 + index) for group in first]
-    return footprint(
+    held = footprint(
         groups,
         rank=0,
         num_gradient_buffers=rules.num_gradient_buffers,
@@ -264,6 +269,18 @@ def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Seq
         else None,
         accumulations=() if rules.accumulation is None else (rules.accumulation,),
     )
+    for (unit, how), count in zip((root, *((run.unit, run.rules) for run in runs)), (1, *counts), strict=True):
+        spared = count * item_bytes(how.master_dtype) * held_matrices(unit, how)
+        is_offloaded = how.offload is not None and how.offload.covers(how.row, is_trainable=True)
+        category = "host" if is_offloaded else "optimizer"
+        held = replace(held, **{category: getattr(held, category) - spared})
+    return held
+
+
+def held_matrices(unit: Parameters, rules: Rules) -> int:
+    """Elements of hidden matrices of a unit that a rank updates."""
+    ranks = rules.shard_size if rules.row.shards_optimizer else 1
+    return unit.matrices // ranks + unit.expert_matrices // max(ranks // rules.ep, 1)
 
 
 def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[GroupFacts, ...]:

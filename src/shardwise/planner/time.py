@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.cost.hardware import Cluster
-from shardwise.cost.kernels import UnitSeconds, copy_seconds, unit_seconds
+from shardwise.cost.kernels import UnitSeconds, copy_seconds, product_seconds, unit_seconds
 from shardwise.cost.links import Link, axis_links, message_seconds
 from shardwise.cost.software import Software, find_software
-from shardwise.cost.work import UnitWork, item_bytes, model_work
+from shardwise.cost.work import Product, UnitWork, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.calibrated import calibrated_seconds
 from shardwise.planner.stage import Chain, stage_blocks
@@ -28,6 +28,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.precision import item_bytes as item_size
 from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
 from shardwise.spec.shape import ModelShape
+from shardwise.spec.traffic.matrices import NS_STEPS, exchanged_bytes
 
 #: What the simulation calls the categories of time, and what users read.
 CATEGORIES = {"gather": "exposed gather", "reduce": "exposed reduce"}
@@ -252,16 +253,55 @@ class Timing:
         """The optimizer's step on what a rank holds of a unit: reads and writes of masters, moments, gradients."""
         held = self._held(work, is_sharded=self.plan.placements.shards_optimizer)
         tensors = 3 + 2 * self.workload.optimizer_tensors  # gradient and master, and each state read and written
+        if self.workload.optimizer == "muon" and work not in {self.works[0], self.works[-1]}:
+            tensors -= 1  # of matrices one state less, and what is exchanged, in 16 bit, written and read
         if self.plan.offload is not None:
             return 4 * tensors * held / HOST_UPDATE
         return copy_seconds(4 * tensors * held, self.cluster.device)
+
+    @functools.cached_property
+    def _exchanged_bytes(self) -> tuple[float, float]:
+        """Bytes of matrices that a rank sends to be orthogonalized, and of results, with Muon."""
+        if self.workload.optimizer != "muon":
+            return 0.0, 0.0
+        shard = self.plan.dp_shard * self.plan.cp
+        here = sum(work.count * work.num_weights for work in self.works[1:-1]) / self.plan.pp
+        is_cut = self.plan.placements.shards_optimizer
+        parts = self.plan.tp * (shard if is_cut else 1)
+        replicas = self.plan.dp_replicate * (1 if is_cut else shard)
+        return exchanged_bytes(here / (shard if is_cut else 1), parts, replicas)
+
+    @functools.cached_property
+    def _matrices_s(self) -> float:
+        """Seconds in which, with Muon, matrices are exchanged and each rank orthogonalizes its share of them."""
+        if self.workload.optimizer != "muon":
+            return 0.0
+        whole = model_work(self.shape, ParallelPlan(strategy="ddp"), self.workload)[1:-1]
+        each = [
+            (unit.count * product.count * product.parts, self._orthogonalization_s(product))
+            for unit in whole
+            for product in unit.products
+            if product.is_trained
+        ]
+        ranks = self.plan.dp_replicate * self.plan.dp_shard * self.plan.cp * self.plan.tp
+        total, longest = sum(count * spent for count, spent in each), max((spent for _, spent in each), default=0.0)
+        joined = [self.links[axis] for axis in ("tp", "dp_shard", "dp_replicate") if self.links[axis].kind_size > 1]
+        slowest = min(joined, key=lambda link: link.bandwidth, default=None)
+        sent = 0.0 if slowest is None else sum(self._exchanged_bytes) / slowest.bandwidth + 2 * slowest.latency_s
+        return sent + max(total / self.plan.pp / ranks, longest)
+
+    def _orthogonalization_s(self, product: Product) -> float:
+        """Seconds of Newton-Schulz on one of a weight's matrices."""
+        short, long = sorted((product.inner, product.columns / product.parts))
+        made = (Product(short, long, short), Product(short, short, short), Product(short, short, long))
+        return NS_STEPS * sum(product_seconds(p, self.cluster.device, self.software, "bf16")[0] for p in made)
 
     @property
     def _last_update_s(self) -> float:
         """The optimizer's step after the last backward."""
         if self.workload.in_backward:
             return 0.0
-        return sum(work.count * self._optimizer_s(work) for work in self.works) / self.plan.pp
+        return sum(work.count * self._optimizer_s(work) for work in self.works) / self.plan.pp + self._matrices_s
 
     def _recomputes(self, blocks: Sequence[UnitWork]) -> list[str]:
         """For each block what backward computes again."""
@@ -493,6 +533,8 @@ class Timing:
             own = trained / shard if row.shards_optimizer else trained
             sums = m if self._accumulation == "sharded" else 1
             sent["dp_replicate"] = 2 * grad * own * (replicate - 1) / replicate * sums
+        if sum(self._exchanged_bytes):
+            sent["world"] = sum(self._exchanged_bytes)
         for work in self.works:
             for each in work.exchanges:
                 size = self.links[each.axis].kind_size

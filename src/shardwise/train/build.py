@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,7 +205,24 @@ def objective_of(config: Config) -> Objective:
 
 
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups: weight decay acts only where ``p.dim() >= 2``. Of a parallelized model as flat tensors, if wanted."""
+    """Two groups: weight decay acts only where ``p.dim() >= 2``. Of a parallelized model as flat tensors, if wanted.
+
+    For Muon those of ``sw.muon_groups``.
+    """
+    if section.name == "muon":
+        return sw.muon_groups(
+            model,
+            lr=section.lr,
+            adamw_lr=section.adamw_lr or section.lr,
+            weight_decay=section.weight_decay,
+            betas=section.betas or (0.9, 0.95),
+            eps=section.eps or 1e-8,
+            fused=section.fused_weights,
+            adamw=section.adamw_weights or (),
+            momentum=0.95 if section.momentum is None else section.momentum,
+            ns_steps=section.ns_steps or 5,
+            adjust_lr_fn=section.adjust_lr or "match_rms_adamw",
+        )
     if section.flat and attachment_of(model) is not None:
         return sw.flat_parameters(model, decay=lambda _, p: p.dim() >= 2)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -219,6 +236,8 @@ def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[s
 def build_optimizer(section: OptimizerSection, groups: Iterable[Any]) -> torch.optim.Optimizer:
     """The optimizer over :func:`parameter_groups`."""
     decay = section.weight_decay
+    if section.name == "muon":
+        return sw.Muon(groups)
     if section.name == "sgd":
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum or 0.0, weight_decay=decay)
     kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
@@ -228,10 +247,15 @@ def build_optimizer(section: OptimizerSection, groups: Iterable[Any]) -> torch.o
     return kind(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay, fused=is_fused)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The learning rate of the next step, for every group."""
+def peak_lr(section: OptimizerSection, group: Mapping[str, Any]) -> float:
+    """The peak learning rate of one of the optimizer's groups."""
+    return section.adamw_lr or section.lr if group.get("kind") == "adamw" else section.lr
+
+
+def set_lr(optimizer: torch.optim.Optimizer, section: OptimizerSection, ratio: float) -> None:
+    """The learning rates of the next step: ``ratio`` times the peak of each group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = peak_lr(section, group) * ratio
 
 
 def to_tensors(

@@ -135,19 +135,39 @@ else:
 class OptimizerSection(Section):
     """The optimizer. Weight decay acts on parameters with two or more dimensions only."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: PositiveFloat = Field(3e-4, description="peak learning rate")
-    betas: Annotated[tuple[Ratio, Ratio], Strict(False)] | None = Field(None, description="adamw, adam: [0.9, 0.95]")  # noqa: FBT003
-    eps: PositiveFloat | None = Field(None, description="adamw, adam: 1e-8")
+    name: Literal["adamw", "adam", "sgd", "muon"] = Field(
+        "adamw", description="muon: sw.Muon for hidden matrices, AdamW for embeddings, head, norms and biases"
+    )
+    lr: PositiveFloat = Field(3e-4, description="peak learning rate; muon: of matrices")
+    betas: Annotated[tuple[Ratio, Ratio], Strict(False)] | None = Field(  # noqa: FBT003
+        None, description="adamw, adam, and muon's AdamW: [0.9, 0.95]"
+    )
+    eps: PositiveFloat | None = Field(None, description="adamw, adam, and muon's AdamW: 1e-8")
     weight_decay: NonNegativeFloat = 0.1
-    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(None, description="sgd: 0.9")
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(None, description="sgd: 0.9; muon: 0.95")
+    adamw_lr: PositiveFloat | None = Field(None, description="muon: peak learning rate of what AdamW trains; lr")
+    adjust_lr: Literal["match_rms_adamw", "original"] | None = Field(
+        None,
+        description="muon: how lr depends on a matrix's shape. match_rms_adamw (default): times 0.2 sqrt(max(rows,"
+        " columns)), for rates as AdamW's; original: times sqrt(max(1, rows / columns)), for rates near 0.02",
+    )
+    ns_steps: Annotated[int, Field(ge=1, le=99)] | None = Field(None, description="muon: Newton-Schulz iterations, 5")
+    fused_weights: dict[str, int | list[int]] | None = Field(
+        None,
+        description="muon: weights that are several matrices in one, by patterns of their names: how many equal ones,"
+        " or their numbers of outputs, such as {'*.gate_up_proj.weight': 2}",
+    )
+    adamw_weights: list[str] | None = Field(
+        None, description="muon: patterns of names of matrices that AdamW is to train"
+    )
     flat: bool = Field(
-        default=True, description="one tensor per unit instead of one per name: faster, the same numbers"
+        default=True,
+        description="one tensor per unit instead of one per name: faster, the same numbers. Not for muon",
     )
     in_backward: bool = Field(
         default=False,
         description="update each unit inside backward, so that gradients exist for one unit at a time; the same "
-        "numbers. Needs train.clip_grad_norm: null, one microbatch per step, no fp16 and no offload",
+        "numbers. Needs train.clip_grad_norm: null, one microbatch per step, no fp16, no offload and not muon",
     )
 
 

@@ -338,7 +338,7 @@ class Trainer:
             control.size,
             device,
             str(sw.summary(self.model)),
-            predict(resolved, self.model, self.average, control, device),
+            predict(resolved, self.model, self.optimizer, self.average, control=control, device=device),
             owned_units(self.model, resolved.mesh, control),
             predict_step(resolved, self.device, control.size),
         )
@@ -363,7 +363,8 @@ class Trainer:
         model.train()
         model = sw.parallelize(model, self.resolved.plan, init=weights)
         groups = parameter_groups(self.config.optimizer, model)
-        idle = [rank for rank, count in enumerate(self.control.all_json(len(groups))) if count == 0]
+        num_trained = sum(len(group["params"]) for group in groups)
+        idle = [rank for rank, count in enumerate(self.control.all_json(num_trained)) if count == 0]
         if idle:
             raise ConfigError(
                 f"rank {', '.join(map(str, idle))} would have nothing to train: no adapter lies in its stage.\n"
@@ -429,9 +430,7 @@ class Trainer:
                 self.control.on_first(lambda: str(find_checkpoint(self.report.directory, resume, say=tell_once)))
             )
             changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
-            self.control.on_first(
-                lambda: check_state(path, self.resolved.batch.total, self.optimizer.param_groups, self.resolved.asked)
-            )
+            self.control.on_first(lambda: check_state(path, self.resolved.batch.total, self.optimizer.param_groups))
             with self.pace.long("load"):
                 state = self._load(path, is_newest=resume == "latest")
             if self._base is not None:
@@ -551,8 +550,9 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             events = stack.enter_context(sw.record_collectives(self.model))
             memory = stack.enter_context(PeakTensorBytes(self.device)) if is_measured else None
-            lr = self.config.optimizer.lr * self.resolved.schedule.ratio(step)
-            set_lr(self.optimizer, lr)  # before the backward, which may be what updates
+            ratio = self.resolved.schedule.ratio(step)
+            lr = self.config.optimizer.lr * ratio
+            set_lr(self.optimizer, self.config.optimizer, ratio)  # before the backward, which may be what updates
             scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
             self._fault_at("before_backward", step + 1)
             generators, everyones = random_state.take(self.device), self.sampler.whole_step()

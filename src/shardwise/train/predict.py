@@ -7,6 +7,7 @@ What the engine holds follows from its layout (``sw.summary(model).footprint``);
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -19,13 +20,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
 from shardwise.api import data_parallel, summary
+from shardwise.engine.engine import Engine
 from shardwise.forms.attachment import engine_of
+from shardwise.forms.ignored import ignored_of
 from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.memory.activations import Activations
 from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train.build import blank_batch, build_model, objective_of
+from shardwise.train.config import OptimizerSection
 from shardwise.train.control import Control
 from shardwise.train.resolve import RunConfig
 
@@ -72,7 +76,9 @@ class PeakTensorBytes:
 def predict(
     resolved: RunConfig,
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     average: ExponentialMovingAverage | None,
+    *,
     control: Control,
     device: torch.device,
 ) -> dict[str, int]:
@@ -84,10 +90,9 @@ def predict(
     Collective:
         One all-gather of small JSON.
     """
-    section = resolved.config.optimizer
-    num_states = int(bool(section.momentum)) if section.name == "sgd" else 2
     engine = engine_of(model, "predict")
     accumulation = resolved.batch.accumulation
+    num_states = _state_tensors(resolved.config.optimizer, engine, optimizer)
     held = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
@@ -100,6 +105,19 @@ def predict(
     except (ShardwiseError, RuntimeError, NotImplementedError, TypeError, AssertionError):
         pass  # a model that cannot run without values
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
+
+
+def _state_tensors(
+    section: OptimizerSection, engine: Engine, optimizer: torch.optim.Optimizer
+) -> int | Mapping[str, int]:
+    """State tensors that the optimizer keeps for each parameter; of Muon for each by its name."""
+    if section.name != "muon":
+        return int(bool(section.momentum)) if section.name == "sgd" else 2
+    matrices = {id(p) for group in optimizer.param_groups if group["kind"] == "muon" for p in group["params"]}
+    names = {p: name for name, p in ignored_of(engine).parameters.items()}
+    for group in engine.groups:
+        names |= {shard: spec.name for spec, shard in zip(group.layout.params, group.shards, strict=True)}
+    return {name: 1 if id(parameter) in matrices else 2 for parameter, name in names.items()}
 
 
 def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:

@@ -65,6 +65,16 @@ DEFAULT_SEQ_LEN = 2048
 GPU_LOG_EVERY = 10
 #: Fields of the plan that mean something only beside others.
 _READ_WITH = {"pipeline": ("pp",), "sequence_parallel": ("tp",)}
+#: Settings that not all optimizers have, by the optimizer.
+_SETTINGS = {
+    "adamw": {"betas", "eps"},
+    "adam": {"betas", "eps"},
+    "sgd": {"momentum"},
+    "muon": {
+        *("betas", "eps", "momentum"),
+        *("adamw_lr", "adjust_lr", "ns_steps", "fused_weights", "adamw_weights"),
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,14 +463,24 @@ def _with_fp32_masters(config: Config, plan: ParallelPlan) -> tuple[ParallelPlan
 def _check_optimizer(raw: RawConfig) -> dict[str, object]:
     """The values that the optimizer's section leaves open."""
     section = raw.config.optimizer
-    for key in {"sgd": ("betas", "eps")}.get(section.name, ("momentum",)):
+    for key in sorted(_SETTINGS["muon"] - _SETTINGS[section.name]):
         if getattr(section, key) is not None:
             raw.fail("optimizer", key, f"{section.name} has no {key}; take it out")
     if section.betas is not None and max(section.betas) >= 1.0:
         raw.fail("optimizer", "betas", f"expected two numbers below 1, got {list(section.betas)}")
     if section.name == "sgd":
         return {"momentum": 0.9 if section.momentum is None else section.momentum}
-    return {"betas": section.betas or (0.9, 0.95), "eps": section.eps or 1e-8}
+    filled: dict[str, object] = {"betas": section.betas or (0.9, 0.95), "eps": section.eps or 1e-8}
+    if section.name != "muon":
+        return filled
+    if section.flat and "flat" in raw.given("optimizer"):
+        raw.fail("optimizer", "flat", "muon orthogonalizes each matrix by itself; take it out")
+    return filled | {
+        "momentum": 0.95 if section.momentum is None else section.momentum,
+        "adjust_lr": section.adjust_lr or "match_rms_adamw",
+        "ns_steps": section.ns_steps or 5,
+        "flat": False,
+    }
 
 
 def _check_lora(raw: RawConfig) -> None:
@@ -491,6 +511,7 @@ def _check_in_backward(raw: RawConfig, plan: ParallelPlan, batch: Batch) -> None
         "offload_policy keeps gradients on the host, where they cost no device memory; use one of both": (
             plan.offload is not None
         ),
+        "muon exchanges the matrices of all units after backward; use adamw": raw.config.optimizer.name == "muon",
     }
     for reason, holds in reasons.items():
         if holds:

@@ -15,6 +15,7 @@ from shardwise.checkpoint import open_checkpoint
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable
+from shardwise.train.build import peak_lr
 from shardwise.train.config import Config
 from shardwise.train.resolve import schedule_of
 
@@ -97,14 +98,13 @@ class SavedRun(_Strict):
     random: list[dict[str, Any]] | None = None
 
 
-def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Iterable[str] = ()) -> None:
+def check_state(path: Path, batch: int, groups: list[dict[str, Any]]) -> None:
     """Compare what a checkpoint says of its run with itself and with the configured optimizer.
 
     Args:
         path: The checkpoint.
         batch: Samples of a step.
         groups: The optimizer's groups on this rank.
-        asked: Keys that ``--set`` gave; the optimizer's settings among them may differ.
 
     Raises:
         CheckpointError: Something is missing, of another kind, or contradicts the rest; all of it is listed.
@@ -129,12 +129,14 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Ite
         raise _refused(path, wrong)
     optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
     if len(optimizer.groups) == len(groups):  # else the load says so
-        _check_settings(path, optimizer, groups, {key.removeprefix("optimizer.") for key in asked})
-    lr = config.optimizer.lr * schedule_of(config).ratio(saved.step - 1)
-    odd = [each.get("lr") for each in optimizer.groups if not _is_near(each.get("lr"), lr)]
+        _check_settings(path, optimizer, groups)
+    ratio = schedule_of(config).ratio(saved.step - 1)
+    rates = [(each.get("lr"), peak_lr(config.optimizer, each) * ratio) for each in optimizer.groups]
+    odd = [(found, lr) for found, lr in rates if not _is_near(found, lr)]
     if odd and saved.step:
+        found, lr = odd[0]
         raise _refused(
-            path, [f"optimizer.lr: {odd[0]}, expected {lr:g}, as its configuration has for step {saved.step}"]
+            path, [f"optimizer.lr: {found}, expected {lr:g}, as its configuration has for step {saved.step}"]
         )
 
 
@@ -154,9 +156,9 @@ def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str
     return wrong
 
 
-def _check_settings(path: Path, optimizer: SavedOptimizer, groups: list[dict[str, Any]], asked: set[str]) -> None:
+def _check_settings(path: Path, optimizer: SavedOptimizer, groups: list[dict[str, Any]]) -> None:
     changed = changed_settings(path, optimizer.groups, groups)
-    changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN | asked]
+    changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN]
     if changed:
         raise CheckpointError(
             f"checkpoint {printable(path)} was saved with other settings of the optimizer than the configuration"

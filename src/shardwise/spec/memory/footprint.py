@@ -31,7 +31,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from shardwise.spec.facts import GroupFacts
@@ -95,7 +95,7 @@ def footprint(
     rank: int,
     backward_order: Sequence[int] | None = None,
     num_gradient_buffers: int = 2,
-    optimizer_tensors: int = 2,
+    optimizer_tensors: int | Mapping[str, int] = 2,
     optimizer_scalar_bytes: int = 4,
     has_receive_buffers: bool = True,
     replicas: Replicas | None = None,
@@ -109,7 +109,8 @@ def footprint(
         rank: Coordinate on ``dp_shard``; slices differ in how much of them is padding.
         backward_order: Unit numbers as backward enters them; by default the root, then the others from last to first.
         num_gradient_buffers: Most gradient buffers for each size class.
-        optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without momentum.
+        optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without momentum; by the
+            parameter's name where they have different numbers, as with Muon.
         optimizer_scalar_bytes: Bytes of scalars per parameter: 4 for Adam's step counter.
         has_receive_buffers: Whether this library adds up sums itself (Gloo), and so receives the peers' slices first.
         replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
@@ -119,8 +120,11 @@ def footprint(
     """
     parameters = sum(param.num_bytes for param in ignored)
     gradients = sum(param.num_bytes for param in ignored if param.is_trainable)
-    optimizer = optimizer_tensors * gradients
-    optimizer += optimizer_scalar_bytes * sum(p.is_trainable for p in ignored) if optimizer_tensors > 1 else 0
+    optimizer = 0
+    for param in ignored:
+        if param.is_trainable:
+            count = _num_tensors(optimizer_tensors, param.name)
+            optimizer += count * param.num_bytes + (optimizer_scalar_bytes if count > 1 else 0)
     host = 0
     for group in groups:
         place = group.place(rank)
@@ -133,9 +137,9 @@ def footprint(
             if "defer_replicate" in accumulations and (group.is_reduced_apart or not group.pools_gradients):
                 # Sums that wait for the others have memory of their own.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(place)
-            held = _updated_numels(group, place)
-            states = sum(group.item_bytes * optimizer_tensors * numel for numel in held)
-            states += optimizer_scalar_bytes * len(held) if optimizer_tensors > 1 else 0
+            for name, numel in _updated_numels(group, place):
+                count = _num_tensors(optimizer_tensors, name)
+                states += group.item_bytes * count * numel + (optimizer_scalar_bytes if count > 1 else 0)
         if group.is_offloaded:
             landing = group.landing_bytes(place, is_added="sharded" in accumulations)
             host += group.master_bytes(place) + group.grad_bytes(place) + landing + states
@@ -161,14 +165,20 @@ def footprint(
     )
 
 
-def _updated_numels(group: GroupFacts, rank: int) -> list[int]:
-    """Elements of each tensor of a group that the optimizer updates."""
+def _num_tensors(given: int | Mapping[str, int], name: str) -> int:
+    """State tensors of a parameter."""
+    return given if isinstance(given, int) else given[name]
+
+
+def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
+    """Elements of each tensor of a group that the optimizer updates, with the name of its first parameter."""
     layout = group.layout
     held = layout.owned(rank) if group.row.shards_optimizer else layout.whole
     if group.flat_kinds is None:
-        return [piece.numel for piece in held]
+        return [(layout.params[piece.index].name, piece.numel) for piece in held]
     empty = [0 for piece in held if not piece.numel]  # in no range, but optimizers count their steps
-    return empty + [span.numel for span in flat_ranges(held, group.flat_kinds)]
+    runs = [span.numel for span in flat_ranges(held, group.flat_kinds)]
+    return [(layout.params[0].name, numel) for numel in empty + runs]
 
 
 def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0) -> int:
