@@ -101,6 +101,14 @@ def test_what_is_odd_is_named(refused, data, expected):
     assert expected in str(refused(data))
 
 
+def test_another_setting_of_the_optimizer_is_taken_where_set_asks_for_it(refused, tmp_path):
+    path = tmp_path / "step-00000003"
+    data = changed("optimizer", "groups", 0, "weight_decay", value=0.2)
+    write(path, alone(), cut({"w": torch.ones(4)}, even({"w": torch.ones(4)}, 1), 0), data, step=3, run_id="r")
+    assert "groups.0.weight_decay  0.1               0.2" in str(refused(data))
+    check_state(path, 8, GROUPS, {"optimizer.weight_decay"})
+
+
 def test_what_was_saved_is_taken(refused):
     assert refused(DATA) is None
     stream = {"seed": 0, "epoch": 0, "place": 1, "taken": 2, "num_chunks": 3}

@@ -205,10 +205,21 @@ def test_more_steps_may_be_asked_for(whole: Path, tmp_path: Path) -> None:
 
 def test_the_rate_and_the_clipping_may_be_changed_where_asked_for(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    asked = ("optimizer.lr=1e-4", "schedule={name: constant}", "train.clip_grad_norm=0.5", "train.steps=22")
+    asked = (
+        "optimizer.lr=1e-4",
+        "optimizer.weight_decay=0.2",
+        "schedule={name: constant}",
+        "train.clip_grad_norm=0.5",
+        "train.steps=22",
+    )
     settings = (word for setting in (*asked, "train.eval_every=2") for word in ("--set", setting))
     (text,) = train_well(tmp_path, 2, ("--run-dir", "run", "--resume", *settings))
-    for change in ("optimizer.lr: 0.001 -> 0.0001", "schedule.name: cosine -> constant", "clip_grad_norm: 1.0 -> 0.5"):
+    for change in (
+        "optimizer.lr: 0.001 -> 0.0001",
+        "weight_decay: 0.1 -> 0.2",
+        "name: cosine -> constant",
+        "clip_grad_norm: 1.0 -> 0.5",
+    ):
         assert change in text
     assert "train.eval_every: 10 -> 2" in text
     assert [line["lr"] for line in metrics(tmp_path / "run")[20:]] == [1e-4, 1e-4]

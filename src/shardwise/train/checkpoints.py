@@ -46,7 +46,8 @@ _FREE = (
     "optimizer.flat",  # the same numbers either way
     "optimizer.in_backward",
 )
-_ON_REQUEST = ("optimizer.lr", "optimizer.adamw_lr", "schedule", "train.clip_grad_norm")
+_SETTINGS = ("adamw_lr", "weight_decay", "betas", "eps", "momentum")
+_ON_REQUEST = ("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "schedule", "train.clip_grad_norm")
 #: What differs of these is said.
 _SAID = (
     "train.steps",
@@ -153,8 +154,8 @@ def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str
 
     ``train.steps`` and everything in ``log`` and ``checkpoint`` may differ, and how often the held-out loss is taken.
     The strategy, the cut of the global batch over ranks and how the optimizer's update comes about may too, as
-    checkpoints load on any of them. The learning rate, its schedule and clipping may where ``--set`` asks for it. What
-    changes is returned, to be printed.
+    checkpoints load on any of them. The learning rate, its schedule, the optimizer's other numbers and clipping may
+    where ``--set`` asks for it. What changes is returned, to be printed.
 
     Args:
         saved: The run's.

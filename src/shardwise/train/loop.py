@@ -430,7 +430,9 @@ class Trainer:
                 self.control.on_first(lambda: str(find_checkpoint(self.report.directory, resume, say=tell_once)))
             )
             changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
-            self.control.on_first(lambda: check_state(path, self.resolved.batch.total, self.optimizer.param_groups))
+            self.control.on_first(
+                lambda: check_state(path, self.resolved.batch.total, self.optimizer.param_groups, self.resolved.asked)
+            )
             with self.pace.long("load"):
                 state = self._load(path, is_newest=resume == "latest")
             if self._base is not None:

@@ -98,13 +98,14 @@ class SavedRun(_Strict):
     random: list[dict[str, Any]] | None = None
 
 
-def check_state(path: Path, batch: int, groups: list[dict[str, Any]]) -> None:
+def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Iterable[str] = ()) -> None:
     """Compare what a checkpoint says of its run with itself and with the configured optimizer.
 
     Args:
         path: The checkpoint.
         batch: Samples of a step.
         groups: The optimizer's groups on this rank.
+        asked: Keys that ``--set`` gave; the optimizer's settings among them may differ.
 
     Raises:
         CheckpointError: Something is missing, of another kind, or contradicts the rest; all of it is listed.
@@ -129,7 +130,7 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]]) -> None:
         raise _refused(path, wrong)
     optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
     if len(optimizer.groups) == len(groups):  # else the load says so
-        _check_settings(path, optimizer, groups)
+        _check_settings(path, optimizer, groups, {key.removeprefix("optimizer.") for key in asked})
     ratio = schedule_of(config).ratio(saved.step - 1)
     rates = [(each.get("lr"), peak_lr(config.optimizer, each) * ratio) for each in optimizer.groups]
     odd = [(found, lr) for found, lr in rates if not _is_near(found, lr)]
@@ -156,9 +157,9 @@ def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str
     return wrong
 
 
-def _check_settings(path: Path, optimizer: SavedOptimizer, groups: list[dict[str, Any]]) -> None:
+def _check_settings(path: Path, optimizer: SavedOptimizer, groups: list[dict[str, Any]], asked: set[str]) -> None:
     changed = changed_settings(path, optimizer.groups, groups)
-    changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN]
+    changed = [each for each in changed if each[0].rpartition(".")[2] not in _NOT_OF_THE_RUN | asked]
     if changed:
         raise CheckpointError(
             f"checkpoint {printable(path)} was saved with other settings of the optimizer than the configuration"
