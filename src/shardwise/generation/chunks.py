@@ -67,6 +67,16 @@ class Chunk:
         self.settings = settings
         self._draws = RngStreams(settings.seed, numbers or [0])
 
+    @property
+    def make_decoder(self) -> MakeDecoder:
+        """What makes decoders of the model."""
+        return self.settings.make_decoder
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row has fewer tokens than another."""
+        return any(self.padding)
+
     def decoder(self, layers: Collection[int] | None = None) -> Decoder:
         """A new decoder for these rows, with a cache for ``layers`` (``None``: all of them)."""
         return self.settings.make_decoder(self._longest + self.settings.max_new_tokens - 1, self.padding, layers)

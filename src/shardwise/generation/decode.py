@@ -112,7 +112,7 @@ def generate_stream(
     Raises:
         ConfigError, StateError, RankDisagreement: As :func:`generate`, before the first token.
     """
-    engine = _engine_of(model)
+    engine = generating_engine(model)
     problem: ShardwiseError | None = None
     call: _Call | None = None
     try:
@@ -350,8 +350,8 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
             )
 
 
-def _engine_of(model: nn.Module) -> Engine | None:
-    """Of a parallelized model; ``None`` for a plain one."""
+def generating_engine(model: nn.Module) -> Engine | None:
+    """The engine of a parallelized model that can generate; ``None`` for a plain one."""
     if attachment_of(model) is None:
         return None
     engine = engine_of(model, "sw.generate", on_shards=False)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.transformer import GPT, KeyValueCache
+from shardwise.models.transformer import GPT, KeyValueCache, join_columns
 from shardwise.spec.errors import StateError
 
 
@@ -26,6 +26,28 @@ class Decoder(Protocol):
 
     def logits(self, output: Any) -> Tensor:
         """The logits after the last token, (B, V)."""
+        ...
+
+    def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
+        """A decoder for some rows of several of this kind, in their order, with room for ``room`` more tokens.
+
+        Args:
+            parts: Decoders that have the same layers, and the rows that are taken from each.
+            room: The most tokens that the new decoder takes.
+
+        Raises:
+            StateError: The model keeps more of earlier tokens than keys and values.
+        """
+        ...
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row has fewer tokens than another."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Tokens of each row that still fit."""
         ...
 
 
@@ -59,13 +81,26 @@ class _Own:
     """Our GPT."""
 
     def __init__(self, capacity: int, padding: Sequence[int], _layers: Collection[int] | None) -> None:
-        self._cache = KeyValueCache(capacity, padding)  # layers of other stages fill nothing
+        self.cache = KeyValueCache(capacity, padding)  # layers of other stages fill nothing
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
-        return model(new_BT, cache=self._cache)
+        return model(new_BT, cache=self.cache)
 
     def logits(self, output: Any) -> Tensor:
         return output[:, -1]
+
+    def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
+        made = _Own(0, (), None)
+        made.cache = KeyValueCache.joined([(part.cache, rows) for part, rows in parts], room)
+        return made
+
+    @property
+    def is_padded(self) -> bool:
+        return self.cache.is_padded
+
+    @property
+    def room(self) -> int:
+        return self.cache.room
 
 
 class _OfTransformers:
@@ -79,26 +114,29 @@ class _OfTransformers:
         padding: Sequence[int],
         layers: Collection[int] | None,
     ) -> None:
-        self._cache = _cache(config, capacity, layers)
+        self._make = functools.partial(_OfTransformers, config, known)
+        self._layers = layers
+        self.cache = _cache(config, capacity, layers)
         self._capacity = capacity
+        self.padding = tuple(padding)
         self._padding_B1 = torch.tensor(padding)[:, None] if any(padding) else None
         self._mask_BK: Tensor | None = None
-        self._length = 0
-        self._options: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True, "return_dict": True}
+        self.length = 0
+        self._options: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
         self._takes_positions = "position_ids" in known
         if "logits_to_keep" in known:
             self._options["logits_to_keep"] = 1
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         T, device = new_BT.shape[1], new_BT.device
-        self._length += T
-        columns_T = torch.arange(self._length - T, self._length, device=device)
+        self.length += T
+        columns_T = torch.arange(self.length - T, self.length, device=device)
         positions, mask = columns_T[None], None
         if self._padding_B1 is not None:
             if self._mask_BK is None:
                 self._padding_B1 = self._padding_B1.to(device)
                 self._mask_BK = (torch.arange(self._capacity, device=device) >= self._padding_B1).long()
-            mask = self._mask_BK[:, : self._length]
+            mask = self._mask_BK[:, : self.length]
             positions = (columns_T - self._padding_B1).clamp_(min=0)
         options = dict(self._options, input_ids=new_BT, attention_mask=mask)
         if self._takes_positions:
@@ -107,6 +145,24 @@ class _OfTransformers:
 
     def logits(self, output: Any) -> Tensor:
         return output.logits[:, -1]
+
+    def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
+        columns = [[part.length - part.padding[row] for row in rows] for part, rows in parts]
+        length = max(map(max, columns))
+        made = self._make(length + room, [length - own for each in columns for own in each], self._layers)
+        made.length = length
+        held = range(len(made.cache.layers)) if self._layers is None else sorted(self._layers)
+        for index in held:
+            _join_layer(made.cache.layers[index], [(part.cache.layers[index], rows) for part, rows in parts], length)
+        return made
+
+    @property
+    def is_padded(self) -> bool:
+        return any(self.padding)
+
+    @property
+    def room(self) -> int:
+        return self._capacity - self.length
 
 
 def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:
@@ -130,6 +186,30 @@ def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:
     return cache
 
 
+def _join_layer(into: Any, parts: Sequence[tuple[Any, Sequence[int]]], length: int) -> None:
+    """Give a new layer of a cache some rows of others, which then has ``length`` columns."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer  # pyrefly: ignore[missing-import]
+
+    first = parts[0][0]
+    if type(first) not in {_roomy_layer(), DynamicSlidingWindowLayer}:
+        raise StateError(
+            f"rows of this model cannot join others on their way: its cache has a {type(first).__name__}, which keeps"
+            " more than keys and values.\n  Use sw.generate, whose rows begin together."
+        )
+    if not first.is_initialized:  # it reads those of another layer
+        return
+    into.lazy_initialization(first.keys, first.values)
+    is_sliding = type(first) is DynamicSlidingWindowLayer
+    kept = min(length, first.sliding_window - 1) if is_sliding else length
+    room = 0 if is_sliding else into.capacity - length
+    keys = join_columns([(part.keys, rows) for part, rows in parts], kept, room)
+    values = join_columns([(part.values, rows) for part, rows in parts], kept, room)
+    if is_sliding:
+        into.keys, into.values, into.cumulative_length = keys, values, length
+    else:
+        into.fill(keys, values, length)
+
+
 @functools.cache
 def _roomy_layer() -> Any:
     """The class of a cache's layer that gets its room at once, and copies new tokens only."""
@@ -138,13 +218,17 @@ def _roomy_layer() -> Any:
     class RoomyLayer(DynamicLayer):
         def __init__(self, capacity: int) -> None:
             super().__init__()
-            self._capacity, self._length = capacity, 0
+            self.capacity, self._length = capacity, 0
+
+        def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
+            self._room, self._length = (keys, values), length
+            self.keys, self.values = (room[:, :, :length] for room in self._room)
 
         def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
                 self._room = tuple(
-                    new.new_empty(*new.shape[:2], self._capacity, new.shape[3]) for new in (key_states, value_states)
+                    new.new_empty(*new.shape[:2], self.capacity, new.shape[3]) for new in (key_states, value_states)
                 )
             start, self._length = self._length, self._length + key_states.shape[2]
             for room, new in zip(self._room, (key_states, value_states), strict=True):

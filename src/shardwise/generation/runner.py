@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm, Handle, Message
 from shardwise.generation.chunks import Chunk
-from shardwise.generation.decoder import MakeDecoder
+from shardwise.generation.decoder import Decoder, MakeDecoder
 from shardwise.pipeline.interpret import BoundaryTensor, Interpreter, read_header
 from shardwise.pipeline.trace import Source, StageFlow
 
@@ -23,27 +23,63 @@ from shardwise.pipeline.trace import Source, StageFlow
 _EXCHANGES_AHEAD = 2
 
 
+class Rows(Protocol):
+    """Rows that go through the model together: a chunk of a batch, or a lane of a conveyor.
+
+    Attributes:
+        index: Their number among those that are under way.
+        new_BT: The tokens that go in next.
+    """
+
+    index: int
+    new_BT: Tensor  # noqa: N815 - a shape suffix
+
+    @property
+    def make_decoder(self) -> MakeDecoder:
+        """What makes decoders of the model."""
+        ...
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row has fewer tokens than another."""
+        ...
+
+    def choose(self, logits_BV: Tensor) -> Tensor:
+        """The next token of each row, (B,)."""
+        ...
+
+
 class Runner(ABC):
-    """Computes chunks on this rank.
+    """Computes rows on this rank.
 
     Attributes:
         stages: The model's stages on this rank.
         num_stages: Stages of all ranks.
+        layers: The numbers of the layers of each stage on this rank; ``None``: all of the model's.
     """
 
     stages: tuple[int, ...] = (0,)
     num_stages = 1
+    layers: Mapping[int, Collection[int] | None]
 
     @abstractmethod
-    def compute(self, chunk: Chunk, stage: int) -> None:
-        """Take the chunk's new tokens through a stage of this rank."""
+    def begin(self, rows: Rows, decoders: Mapping[int, Decoder]) -> None:
+        """Use these decoders, one for each stage of this rank, for the rows' next forwards.
 
-    def exchange(self, turns: Sequence[tuple[Chunk, int]]) -> None:  # noqa: B027 - not every runner communicates
-        """Before the next turns (chunks, stages): send what was made since the last ones, receive what these take."""
+        Collective:
+            Over a pipeline an all-gather along ``pp`` for a shape that is new. All ranks must call.
+        """
 
     @abstractmethod
-    def take(self, chunk: Chunk) -> list[int]:
-        """The tokens that were chosen for the chunk, by row; they go in next."""
+    def compute(self, rows: Rows, stage: int) -> None:
+        """Take the new tokens of some rows through a stage of this rank."""
+
+    def exchange(self, turns: Sequence[tuple[Rows, int]]) -> None:  # noqa: B027 - not every runner communicates
+        """Before the next turns (rows, stages): send what was made since the last ones, receive what these take."""
+
+    @abstractmethod
+    def take(self, rows: Rows) -> list[int]:
+        """The tokens that were chosen for each of the rows; they go in next."""
 
     def finish(self) -> None:  # noqa: B027 - not every runner sends
         """Wait until everything that was sent has been received."""
@@ -52,21 +88,26 @@ class Runner(ABC):
 class WholeModel(Runner):
     """A model that is whole on this rank, or whose other parts compute the same step (``tp``)."""
 
-    def __init__(self, model: nn.Module, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, model: nn.Module, chunks: Sequence[Chunk] = ()) -> None:
         self._model = model
-        self._decoders = [chunk.decoder() for chunk in chunks]
+        self.layers = {0: None}
+        self._decoders: dict[int, Decoder] = {chunk.index: chunk.decoder() for chunk in chunks}
 
-    def compute(self, chunk: Chunk, stage: int) -> None:
+    def begin(self, rows: Rows, decoders: Mapping[int, Decoder]) -> None:
+        """See :meth:`Runner.begin`."""
+        self._decoders[rows.index] = decoders[0]
+
+    def compute(self, rows: Rows, stage: int) -> None:
         """See :meth:`Runner.compute`."""
         del stage
-        decoder = self._decoders[chunk.index]
+        decoder = self._decoders[rows.index]
         with torch.no_grad(), _uncompiled():
-            output = decoder.call(self._model, chunk.new_BT)
-            chunk.new_BT = chunk.choose(decoder.logits(output))[:, None]
+            output = decoder.call(self._model, rows.new_BT)
+            rows.new_BT = rows.choose(decoder.logits(output))[:, None]
 
-    def take(self, chunk: Chunk) -> list[int]:
+    def take(self, rows: Rows) -> list[int]:
         """See :meth:`Runner.take`."""
-        return chunk.new_BT[:, 0].tolist()
+        return rows.new_BT[:, 0].tolist()
 
 
 class _Boundary(NamedTuple):
@@ -91,24 +132,27 @@ class Stages(Runner):
         self._ranks = tuple(ranks)
         self.num_stages = len(ranks)
         self.stages = tuple(stage for stage, rank in enumerate(ranks) if rank == comm.rank)
-        layers = {stage: _layers(interpreter, stage) for stage in self.stages}
-        places = [(chunk, stage) for chunk in chunks for stage in self.stages]
-        self._decoders = {(chunk.index, stage): chunk.decoder(layers[stage]) for chunk, stage in places}
+        self.layers = {stage: _layers(interpreter, stage) for stage in self.stages}
+        self._decoders: dict[tuple[int, int], Decoder] = {}
         self._flows: dict[tuple[int, bool], StageFlow] = {}
-        for chunk in chunks:
-            for is_first in (True, False):
-                ids = chunk.new_BT if is_first else chunk.new_BT[:, :1]
-                call = partial(_trace, chunk.settings.make_decoder)
-                batch = {"new tokens": ids, "is padded": any(chunk.padding)}
-                _, self._flows[chunk.index, is_first] = interpreter.stages.flow(batch, call)
         self._has_begun: set[tuple[int, int]] = set()
         self._tokens: dict[int, Tensor] = {}
         self._chosen: list[Tensor] = []  # since the last exchange, as _made
         self._made: list[tuple[_Boundary, Sequence[Tensor]]] = []  # for a stage of another rank
         self._kept: dict[tuple[int, int], Sequence[Tensor]] = {}  # for a stage of this rank, by stage and chunk
         self._under_way: deque[Handle] = deque()
+        for chunk in chunks:
+            self.begin(chunk, {stage: chunk.decoder(layers) for stage, layers in self.layers.items()})
+            self._flows[chunk.index, False] = self._traced(chunk, chunk.new_BT[:, :1])
 
-    def exchange(self, turns: Sequence[tuple[Chunk, int]]) -> None:
+    def begin(self, rows: Rows, decoders: Mapping[int, Decoder]) -> None:
+        """See :meth:`Runner.begin`."""
+        for stage, decoder in decoders.items():
+            self._decoders[rows.index, stage] = decoder
+            self._has_begun.discard((rows.index, stage))
+        self._flows[rows.index, True] = self._traced(rows, rows.new_BT)
+
+    def exchange(self, turns: Sequence[tuple[Rows, int]]) -> None:
         """See :meth:`Runner.exchange`.
 
         Collective:
@@ -122,13 +166,13 @@ class Stages(Runner):
         self._chosen = []
         receives: list[Message] = []
         expected = []
-        for chunk, stage in turns:
+        for rows, stage in turns:
             if stage == self.num_stages and own != last_rank:
-                buffer = torch.empty(chunk.new_BT.shape[0], dtype=torch.int64, device=chunk.new_BT.device)
-                self._tokens[chunk.index] = buffer
+                buffer = torch.empty(rows.new_BT.shape[0], dtype=torch.int64, device=rows.new_BT.device)
+                self._tokens[rows.index] = buffer
                 receives.append((buffer, last_rank, "tokens"))
             elif 0 < stage < self.num_stages and self._ranks[stage - 1] != own:
-                expected.append(_Boundary(stage - 1, chunk.index, self._flow(chunk, stage)))
+                expected.append(_Boundary(stage - 1, rows.index, self._flow(rows, stage)))
         self._exchange_headers(expected)
         made, self._made = self._made, []
         for (stage, _, _), tensors in made:
@@ -147,29 +191,29 @@ class Stages(Runner):
         while len(self._under_way) > _EXCHANGES_AHEAD:
             self._under_way.popleft().wait()
 
-    def compute(self, chunk: Chunk, stage: int) -> None:
+    def compute(self, rows: Rows, stage: int) -> None:
         """See :meth:`Runner.compute`."""
-        flow = self._flow(chunk, stage)
-        self._has_begun.add((chunk.index, stage))
-        decoder = self._decoders[chunk.index, stage]
+        flow = self._flow(rows, stage)
+        self._has_begun.add((rows.index, stage))
+        decoder = self._decoders[rows.index, stage]
         received: dict[Source, Tensor] = {}
         if stage:
-            received = dict(zip(flow.crossing[stage - 1], self._kept.pop((stage - 1, chunk.index)), strict=True))
+            received = dict(zip(flow.crossing[stage - 1], self._kept.pop((stage - 1, rows.index)), strict=True))
         with torch.no_grad(), _uncompiled():
-            forward = partial(decoder.call, self._model, chunk.new_BT)
+            forward = partial(decoder.call, self._model, rows.new_BT)
             made = self._interpreter.stages.run(stage, flow, received, forward)
             if stage == self.num_stages - 1:
-                self._tokens[chunk.index] = chunk.choose(decoder.logits(made))
-                self._chosen.append(self._tokens[chunk.index])
+                self._tokens[rows.index] = rows.choose(decoder.logits(made))
+                self._chosen.append(self._tokens[rows.index])
             elif self._ranks[stage + 1] == self._comm.rank:
-                self._kept[stage, chunk.index] = made
+                self._kept[stage, rows.index] = made
             else:
-                self._made.append((_Boundary(stage, chunk.index, flow), made))
+                self._made.append((_Boundary(stage, rows.index, flow), made))
 
-    def take(self, chunk: Chunk) -> list[int]:
+    def take(self, rows: Rows) -> list[int]:
         """See :meth:`Runner.take`."""
-        tokens_B = self._tokens.pop(chunk.index)
-        chunk.new_BT = tokens_B[:, None]
+        tokens_B = self._tokens.pop(rows.index)
+        rows.new_BT = tokens_B[:, None]
         return tokens_B.tolist()
 
     def finish(self) -> None:
@@ -178,9 +222,14 @@ class Stages(Runner):
         while self._under_way:
             self._under_way.popleft().wait()
 
-    def _flow(self, chunk: Chunk, stage: int) -> StageFlow:
-        """What goes from stage to stage in the chunk's next forward of a stage."""
-        return self._flows[chunk.index, (chunk.index, stage) not in self._has_begun]
+    def _flow(self, rows: Rows, stage: int) -> StageFlow:
+        """What goes from stage to stage in the next forward of some rows of a stage."""
+        return self._flows[rows.index, (rows.index, stage) not in self._has_begun]
+
+    def _traced(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
+        """What goes from stage to stage for new tokens of this shape."""
+        call = partial(_trace, rows.make_decoder)
+        return self._interpreter.stages.flow({"new tokens": ids_BT, "is padded": rows.is_padded}, call)[1]
 
     def _exchange_headers(self, expected: Sequence[_Boundary]) -> None:
         """Exchange shapes and dtypes of what crosses for the first time."""

@@ -43,6 +43,7 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     grace_s: float = 30.0,
+    stop_words: str = "the ranks finish their step, save and end",
     next_words: str = "",
     restarts_from: Callable[[], str] | None = None,
 ) -> int:
@@ -62,6 +63,7 @@ def launch(
         log_dir: Where logs and exit notes go; by default a private directory that is removed at the end.
         env: Environment variables to add for the workers.
         grace_s: Time that workers have between the request to end and SIGKILL.
+        stop_words: What the workers do when they are asked to end.
         next_words: What a user can do after a failure, such as the command that resumes; printed with what is safe.
         restarts_from: Names what a restart continues from, such as ``step 10``.
 
@@ -88,7 +90,7 @@ def launch(
             heartbeat.clear(logs)
             variables = _worker_variables(private, logs, attempt, nproc) | dict(env or {})
             rendezvous = private / f"rendezvous-{attempt}"
-            with Supervisor(logs, nproc, grace_s) as supervisor, _environment(variables), _quiet_elastic():
+            with Supervisor(logs, nproc, grace_s, stop_words) as supervisor, _environment(variables), _quiet_elastic():
                 failures = _run_once(entry, args, nproc, supervisor, rendezvous=rendezvous, grace_s=grace_s)
             notes = read_exit_notes(logs, variables[ATTEMPT])
             cause = find_cause(notes, failures, supervisor.stopped_by, supervisor.hang)

@@ -34,11 +34,11 @@ class Supervisor:
         hang: The hang for which the workers were ended.
     """
 
-    def __init__(self, logs: Path, num_ranks: int, grace_s: float) -> None:
+    def __init__(self, logs: Path, num_ranks: int, grace_s: float, stop_words: str) -> None:
         self.stopped_by: int | None = None
         self.is_ended = False
         self.hang: Hang | None = None
-        self._logs, self._num_ranks, self._grace_s = logs, num_ranks, grace_s
+        self._logs, self._num_ranks, self._grace_s, self._stop_words = logs, num_ranks, grace_s, stop_words
         self._stopped_at_s = 0.0
         self._told: set[int] = set()
         self._kept: dict[int, Any] = {}
@@ -67,7 +67,7 @@ class Supervisor:
         if self.stopped_by is None:
             self.stopped_by, self._stopped_at_s = number, time.monotonic()
             name = signal.Signals(number).name
-            sys.stderr.write(f"shardwise: {name}: the ranks finish their step, save and end; once more ends at once\n")
+            sys.stderr.write(f"shardwise: {name}: {self._stop_words}; once more ends at once\n")
         else:
             self._end()
 

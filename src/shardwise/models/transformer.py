@@ -286,6 +286,7 @@ class KeyValueCache:
         length: Columns so far, those of the running forward included.
         mask: The columns to which each new token attends, (B, 1, T, K); ``None``: as ``is_causal`` says.
         is_causal: The new tokens are the first ones, and each attends to itself and all before.
+        held: Keys and values of each layer, with room for tokens to come.
     """
 
     def __init__(self, capacity: int, padding: Sequence[int] = ()) -> None:
@@ -296,7 +297,7 @@ class KeyValueCache:
         self._padding = tuple(padding) if any(padding) else ()
         self._padding_B: Tensor | None = None
         self._num_new = 0
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, tokens: Tensor) -> Tensor:
         """Make room for ``tokens`` (B, T); returns their positions, (B, T) or (1, T). Called once in each forward.
@@ -330,17 +331,73 @@ class KeyValueCache:
 
     def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new tokens' keys and values of a layer; returns those of all tokens, (B, H, K, D)."""
-        if layer not in self._held:
+        if layer not in self.held:
             B, H, _, D = k_BHTD.shape
             shape = (B, H, self._capacity, D)
-            self._held[layer] = k_BHTD.new_empty(shape), v_BHTD.new_empty(shape)
-        whole = self._held[layer]
+            self.held[layer] = k_BHTD.new_empty(shape), v_BHTD.new_empty(shape)
+        whole = self.held[layer]
         for held, new in zip(whole, (k_BHTD, v_BHTD), strict=True):
             held[:, :, self.length - self._num_new : self.length] = new
         k_BHKD, v_BHKD = (held[:, :, : self.length] for held in whole)
         return k_BHKD, v_BHKD
 
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[KeyValueCache, Sequence[int]]], room: int) -> KeyValueCache:
+        """One cache with some rows of each of ``parts``, in their order, and room for ``room`` more columns.
+
+        Args:
+            parts: Caches with the same layers, and the rows that are taken from each.
+            room: Columns of tokens to come.
+        """
+        columns = [cache.text_lengths(rows) for cache, rows in parts]
+        length = max(map(max, columns))
+        result = cls(length + room, [length - own for each in columns for own in each])
+        result.length = length
+        for layer in parts[0][0].held:
+            pieces = [(cache.held[layer], rows, cache.length) for cache, rows in parts]
+            k_BHKD, v_BHKD = (
+                join_columns([(held[side][:, :, :end], rows) for held, rows, end in pieces], length, room)
+                for side in (0, 1)
+            )
+            result.held[layer] = k_BHKD, v_BHKD
+        return result
+
+    def text_lengths(self, rows: Sequence[int]) -> list[int]:
+        """Columns of some rows that are no padding."""
+        return [self.length - (self._padding[row] if self._padding else 0) for row in rows]
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row has fewer tokens than another."""
+        return bool(self._padding)
+
+    @property
+    def room(self) -> int:
+        """Columns that still fit."""
+        return self._capacity - self.length
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values, room for tokens to come included."""
-        return sum(tensor.nbytes for pair in self._held.values() for tensor in pair)
+        return sum(tensor.nbytes for pair in self.held.values() for tensor in pair)
+
+
+def join_columns(parts: Sequence[tuple[Tensor, Sequence[int]]], length: int, room: int) -> Tensor:
+    """Some rows of tensors (B, H, K, D) as one of ``length`` columns, and ``room`` more that are not set.
+
+    The last columns of all are the last of the result. A row that has fewer has zeros before them, which a padding mask
+    hides: what is not set may be no number, and zero times that is none either.
+    """
+    first = parts[0][0]
+    count = sum(len(rows) for _, rows in parts)
+    whole = first.new_empty(count, first.shape[1], length + room, first.shape[3])
+    row = 0
+    for held, rows in parts:
+        into = whole[row : row + len(rows)]
+        kept = min(length, held.shape[2])
+        into[:, :, : length - kept] = 0
+        taken = held[:, :, held.shape[2] - kept :]
+        is_all = list(rows) == list(range(held.shape[0]))
+        into[:, :, length - kept : length] = taken if is_all else taken[torch.tensor(rows, device=held.device)]
+        row += len(rows)
+    return whole

@@ -19,6 +19,8 @@ from shardwise.train.resolve import RunConfig, resolve
 from shardwise.train.task import NEXT
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shardwise.launch.world import World
 
 
@@ -45,6 +47,7 @@ class Trained:
     raises_masters: bool = False
     lora: dict[str, Any] | None = None
     tokens_by: str | None = BYTES
+    chat_template: str | None = None
 
     def draft(self, overrides: Sequence[str]) -> RawConfig:
         """A configuration for generating: zero3 over all ranks, unless ``parallel.field=value`` says otherwise.
@@ -125,17 +128,33 @@ class Trained:
         Collective:
             Those of ``sw.parallelize``, ``sw.load`` and ``sw.generate_stream``. All ranks must iterate to the end.
         """
+        import shardwise as sw
+
+        with self.opened(resolved, world, is_averaged=is_averaged) as model:
+            yield from sw.generate_stream(model, rows, **settings)
+
+    @contextlib.contextmanager
+    def opened(self, resolved: RunConfig, world: World, *, is_averaged: bool) -> Iterator[nn.Module]:
+        """Join the world, load the model under a plan for continuing texts, and leave the world at the end.
+
+        Args:
+            resolved: The configuration.
+            world: This rank among the others.
+            is_averaged: Use the run's averaged weights.
+
+        Collective:
+            Those of ``sw.parallelize`` and ``sw.load``. All ranks must enter.
+
+        Raises:
+            ConfigError: As :func:`check_continues`.
+        """
         import torch
 
         import shardwise as sw
         from shardwise.launch.world import joined
         from shardwise.train.build import defer_model
 
-        if resolved.task.name != NEXT:
-            raise ConfigError(
-                f"the model is trained for {resolved.task.name}, and `generate` continues texts.\n"
-                "  Export the run, and use the folder with transformers."
-            )
+        check_continues(resolved)
         with joined(world) as device:
             torch.manual_seed(0)
             model, weights = defer_model(resolved, device)  # each rank reads what it owns
@@ -144,7 +163,20 @@ class Trained:
             if self.checkpoint is not None:
                 sw.load(self.checkpoint, model, average=average)
             with contextlib.nullcontext() if average is None else average.swapped_in():
-                yield from sw.generate_stream(model.eval(), rows, **settings)
+                yield model.eval()
+
+
+def check_continues(resolved: RunConfig) -> None:
+    """Refuse models that do not continue texts.
+
+    Raises:
+        ConfigError: The model is trained for something else.
+    """
+    if resolved.task.name != NEXT:
+        raise ConfigError(
+            f"the model is trained for {resolved.task.name}, and cannot continue texts.\n"
+            "  Export the run, and use the folder with transformers."
+        )
 
 
 def find_trained(path: Path) -> Trained:
@@ -175,6 +207,7 @@ def find_trained(path: Path) -> Trained:
             lora=config.get("lora"),
             raises_masters=policy.get("master_dtype") == "fp32",
             tokens_by=config["data"].get("tokenizer"),
+            chat_template=config["data"].get("chat_template"),
         )
     if (path / "config.json").is_file():
         return Trained(None, path, {"hf": str(path)})

@@ -12,6 +12,7 @@ import codecs
 import fcntl
 import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ class Tokenizer(Protocol):
     """Between text and token ids.
 
     Attributes:
-        ends: Ids that end a text.
+        ends: Ids that end a text, the tokenizer's own end-of-text token first.
         vocab_size: All ids are below.
     """
 
@@ -135,7 +136,8 @@ class OfFolder:
                 "  Name a folder with a tokenizer.json; for `generate`, ids can be given: --tokens '12 7 9'."
             ) from None
         self.held, end = held, held.eos_token_id
-        self.ends: tuple[int, ...] = () if end is None else (end,)
+        own = () if end is None else (end,)
+        self.ends: tuple[int, ...] = (*own, *(token for token in _further_ends(folder) if token not in own))
         self.vocab_size = 1 + max(held.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
@@ -149,6 +151,16 @@ class OfFolder:
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens."""
         return str(self.held.decode(list(ids), skip_special_tokens=True))
+
+
+def _further_ends(folder: Path) -> list[int]:
+    """What ends an answer by the folder's settings for generation: chat models often have a token for it."""
+    try:
+        ends = json.loads((folder / "generation_config.json").read_text("utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return []
+    found = ends if isinstance(ends, list) else [ends]
+    return [token for token in found if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def has_tokenizer(folder: Path) -> bool:

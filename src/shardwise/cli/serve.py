@@ -1,0 +1,194 @@
+"""``serve``: answer OpenAI's requests with a trained model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.output import show, show_error
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import printable
+
+if TYPE_CHECKING:
+    from shardwise.launch.world import World
+    from shardwise.train.resolve import RunConfig
+    from shardwise.train.trained import Trained
+
+_HELP = """Answer OpenAI's requests (/v1/completions, /v1/chat/completions) with a trained model, streamed or at once.
+
+The model is that of a run, of a checkpoint, or of a Hugging Face folder. It runs in one process, or with
+--set parallel.tp=2 or parallel.pp=2 divided over several, which this command starts. Prompts that arrive while others
+are continued join them at the next token. The server listens on this machine's loopback address unless --host says
+otherwise; with SHARDWISE_API_KEY in the environment clients must show that key. SIGTERM or Ctrl-C ends it when the
+answers under way are complete, after --grace seconds at the latest.
+
+Examples:
+
+  shardwise serve runs/demo
+
+  shardwise serve models/llama --set parallel.tp=2 --port 8080 --name llama
+
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def "}'
+"""
+
+#: The key that clients must show.
+_API_KEY = "SHARDWISE_API_KEY"
+#: How much longer than the answers under way the processes have for their end.
+_ENDING_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the arguments say."""
+
+    path: Path
+    host: str
+    port: int
+    name: str
+    max_rows: int
+    max_waiting: int
+    grace_s: float
+    chat_template: str | None
+    overrides: list[str]
+    is_averaged: bool
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("serve", help=_HELP)(serve)
+
+
+def serve(  # noqa: PLR0917  typer calls it by name
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint's, or a Hugging Face folder.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; another machine reaches 0.0.0.0.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests; by default the folder's.")] = None,
+    max_rows: Annotated[int, typer.Option(help="Continue at most so many prompts at a time.", min=1)] = 32,
+    max_waiting: Annotated[int, typer.Option(help="Let at most so many prompts wait; more get 429.", min=1)] = 128,
+    grace: Annotated[float, typer.Option(help="Seconds for answers under way when the server ends.", min=0)] = 30.0,
+    chat_template: Annotated[Path | None, typer.Option(help="File with the template that makes a chat text.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as tp and pp need.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,  # noqa: FBT002  typer's form
+) -> None:
+    """Serve."""
+    from shardwise.launch.elastic import launch, num_workers
+    from shardwise.launch.exit_codes import run_worker
+    from shardwise.launch.stop_request import CATCHES_STOPS
+    from shardwise.launch.world import read_world
+    from shardwise.train.trained import find_trained
+
+    _check_packages()
+    world = read_world()
+    trained = find_trained(path)
+    if average:
+        trained.check_average()
+    template = _template(chat_template, trained)
+    limits = (max_rows, max_waiting, grace)
+    asked = _Asked(path, host, port, name or _name(path), *limits, template, overrides or [], average)
+    count = 1
+    if world.source == "alone":
+        section = trained.draft(asked.overrides).config.parallel
+        count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp))
+        _check(asked, trained, count)
+    if count > 1:
+        raise typer.Exit(
+            launch(
+                "shardwise",
+                context.obj,
+                count,
+                env={CATCHES_STOPS: "1"},
+                grace_s=grace + _ENDING_S,
+                stop_words=f"no more requests are taken, and those under way have {grace:g} s",
+            )
+        )
+    raise typer.Exit(run_worker(lambda: _serve(asked, trained, world), world, show_error))
+
+
+def _check_packages() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve needs {' and '.join(missing)}.\n  Install shardwise[serve].")
+
+
+def _template(file: Path | None, trained: Trained) -> str | None:
+    """The chat template that was named, or that the run was trained with."""
+    where = file or (Path(trained.chat_template).expanduser() if trained.chat_template else None)
+    if where is None:
+        return None
+    try:
+        return where.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat template {printable(where)}: {error}.\n  Name a file: --chat-template FILE.") from None
+
+
+def _name(path: Path) -> str:
+    """The name of a run, also where one of its checkpoints is served, or of a folder."""
+    from shardwise.checkpoint import CHECKPOINTS
+
+    whole = path.resolve()
+    return whole.parents[1].name if whole.parent.name == CHECKPOINTS else whole.name
+
+
+def _check(asked: _Asked, trained: Trained, count: int) -> RunConfig:
+    """Refuse what can be known to fail before any process starts."""
+    from shardwise.serve.server import bind
+    from shardwise.train.trained import check_continues
+
+    resolved = trained.resolve(asked.overrides, count)
+    check_continues(resolved)
+    section = resolved.config.parallel
+    if section.tp * section.pp != count:
+        raise ConfigError(
+            f"{count} processes hold {count // (section.tp * section.pp)} copies of the model under tp={section.tp} and"
+            f" pp={section.pp}, and a server feeds one.\n"
+            f"  Set parallel.tp and parallel.pp so that their product is {count}, or start a server for each copy."
+        )
+    trained.tokenizer()
+    bind(asked.host, asked.port).close()
+    return resolved
+
+
+def _serve(asked: _Asked, trained: Trained, world: World) -> int:
+    from shardwise.generation.conveyor import Conveyor
+    from shardwise.launch.stop_request import StopRequest
+    from shardwise.serve.server import bind, is_loopback, serve
+
+    resolved = trained.resolve(asked.overrides, world.size, world.ranks_per_machine)
+    is_first = world.rank == 0
+    with StopRequest() as stop:
+        held = bind(asked.host, asked.port) if is_first else None
+        tokenizer = trained.tokenizer() if is_first else None
+        with trained.opened(resolved, world, is_averaged=asked.is_averaged) as model:
+            if held is None or tokenizer is None:
+                Conveyor(model).run(None)
+                return 0
+            api_key = os.environ.get(_API_KEY) or None
+            if api_key is None and not is_loopback(asked.host):
+                sys.stderr.write(
+                    f"shardwise: whoever reaches {asked.host} can use the model; set {_API_KEY} to ask for a key\n"
+                )
+            processes = f", {world.size} processes" if world.size > 1 else ""
+            serve(
+                model,
+                tokenizer,
+                held,
+                stop,
+                name=asked.name,
+                host=asked.host,
+                max_rows=asked.max_rows,
+                max_waiting=asked.max_waiting,
+                grace_s=asked.grace_s,
+                chat_template=asked.chat_template,
+                api_key=api_key,
+                say=lambda address: show(f"serving {asked.name} at {address}{processes}; Ctrl-C ends it"),
+            )
+    return 0

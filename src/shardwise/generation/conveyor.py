@@ -1,0 +1,109 @@
+"""Generating without end: one rank says before every step which rows leave and which begin, and all ranks follow.
+
+Rows are in as many lanes as the model has stages, of which each stage computes another one at a time, so that no stage
+waits. A model that is whole on every rank (one process, ``tp``) has one lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import broadcast_json
+from shardwise.features.pipeline_step import constant_parameters
+from shardwise.generation.decode import generating_engine
+from shardwise.generation.decoder import decoder_of
+from shardwise.generation.lane import Lane, Order
+from shardwise.generation.runner import Runner, Stages, WholeModel
+from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.spec.errors import StateError
+
+#: What the first rank decides: ``decide(lane, tokens)`` is told the newest tokens of a lane, by the numbers of its
+#: rows, and returns what this lane does next.
+Decide = Callable[[int, Mapping[int, int]], Order]
+
+
+class Conveyor:
+    """A model that continues rows which come and go.
+
+    Args:
+        model: Our GPT, or a causal language model of transformers; plain or parallelized, one copy over all ranks.
+
+    Attributes:
+        num_lanes: Lanes, which take turns: 0, 1, ..., 0, 1, ...
+        vocab_size: Of the model.
+        positions: The most tokens of a row, where they are limited.
+
+    Raises:
+        StateError: The model cannot generate, or the ranks hold several copies of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._engine = model, generating_engine(model)
+        if self._engine is not None and self._engine.comms.control.size > 1:
+            raise StateError(
+                f"the {self._engine.comms.world.size} ranks hold {self._engine.comms.control.size} copies of the model,"
+                " and a conveyor feeds one.\n  Set tp and pp so that their product is the number of ranks."
+            )
+        self._make_decoder, self.vocab_size, self.positions = decoder_of(model)
+        pipelined = pipelined_of(model)
+        self.num_lanes = 1 if pipelined is None else len(pipelined.around()[2])
+
+    def run(self, decide: Decide | None) -> None:
+        """Generate until the order is to end. The model is in eval mode meanwhile.
+
+        Args:
+            decide: What the lanes do, on rank 0; not called on other ranks.
+
+        Collective:
+            A broadcast of small JSON for each turn of a lane, and what its forward takes. All ranks must call.
+        """
+        trained = [module for module in self._model.modules() if module.training]
+        self._model.eval()
+        try:
+            if self._engine is None:
+                assert decide is not None
+                self._run(decide, None, next(self._model.parameters()).device)
+                return
+            with constant_parameters(self._engine, "a conveyor"):
+                world = self._engine.comms.world
+                self._run(decide, world if world.size > 1 else None, world.device)
+        finally:
+            for module in trained:
+                module.training = True
+
+    def _run(self, decide: Decide | None, world: Comm | None, device: torch.device) -> None:
+        pipelined = pipelined_of(self._model)
+        runner: Runner = WholeModel(self._model) if pipelined is None else Stages(self._model, (), *pipelined.around())
+        lanes = [Lane(index, self._make_decoder, runner, device) for index in range(self.num_lanes)]
+        held = sorted(runner.stages, reverse=True)
+        time = 0
+        while True:
+            lane = lanes[time % len(lanes)]
+            # Stage s works on the lane that began s turns ago; the last stage's tokens come one turn after it.
+            at = [(lanes[(time - stage) % len(lanes)], stage) for stage in (runner.num_stages, *held)]
+            runner.exchange([(other, stage) for other, stage in at if stage and other.is_under_way])
+            order = _ordered(decide, world, lane.index, lane.take())
+            if order.is_last:
+                break
+            lane.begin(order)
+            for other, stage in at[1:]:
+                if other.is_under_way:
+                    runner.compute(other, stage)
+            time += 1
+        runner.finish()
+
+
+def _ordered(decide: Decide | None, world: Comm | None, lane: int, tokens: Mapping[int, int]) -> Order:
+    """The order of the first rank, on every rank."""
+    if world is None:
+        assert decide is not None
+        return decide(lane, tokens)
+    is_first = world.rank == 0
+    assert decide is not None or not is_first
+    order = decide(lane, tokens) if decide is not None and is_first else None
+    told = broadcast_json(world, None if order is None else order.to_json())
+    return Order.from_json(told) if order is None else order

@@ -1,0 +1,204 @@
+"""Rows that come and go while they generate: one that has ended leaves the batch, and a new one joins it.
+
+A prompt goes through the model beside other new ones. Its keys and values are then put behind those of the rows that
+are under way, and from the next step on all go through the model together.
+
+Shape suffixes: ``B`` rows, ``T`` new tokens, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.generation.decoder import Decoder, MakeDecoder
+from shardwise.generation.runner import Runner
+from shardwise.generation.sample import RngStreams, Sampling
+
+#: A cache is given room for so many tokens at a time: a row that may become long takes memory only as it does.
+ROOM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row that is to be continued.
+
+    Attributes:
+        number: Its name, which no other row has.
+        prompt: Token ids.
+        max_new_tokens: The most new tokens.
+        sampling: How its tokens are chosen.
+        seed: Seed of its draws.
+    """
+
+    number: int
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+
+    def to_json(self) -> list[Any]:
+        """All of it, for :meth:`from_json`."""
+        sampling = self.sampling
+        options = [sampling.temperature, sampling.top_k, sampling.top_p, self.seed]
+        return [self.number, [*self.prompt], self.max_new_tokens, *options]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Entry:
+        """See :meth:`to_json`."""
+        number, prompt, max_new_tokens, temperature, top_k, top_p, seed = value
+        return cls(number, prompt, max_new_tokens, Sampling(temperature, top_k, top_p), seed)
+
+
+class Order(NamedTuple):
+    """What a lane does next: rows that leave it, then a forward of ``new`` rows, or of those that are under way.
+
+    Attributes:
+        gone: Numbers of rows that have ended or are wanted no longer.
+        new: Rows that begin.
+        is_last: Nothing is under way in any lane, and the conveyor ends.
+    """
+
+    gone: Sequence[int] = ()
+    new: Sequence[Entry] = ()
+    is_last: bool = False
+
+    def to_json(self) -> list[Any]:
+        """All of it, for :meth:`from_json`."""
+        return [[*self.gone], [entry.to_json() for entry in self.new], self.is_last]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Order:
+        """See :meth:`to_json`."""
+        gone, new, is_last = value
+        return cls(gone, [Entry.from_json(entry) for entry in new], is_last)
+
+
+class _Row:
+    """A row under way."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.newest = 0
+        self.num_left = entry.max_new_tokens
+        self._draws = RngStreams(entry.seed, [0])
+
+    def choose(self, logits_1V: Tensor) -> Tensor:
+        sampling = self.entry.sampling
+        return sampling.choose(logits_1V, self._draws.next() if sampling.temperature else None)
+
+
+class _Group(NamedTuple):
+    """Rows that share a cache, and its part of each stage on this rank."""
+
+    rows: Sequence[_Row] = ()
+    decoders: Mapping[int, Decoder] = {}
+
+
+class Lane:
+    """Rows that go through the model together.
+
+    Args:
+        index: The lane's number.
+        make_decoder: Makes decoders of the model.
+        runner: Computes forwards.
+        device: Where the tokens are.
+
+    Attributes:
+        index: As given.
+        new_BT: The tokens that go in next.
+        is_under_way: A forward was ordered whose tokens have not been taken.
+    """
+
+    def __init__(self, index: int, make_decoder: MakeDecoder, runner: Runner, device: torch.device) -> None:
+        self.index = index
+        self.new_BT = torch.zeros(0, 1, dtype=torch.int64, device=device)
+        self.is_under_way = False
+        self._make_decoder, self._runner, self._device = make_decoder, runner, device
+        self._settled = _Group()
+        self._fresh = _Group()  # whose prompts went through the model last
+        self._active = _Group()  # one of the two
+
+    @property
+    def make_decoder(self) -> MakeDecoder:
+        """What makes decoders of the model."""
+        return self._make_decoder
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a row of the forward has fewer tokens than another."""
+        return any(decoder.is_padded for decoder in self._active.decoders.values())
+
+    def choose(self, logits_BV: Tensor) -> Tensor:
+        """The next token of each row of the forward, (B,)."""
+        tokens_B = logits_BV.argmax(dim=-1)
+        for index, row in enumerate(self._active.rows):
+            if row.entry.sampling.temperature:
+                tokens_B[index] = row.choose(logits_BV[index : index + 1])[0]
+        return tokens_B
+
+    def take(self) -> dict[int, int]:
+        """The newest token of each row of the forward that is over, by the row's number."""
+        if not self.is_under_way:
+            return {}
+        self.is_under_way = False
+        for row, token in zip(self._active.rows, self._runner.take(self), strict=True):
+            row.newest, row.num_left = token, row.num_left - 1
+        return {row.entry.number: row.newest for row in self._active.rows}
+
+    def begin(self, order: Order) -> None:
+        """Let rows go, and begin the next forward, where there are rows for one.
+
+        Collective:
+            As :meth:`Runner.begin`. All ranks must call with the same order, after they have taken the tokens.
+        """
+        self._settle(set(order.gone))
+        if order.new:
+            self._active = self._fresh = self._entered(order.new)
+        else:
+            self._active = self._settled
+            self.new_BT = torch.tensor([[row.newest] for row in self._active.rows], device=self._device)
+        self.is_under_way = bool(self._active.rows)
+        if self.is_under_way:
+            self._runner.begin(self, self._active.decoders)
+
+    def _settle(self, gone: set[int]) -> None:
+        """Put the rows that stay into one group, which has room for their next token."""
+        groups = [group for group in (self._settled, self._fresh) if group.rows]
+        self._fresh = _Group()
+        kept = [
+            [index for index, row in enumerate(group.rows) if row.entry.number not in gone and row.num_left]
+            for group in groups
+        ]
+        rows = [group.rows[index] for group, some in zip(groups, kept, strict=True) for index in some]
+        if not rows:
+            self._settled = _Group()
+            return
+        if len(groups) == 1 and len(rows) == len(groups[0].rows) and all(d.room for d in groups[0].decoders.values()):
+            self._settled = groups[0]
+            return
+        parts = [(group, some) for group, some in zip(groups, kept, strict=True) if some]
+        room = min(ROOM, max(row.num_left for row in rows))
+        first = parts[0][0].decoders
+        self._settled = _Group(
+            rows,
+            {
+                stage: first[stage].joined([(group.decoders[stage], some) for group, some in parts], room)
+                for stage in self._runner.layers
+            },
+        )
+
+    def _entered(self, entries: Sequence[Entry]) -> _Group:
+        """New rows, and their prompts as the tokens that go in next."""
+        longest = max(len(entry.prompt) for entry in entries)
+        padding = [longest - len(entry.prompt) for entry in entries]
+        padded = [[0] * pad + [*entry.prompt] for pad, entry in zip(padding, entries, strict=True)]
+        self.new_BT = torch.tensor(padded, device=self._device)
+        capacity = longest + min(ROOM, max(entry.max_new_tokens for entry in entries))
+        layers = self._runner.layers.items()
+        decoders = {stage: self._make_decoder(capacity, padding, some) for stage, some in layers}
+        return _Group([_Row(entry) for entry in entries], decoders)

@@ -1,0 +1,269 @@
+"""What HTTP reaches: OpenAI's paths, over a queue of jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from shardwise.serve.job import Event, Job, Queue, QueueClosedError, QueueFullError
+from shardwise.serve.protocol import (
+    Answer,
+    Asked,
+    Choice,
+    RequestError,
+    Served,
+    read_chat,
+    read_completion,
+)
+from shardwise.serve.text import Text
+
+#: The most bytes of a request's body.
+MOST_BYTES = 4 << 20
+_RETRY_AFTER_S = 1
+
+
+class _JobFailedError(Exception):
+    """The model cannot go on with a job."""
+
+
+def make_app(
+    served: Served,
+    queue: Queue,
+    num_running: Callable[[], int],
+    *,
+    hosts: Sequence[str] = ("*",),
+    api_key: str | None = None,
+) -> Starlette:
+    """The application.
+
+    Args:
+        served: What is served.
+        queue: Where jobs are put.
+        num_running: How many jobs are under way.
+        hosts: Values of the header ``Host`` that are answered: a page of a browser that reaches a loopback address by a
+            name of its own is not.
+        api_key: What clients must show, where anything.
+    """
+
+    def health(_request: Request) -> Response:
+        state = "stopping" if queue.is_closed else "ok"
+        body = {"status": state, "running": num_running(), "waiting": len(queue)}
+        return JSONResponse(body, 503 if queue.is_closed else 200)
+
+    def models(request: Request) -> Response:
+        _check_key(request, api_key)
+        return JSONResponse({"object": "list", "data": [_model(served)]})
+
+    def model(request: Request) -> Response:
+        _check_key(request, api_key)
+        if request.path_params["name"] != served.name:
+            raise RequestError(f"there is no such model here: this server has {served.name}", status=404)
+        return JSONResponse(_model(served))
+
+    async def completions(request: Request) -> Response:
+        _check_key(request, api_key)
+        return await _answer(request, read_completion(await _body(request), served), served, queue)
+
+    async def chat(request: Request) -> Response:
+        _check_key(request, api_key)
+        return await _answer(request, read_chat(await _body(request), served), served, queue)
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
+        exception_handlers={RequestError: _refused, HTTPException: _not_found, Exception: _broken},
+    )
+
+
+def _model(served: Served) -> dict[str, Any]:
+    return {"id": served.name, "object": "model", "created": served.created, "owned_by": "shardwise"}
+
+
+def _check_key(request: Request, api_key: str | None) -> None:
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+        raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
+
+
+async def _body(request: Request) -> Any:
+    """The JSON of a request. Other content types are refused: a page in a browser may send those to any server."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("the content type is not application/json", status=415)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_BYTES:
+            raise RequestError(f"the body has more than {MOST_BYTES:,} bytes", status=413)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+
+
+def _refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return JSONResponse(error.body, error.status, headers)
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    return JSONResponse(told.body, told.status, error.headers)
+
+
+def _broken(_request: Request, _error: Exception) -> Response:
+    told = RequestError("the server failed; its log says why", status=500, kind="server_error")
+    return JSONResponse(told.body, told.status)
+
+
+# -- one request
+
+
+async def _answer(request: Request, asked: Asked, served: Served, queue: Queue) -> Response:
+    under_way = _UnderWay(asked, served)
+    if len(under_way.jobs) > queue.most:
+        raise RequestError(f"{len(under_way.jobs)} prompts: at most {queue.most} fit the queue", param="prompt")
+    try:
+        queue.add(under_way.jobs)
+    except QueueFullError:
+        raise RequestError(
+            f"{len(queue)} prompts wait already, of at most {queue.most}",
+            status=429,
+            kind="rate_limit_error",
+            code="queue_full",
+            retry_after_s=_RETRY_AFTER_S,
+        ) from None
+    except QueueClosedError:
+        raise RequestError(
+            "the server is about to end", status=503, kind="server_error", retry_after_s=_RETRY_AFTER_S
+        ) from None
+    if asked.is_stream:
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(under_way.lines(), media_type="text/event-stream", headers=headers)
+    whole = asyncio.ensure_future(under_way.whole())
+    left = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(whole.result()) if whole.done() else Response(status_code=499)  # which nobody reads
+    except _JobFailedError as error:
+        raise RequestError(str(error), status=500, kind="server_error") from None
+    finally:
+        under_way.cancel()
+        for task in (whole, left):
+            task.cancel()
+        await asyncio.gather(whole, left, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _UnderWay:
+    """A request whose jobs are with the model."""
+
+    def __init__(self, asked: Asked, served: Served) -> None:
+        self._asked, self._form = asked, Answer(asked, served)
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._texts = [Text(served.tokenizer, prompt, asked.stops) for prompt in asked.prompts]
+        self._num_new = 0
+        ends = served.tokenizer.ends
+        self.jobs = [
+            Job(
+                prompt,
+                max_new_tokens=asked.max_new_tokens,
+                sampling=asked.sampling,
+                seed=asked.seed,
+                ends=ends,
+                tell=self._teller(index),
+            )
+            for index, prompt in enumerate(asked.prompts)
+        ]
+
+    def cancel(self) -> None:
+        """Let the model go on with other jobs."""
+        for job in self.jobs:
+            job.is_cancelled = True
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer at once."""
+        found = [Choice(index) for index in range(len(self.jobs))]
+        async for piece in self._pieces():
+            found[piece.index].text += piece.text
+            found[piece.index].finish = piece.finish or found[piece.index].finish
+        return self._form.whole(found, self._num_new)
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        try:
+            async for piece in self._pieces():
+                if piece.text or piece.finish or piece.is_first:
+                    yield _line(self._form.piece(piece))
+            if self._asked.has_usage:
+                yield _line(self._form.last_piece(self._num_new))
+            yield "data: [DONE]\n\n"
+        except _JobFailedError as error:
+            yield _line(RequestError(str(error), status=500, kind="server_error").body)
+        finally:
+            self.cancel()
+
+    async def _pieces(self) -> AsyncIterator[Choice]:
+        """Pieces of all answers as they come."""
+        begun: set[int] = set()
+        left = set(range(len(self.jobs)))
+        while left:
+            index, event = await self._events.get()
+            if event.finish == "error":
+                raise _JobFailedError(event.error)
+            if index not in left:  # a stop string has ended it
+                continue
+            piece = self._piece(index, event)
+            piece.is_first = self._asked.is_chat and index not in begun
+            begun.add(index)
+            if piece.finish is not None:
+                left.discard(index)
+            yield piece
+
+    def _piece(self, index: int, event: Event) -> Choice:
+        text = self._texts[index]
+        self._num_new += 1
+        assert event.token is not None
+        said = "" if event.finish == "stop" else text.add(event.token)
+        if event.finish is not None:
+            said += text.end()
+        finish = event.finish
+        if text.is_stopped:
+            self.jobs[index].is_cancelled = True
+            finish = "stop"
+        return Choice(index, said, finish)
+
+    def _teller(self, index: int) -> Callable[[Event], None]:
+        def tell(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+        return tell
+
+
+def _line(value: Any) -> str:
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"

@@ -1,0 +1,337 @@
+"""Requests and answers of OpenAI's protocol, as far as a model that continues text can honour them.
+
+A field that would change the answer and is not honoured is refused, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwise.generation.decode import check_fit
+from shardwise.generation.sample import Sampling
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import printable
+from shardwise.train.data.tokenizer import Tokenizer
+
+#: Fields that are not honoured, and the values that ask for nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+#: Fields that change nothing of an answer.
+_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+#: New tokens of a completion that does not say how many, as OpenAI's.
+_COMPLETION_TOKENS = 16
+#: The most new tokens of a chat that does not say how many, where the model's positions are not limited.
+_CHAT_TOKENS = 4096
+_MOST_STOPS = 4
+
+
+class RequestError(Exception):
+    """A request that is refused.
+
+    Attributes:
+        status: Of the answer.
+        body: The answer.
+        retry_after_s: When to try again, where that can help.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.retry_after_s = status, retry_after_s
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served.
+
+    Attributes:
+        name: Of the model, for requests.
+        tokenizer: Its tokenizer.
+        vocab_size: Of the model.
+        positions: The most tokens of a row, where they are limited.
+        chat_template: Makes text of conversations; ``None``: the tokenizer's own, where it has one.
+        created: When the server began, in seconds since the epoch.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    positions: int | None
+    chat_template: str | None = None
+    created: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for.
+
+    Attributes:
+        is_chat: The answer is a message.
+        prompts: Token ids of each prompt.
+        max_new_tokens: The most new tokens of each prompt.
+        sampling: How tokens are chosen.
+        seed: Seed of the draws.
+        stops: Strings at which an answer ends.
+        is_stream: The answer comes in pieces.
+        has_usage: The last piece counts tokens.
+    """
+
+    is_chat: bool
+    prompts: list[list[int]]
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    stops: list[str]
+    is_stream: bool
+    has_usage: bool
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+
+
+class _Common(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class _Completion(_Common):
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: str
+    content: str | list[_Part]
+    name: str | None = None
+
+
+class _Chat(_Common):
+    messages: list[_Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+def read_completion(body: Any, served: Served) -> Asked:
+    """A request for completions.
+
+    Raises:
+        RequestError: It cannot be honoured.
+    """
+    asked = _checked(_Completion, body, served)
+    given = asked.prompt
+    if isinstance(given, str):
+        prompts: list[Any] = [given]
+    else:
+        prompts = [given] if given and isinstance(given[0], int) else list(given)
+    rows = [served.tokenizer.encode(each) if isinstance(each, str) else list(each) for each in prompts]
+    return _asked(asked, rows, asked.max_tokens or _COMPLETION_TOKENS, served, is_chat=False)
+
+
+def read_chat(body: Any, served: Served) -> Asked:
+    """A request for the next message of a conversation.
+
+    Raises:
+        RequestError: It cannot be honoured.
+    """
+    asked = _checked(_Chat, body, served)
+    row = _conversation(asked.messages, served)
+    most = asked.max_completion_tokens or asked.max_tokens
+    if most is None:
+        most = _CHAT_TOKENS if served.positions is None else max(1, served.positions - len(row) + 1)
+    return _asked(asked, [row], most, served, is_chat=True)
+
+
+def _checked(kind: type[Any], body: Any, served: Served) -> Any:
+    if not isinstance(body, dict):
+        raise RequestError(f"the body is {type(body).__name__}, expected a JSON object")
+    body = {key: value for key, value in body.items() if key not in _IGNORED}
+    for field, neutral in _REFUSED.items():
+        value = body.pop(field, None)
+        if value is not None and not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+        ):
+            raise RequestError(f"{field} is not supported by this server: leave it out", param=field)
+    try:
+        asked = kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise RequestError(f"{printable(place)}: there is no such field", param=place) from None
+        raise RequestError(f"{printable(place)}: {first['msg']}", param=str(first["loc"][0])) from None
+    if asked.model != served.name:
+        raise RequestError(
+            f"there is no model {printable(asked.model)} here: this server has {served.name}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    return asked
+
+
+def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
+    """A conversation, with what announces the next answer, as token ids."""
+    held = getattr(served.tokenizer, "held", None)
+    if held is None or not (served.chat_template or held.chat_template):
+        raise RequestError(
+            "the model's tokenizer has no chat template, by which conversations become text: use /v1/completions, or"
+            " start the server with --chat-template FILE",
+            param="messages",
+        )
+    given = [
+        {
+            "role": message.role,
+            "content": message.content
+            if isinstance(message.content, str)
+            else "".join(part.text for part in message.content),
+            **({} if message.name is None else {"name": message.name}),
+        }
+        for message in messages
+    ]
+    try:
+        text = held.apply_chat_template(
+            given, chat_template=served.chat_template, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # noqa: BLE001 - templates raise what they like, such as for roles out of order
+        raise RequestError(
+            f"the chat template refuses the messages: {printable(str(error))}", param="messages"
+        ) from None
+    return served.tokenizer.encode_pieces([text])[0]
+
+
+def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, is_chat: bool) -> Asked:
+    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    if len(stops) > _MOST_STOPS or not all(stops):
+        raise RequestError(f"stop: expected at most {_MOST_STOPS} strings, none of them empty", param="stop")
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    top_p = None if asked.top_p == 1 or temperature == 0 else asked.top_p
+    try:
+        sampling = Sampling(temperature, None if temperature == 0 else asked.top_k, top_p)
+        check_fit(rows, most, vocab_size=served.vocab_size, positions=served.positions)
+    except ConfigError as error:
+        param = "messages" if is_chat else "prompt" if "prompt" in str(error) else None
+        is_long = "positions" in str(error)
+        raise RequestError(
+            " ".join(str(error).split()), param=param, code="context_length_exceeded" if is_long else None
+        ) from None
+    return Asked(
+        is_chat,
+        rows,
+        most,
+        sampling,
+        secrets.randbits(62) if asked.seed is None else asked.seed,
+        stops,
+        bool(asked.stream),
+        bool(asked.stream_options and asked.stream_options.include_usage),
+    )
+
+
+# -- answers
+
+
+@dataclass(slots=True)
+class Choice:
+    """The answer to one prompt, or a piece of it.
+
+    Attributes:
+        index: The number of the prompt.
+        text: New text.
+        finish: Why the answer is over: ``stop`` or ``length``; ``None`` while it is not.
+        is_first: The piece is the first one.
+    """
+
+    index: int
+    text: str = ""
+    finish: str | None = None
+    is_first: bool = False
+
+
+class Answer:
+    """The form of all that is sent for one request."""
+
+    def __init__(self, asked: Asked, served: Served) -> None:
+        self._asked = asked
+        prefix = "chatcmpl" if asked.is_chat else "cmpl"
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name}
+
+    def whole(self, choices: Sequence[Choice], num_new: int) -> dict[str, Any]:
+        """The answer at once."""
+        kind = "chat.completion" if self._asked.is_chat else "text_completion"
+        shown = [self._choice(each, "message") for each in choices]
+        return {**self._head, "object": kind, "choices": shown, "usage": self._usage(num_new)}
+
+    def piece(self, choice: Choice) -> dict[str, Any]:
+        """A piece of a stream."""
+        return self._piece([self._choice(choice, "delta")], None)
+
+    def last_piece(self, num_new: int) -> dict[str, Any]:
+        """The piece of a stream that counts tokens."""
+        return self._piece([], self._usage(num_new))
+
+    def _piece(self, choices: list[dict[str, Any]], usage: Mapping[str, int] | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._asked.is_chat else "text_completion"
+        counted = {"usage": usage} if self._asked.has_usage else {}
+        return {**self._head, "object": kind, "choices": choices, **counted}
+
+    def _choice(self, choice: Choice, message: str) -> dict[str, Any]:
+        tail = {"logprobs": None, "finish_reason": choice.finish}
+        if not self._asked.is_chat:
+            return {"index": choice.index, "text": choice.text, **tail}
+        is_whole = message == "message"
+        said: dict[str, Any] = {"role": "assistant"} if is_whole or choice.is_first else {}
+        if is_whole or choice.is_first or choice.text:
+            said["content"] = choice.text
+        return {"index": choice.index, message: said, **tail}
+
+    def _usage(self, num_new: int) -> dict[str, int]:
+        num_given = sum(map(len, self._asked.prompts))
+        return {"prompt_tokens": num_given, "completion_tokens": num_new, "total_tokens": num_given + num_new}

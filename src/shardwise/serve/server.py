@@ -1,0 +1,142 @@
+"""A server: HTTP in a thread of the first rank, the model in the main thread of every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+from torch import nn
+
+from shardwise.generation.conveyor import Conveyor
+from shardwise.launch.stop_request import StopRequest
+from shardwise.serve.app import make_app
+from shardwise.serve.job import Queue
+from shardwise.serve.protocol import Served
+from shardwise.serve.scheduler import Scheduler
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.train.data.tokenizer import Tokenizer
+
+#: The time that open connections have at the end, when their answers are complete.
+_CLOSING_S = 2
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, which does not listen yet: whoever connects before the model is there is refused.
+
+    Raises:
+        ConfigError: The address is not this machine's, or is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        held = socket.socket(family, kind, protocol)
+        try:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
+        except OSError:
+            held.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}.\n"
+            "  Name a free port (--port) and an address of this machine (--host)."
+        ) from None
+    return held
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server at ``host``."""
+    return host in _LOOPBACK or host.startswith("127.")
+
+
+def serve(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    held: socket.socket,
+    stop: StopRequest,
+    *,
+    name: str,
+    host: str,
+    max_rows: int,
+    max_waiting: int,
+    grace_s: float,
+    chat_template: str | None = None,
+    api_key: str | None = None,
+    say: Callable[[str], None] = lambda _text: None,
+) -> None:
+    """Answer requests until ``stop`` is asked for: on the first rank. Other ranks call :meth:`Conveyor.run`.
+
+    Args:
+        model: What continues text.
+        tokenizer: Its tokenizer.
+        held: Where to listen.
+        stop: A request to end: no more requests are taken, and those under way have ``grace_s``.
+        name: Of the model, for requests.
+        host: As the user has named it.
+        max_rows: The most prompts that are continued at a time.
+        max_waiting: The most prompts that wait.
+        grace_s: See ``stop``.
+        chat_template: Makes text of conversations; ``None``: the tokenizer's own.
+        api_key: What clients must show, where anything.
+        say: Told the address when the server is ready.
+
+    Collective:
+        Those of :meth:`Conveyor.run`.
+    """
+    conveyor = Conveyor(model)
+    queue = Queue(max_waiting)
+
+    def time_left_s() -> float | None:
+        if not thread.is_alive():
+            raise ShardwiseError("the thread that answers HTTP has ended; its log says why.\n  Start the server again.")
+        return grace_s - (time.monotonic() - stop.came_at_s) if stop.signal_number else None
+
+    scheduler = Scheduler(queue, conveyor.num_lanes, max_rows, time_left_s)
+    served = Served(name, tokenizer, conveyor.vocab_size, conveyor.positions, chat_template, int(time.time()))
+    hosts = [*_LOOPBACK, "[::1]"] if is_loopback(host) else ["*"]
+    app = make_app(served, queue, lambda: scheduler.num_running, hosts=hosts, api_key=api_key)
+    with _listening(app, held) as thread:
+        shown, port = held.getsockname()[:2]
+        say(f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1")
+        try:
+            conveyor.run(scheduler)
+        except BaseException:
+            scheduler.fail("the server ends: a process of the model has failed")
+            raise
+
+
+@contextlib.contextmanager
+def _listening(app: Any, held: socket.socket) -> Iterator[threading.Thread]:
+    """Answer HTTP in a thread; at the end, complete the answers under way."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=_CLOSING_S,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=_run, args=(server, [held]), name="shardwise-http", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() and not server.started:
+            time.sleep(0.01)
+        yield thread
+    finally:
+        server.should_exit = True
+        thread.join(2 * _CLOSING_S)
+
+
+def _run(server: uvicorn.Server, sockets: Sequence[socket.socket]) -> None:
+    server.run(sockets=list(sockets))

@@ -1,0 +1,169 @@
+"""Rows that come and go while others generate: each says what it says alone, on one process and over ranks."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.generation.conveyor import Conveyor
+from shardwise.generation.lane import Entry, Order
+from shardwise.generation.sample import Sampling
+from shardwise.spec.errors import StateError
+from shardwise.testing import run_on_ranks
+from tests.common.ranks import refusal
+
+VOCAB, SEQ = 31, 40
+PROMPTS = [[5, 3, 8], [1], [9, 9, 2, 30, 7, 4, 4], [12, 0], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7, 7]]
+#: Turn at which each row may begin, and the most new tokens of it.
+COMES, COUNTS = [0, 0, 3, 5, 6, 11], [9, 4, 12, 1, 8, 15]
+#: Rows that draw, with their seeds.
+DRAWN = {2: 11, 4: 12}
+#: The row that is wanted no longer after so many tokens.
+LEAVES, AFTER = 5, 6
+LEAST_MARGIN = 1e-5
+
+
+def build(family="gpt", layers=2):
+    torch.manual_seed(3)
+    if family == "gpt":
+        model = sw.models.gpt(
+            "gpt-tiny", num_layers=layers, hidden=24, num_heads=4, vocab_size=VOCAB, seq_len=SEQ, tied=False
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(6 if parameter.dim() > 1 else 1)  # far from uniform: the context matters
+        return model.double()
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": SEQ, "initializer_range": 0.3,
+    }  # fmt: skip
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes)).double().eval()
+    return MistralForCausalLM(MistralConfig(**sizes, sliding_window=5)).double().eval()
+
+
+def entry(number):
+    sampling = Sampling(1.5, 20, 0.95) if number in DRAWN else Sampling()
+    return Entry(number, PROMPTS[number], COUNTS[number], sampling, DRAWN.get(number, 0))
+
+
+def alone(model):
+    """What each row says by itself."""
+    rows = []
+    for number, prompt in enumerate(PROMPTS):
+        options = {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "seed": DRAWN[number]} if number in DRAWN else {}
+        rows += sw.generate(model, [prompt], max_new_tokens=COUNTS[number], **options)
+    rows[LEAVES] = rows[LEAVES][:AFTER]
+    return rows
+
+
+class Decider:
+    """Lets rows come at their turns, and one leave; notes what they say."""
+
+    def __init__(self):
+        self.said = collections.defaultdict(list)
+        self.turn = 0
+        self.most_together = 0
+        self._begun, self._live = set(), set()
+
+    def __call__(self, lane, tokens):
+        for number, token in tokens.items():
+            self.said[number].append(token)
+        self.most_together = max(self.most_together, len(tokens))
+        gone = {n for n in tokens if len(self.said[n]) == COUNTS[n]} | {LEAVES} & {
+            n for n in tokens if len(self.said[n]) == AFTER
+        }
+        self._live -= gone
+        new = [n for n, turn in enumerate(COMES) if turn <= self.turn and n not in self._begun][:2]
+        self._begun.update(new)
+        self._live.update(new)
+        self.turn += 1
+        is_over = len(self._begun) == len(PROMPTS) and not self._live
+        return Order(sorted(gone), [entry(number) for number in new], is_last=is_over)
+
+
+def converse(model):
+    decider = Decider()
+    conveyor = Conveyor(model)
+    conveyor.run(decider)
+    assert conveyor.vocab_size == VOCAB
+    assert conveyor.positions == SEQ
+    return [decider.said[number] for number in range(len(PROMPTS))], decider.most_together
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "mistral"])
+def test_rows_that_join_others_on_their_way_say_what_they_say_alone(family):
+    model = build(family)
+    said, most_together = converse(model)
+    assert most_together >= 3
+    assert said == alone(model)
+
+
+def test_a_cache_grows_when_its_room_is_used_up(monkeypatch):
+    monkeypatch.setattr("shardwise.generation.lane.ROOM", 2)
+    for family in ("gpt", "llama", "mistral"):
+        model = build(family)
+        assert converse(model)[0] == alone(model)
+
+
+def over_ranks(expected, plans):
+    for family, layers, plan in plans:
+        model = sw.parallelize(build(family, layers).train(), plan)
+        decider = Decider()
+        is_first = torch.distributed.get_rank() == 0
+        Conveyor(model).run(decider if is_first else None)
+        if is_first:
+            assert [decider.said[number] for number in range(len(PROMPTS))] == expected[family, layers], (family, plan)
+        else:
+            assert not decider.said
+        assert all(module.training for module in model.modules())
+    whole = sw.parallelize(build(), sw.ParallelPlan())
+    assert "hold 2 copies of the model, and a conveyor feeds one" in refusal(StateError, Conveyor, whole)
+
+
+def margin(model, prompt, tokens):
+    """How far the likeliest token was above the second, at least."""
+    with torch.no_grad():
+        output = model(torch.tensor([prompt + tokens[:-1]]))
+    logits = getattr(output, "logits", output)[0, len(prompt) - 1 :]
+    best = logits.topk(2).values
+    return (best[:, 0] - best[:, 1]).min().item()
+
+
+@pytest.mark.preload("transformers.models.llama.modeling_llama")
+def test_two_ranks_of_tp_and_of_pp_say_what_one_process_says():
+    zb = sw.ParallelPlan(pp=2, pipeline=sw.PipelinePolicy("interleaved-1f1b"))
+    plans = [
+        ("gpt", 2, sw.ParallelPlan(tp=2)),
+        ("gpt", 2, sw.ParallelPlan(pp=2)),
+        ("gpt", 4, zb),
+        ("llama", 2, sw.ParallelPlan(tp=2)),
+        ("llama", 2, sw.ParallelPlan(pp=2)),
+    ]
+    expected = {}
+    for family, layers, _ in plans:
+        model = build(family, layers).eval()
+        expected[family, layers] = rows = alone(model)
+        greedy = [number for number in range(len(PROMPTS)) if number not in DRAWN]
+        assert min(margin(model, PROMPTS[number], rows[number]) for number in greedy) > LEAST_MARGIN
+    run_on_ranks(over_ranks, 2, expected, plans, timeout_s=120)
+
+
+@pytest.mark.long
+def test_four_ranks_of_both_axes_say_what_one_process_says():
+    plans = [("gpt", 2, sw.ParallelPlan(tp=2, pp=2)), ("gpt", 4, sw.ParallelPlan(pp=4))]
+    expected = {(family, layers): alone(build(family, layers)) for family, layers, _ in plans}
+    run_on_ranks(over_four, 4, expected, plans, timeout_s=120)
+
+
+def over_four(expected, plans):
+    for family, layers, plan in plans:
+        decider = Decider()
+        Conveyor(sw.parallelize(build(family, layers), plan)).run(decider)
+        if torch.distributed.get_rank() == 0:
+            assert [decider.said[number] for number in range(len(PROMPTS))] == expected[family, layers], plan

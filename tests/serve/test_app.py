@@ -1,0 +1,264 @@
+"""What a client of OpenAI's package gets, over HTTP, from a model whose tokens the test chooses."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+
+import openai
+import pytest
+
+from shardwise.serve.app import MOST_BYTES, make_app
+from shardwise.serve.job import Queue
+from shardwise.serve.protocol import Served
+from shardwise.serve.scheduler import Scheduler
+from shardwise.serve.server import _listening, bind
+from shardwise.train.data.tokenizer import Bytes, OfFolder
+from tests.common.tokenizers import TEMPLATE, save_tokenizer
+
+SAID = "hello wörld!"
+POSITIONS = 64
+
+
+def soon(condition, limit_s=20.0):
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+class Hand:
+    """A server whose model says :data:`SAID` to every prompt, a token at each call of :meth:`turn`."""
+
+    def __init__(self, tokenizer, max_waiting, api_key):
+        self.queue = Queue(max_waiting)
+        self.scheduler = Scheduler(self.queue, 1, 2)
+        self.rows, self.orders = {}, []
+        self.says = tokenizer.encode(SAID)
+        self._held = bind("127.0.0.1", 0)
+        self.port = self._held.getsockname()[1]
+        served = Served("hand", tokenizer, 300, POSITIONS, created=7)
+        hosts = ["127.0.0.1", "localhost"]
+        app = make_app(served, self.queue, lambda: self.scheduler.num_running, hosts=hosts, api_key=api_key)
+        self.listening = _listening(app, self._held)
+        self._ends = threading.Event()
+        self._thread = None
+
+    def turn(self):
+        order = self.scheduler(0, {number: self.says[at % len(self.says)] for number, at in self.rows.items()})
+        self.rows = {number: at + 1 for number, at in self.rows.items() if number not in order.gone}
+        self.rows |= {entry.number: 0 for entry in order.new}
+        self.orders.append(order)
+        return order
+
+    def start(self):
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._ends.is_set() and not self.turn().is_last:
+            time.sleep(0.001)
+
+    def stop(self):
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.scheduler.fail("the test is over")
+
+    def request(self, method, path, body=None, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+            answer = connection.getresponse()
+            text = answer.read()
+            return answer, json.loads(text) if answer.getheader("content-type") == "application/json" else text
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def make(monkeypatch):
+    monkeypatch.setattr("shardwise.serve.scheduler.IDLE_S", 0.01)
+    made = []
+
+    def make_one(tokenizer=None, *, max_waiting=4, api_key=None, starts=True):
+        hand = Hand(tokenizer or Bytes(), max_waiting, api_key)
+        hand.listening.__enter__()
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{hand.port}/v1", api_key=api_key or "none", max_retries=0)
+        made.append((hand, client))
+        if starts:
+            hand.start()
+        return hand, client
+
+    yield make_one
+    for hand, client in made:
+        hand.stop()
+        client.close()
+        hand.listening.__exit__(None, None, None)
+
+
+def complete(client, **given):
+    return client.completions.create(**{"model": "hand", "prompt": "x", "max_tokens": 13, "temperature": 0} | given)
+
+
+def test_completions_come_at_once_or_in_pieces_and_count_tokens(make):
+    _, client = make()
+    whole = complete(client)
+    assert whole.choices[0].text == SAID
+    assert (whole.object, whole.model, whole.choices[0].finish_reason) == ("text_completion", "hand", "length")
+    usage = {"prompt_tokens": 1, "completion_tokens": 13, "total_tokens": 14}
+    assert usage.items() <= whole.usage.model_dump().items()
+    pieces = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].text for piece in pieces[:-1]) == SAID
+    assert len(pieces) == 13  # two bytes make one letter; the last piece counts
+    assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * 11 + ["length"]
+    assert usage.items() <= pieces[-1].usage.model_dump().items()
+    assert pieces[-1].choices == []
+    several = complete(client, prompt=["a", "bc"], max_tokens=5)
+    assert [(choice.index, choice.text) for choice in several.choices] == [(0, SAID[:5]), (1, SAID[:5])]
+    assert several.usage.prompt_tokens == 3
+    assert complete(client, prompt=[1, 2, 3], stop=["wör"]).choices[0].text == "hello "
+    stopped = list(complete(client, stream=True, stop="o"))
+    assert "".join(piece.choices[0].text for piece in stopped) == "hell"
+    assert stopped[-1].choices[0].finish_reason == "stop"
+
+
+def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tmp_path):
+    tokenizer = OfFolder(save_tokenizer(tmp_path, template=TEMPLATE))
+    hand, client = make(tokenizer)
+    hand.says = [*tokenizer.encode(SAID), tokenizer.ends[0]]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    whole = client.chat.completions.create(model="hand", messages=messages)
+    assert whole.choices[0].message.content == SAID
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].finish_reason == "stop"
+    given = next(order.new[0] for order in hand.orders if order.new)
+    assert tokenizer.held.decode(given.prompt) == "<|user|>hi<end>\n<|assistant|>"
+    assert given.max_new_tokens == POSITIONS - len(given.prompt) + 1
+    assert given.sampling.temperature == 1
+    deltas = [piece.choices[0].delta for piece in client.chat.completions.create(
+        model="hand", messages=messages, max_completion_tokens=40, stream=True, seed=5, top_p=0.5
+    )]  # fmt: skip
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == SAID
+    given = [order.new[0] for order in hand.orders if order.new][-1]
+    assert (given.seed, given.sampling.top_p, given.max_new_tokens) == (5, 0.5, 40)
+
+
+def test_a_tokenizer_without_a_template_is_told_for_chats(make):
+    _, client = make()
+    with pytest.raises(openai.BadRequestError, match=r"no chat template, .* --chat-template FILE"):
+        client.chat.completions.create(model="hand", messages=[{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"model": "gpt"}, openai.NotFoundError, "no model gpt here: this server has hand"),
+        ({"n": 2}, openai.BadRequestError, "n is not supported"),
+        ({"logprobs": 0}, openai.BadRequestError, "logprobs is not supported"),
+        ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty is not supported"),
+        ({"extra_body": {"beams": 3}}, openai.BadRequestError, "beams: there is no such field"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens: Input should be greater"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature=-1.0: expected 0 or more"),
+        ({"temperature": 1, "top_p": 2}, openai.BadRequestError, "top_p=2.0: expected above 0"),
+        ({"prompt": ""}, openai.BadRequestError, "prompt 0 is empty"),
+        ({"prompt": [1, 300]}, openai.BadRequestError, "token 1 is 300, the model knows 0 to 299"),
+        ({"prompt": "x" * 65}, openai.BadRequestError, "prompt 0 has 65 tokens, the model 64 positions"),
+        ({"max_tokens": 65}, openai.BadRequestError, "Set max_new_tokens to 64 or less"),
+        ({"prompt": ["a"] * 5}, openai.BadRequestError, "5 prompts: at most 4 fit the queue"),
+        ({"stop": ["", "a"]}, openai.BadRequestError, "expected at most 4 strings, none of them empty"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_reason(make, given, kind, message):
+    hand, client = make(starts=False)
+    with pytest.raises(kind, match=message) as caught:
+        complete(client, **given)
+    assert caught.value.body["type"] == "invalid_request_error"
+    assert not len(hand.queue)
+
+
+def test_values_that_ask_for_nothing_are_no_reason_to_refuse(make):
+    _, client = make()
+    given = {"n": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "a"}
+    assert complete(client, **given, top_p=0.5).choices[0].text == SAID
+
+
+def test_a_full_queue_says_when_to_come_again_and_an_ending_server_that_it_ends(make):
+    hand, client = make(starts=False, max_waiting=1)
+    with client.completions.create(model="hand", prompt="x", max_tokens=2, temperature=0, stream=True) as stream:
+        with pytest.raises(openai.RateLimitError) as caught:
+            complete(client)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert caught.value.body["code"] == "queue_full"
+        hand.queue.close()
+        with pytest.raises(openai.InternalServerError) as caught:
+            complete(client)
+        assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
+        assert hand.request("GET", "/health")[1] == {"status": "stopping", "running": 0, "waiting": 1}
+        hand.start()
+        assert "".join(piece.choices[0].text for piece in stream) == SAID[:2]  # what had been taken is answered
+
+
+def test_a_client_that_leaves_frees_its_place(make):
+    hand, client = make()
+    hand.says = list(b"a")  # without end
+    with complete(client, stream=True, max_tokens=POSITIONS) as stream:
+        next(iter(stream))
+    assert soon(lambda: not hand.scheduler.num_running)
+    hand.stop()
+    hand, client = make(starts=False)
+    with pytest.raises(openai.APITimeoutError):
+        complete(client, timeout=0.3)
+    hand.turn()
+    assert soon(lambda: hand.turn() and not hand.scheduler.num_running)
+    hand.turn()
+    assert not hand.rows
+
+
+def test_answers_under_way_are_told_when_the_model_fails(make):
+    hand, client = make(starts=False)
+    with complete(client, stream=True) as stream:
+        for _ in range(3):
+            hand.turn()
+        hand.scheduler.fail("a process of the model has failed")
+        with pytest.raises(openai.APIError, match="a process of the model has failed"):
+            list(stream)
+
+
+def test_paths_and_bodies_that_are_none_of_ours_get_errors_of_openai_s_form(make):
+    hand, client = make(starts=False)
+    assert [model.id for model in client.models.list()] == ["hand"]
+    assert client.models.retrieve("hand").created == 7
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    path = "/v1/completions"
+    for method, where, body, headers, status, message in [
+        ("GET", "/v1/files", None, {}, 404, "GET /v1/files: Not Found"),
+        ("GET", path, None, {}, 405, "Method Not Allowed"),
+        ("POST", path, "{", {}, 400, "the body is no JSON"),
+        ("POST", path, "[" * 100_000, {}, 400, "the body is no JSON"),
+        ("POST", path, "[]", {}, 400, "the body is list, expected a JSON object"),
+        ("POST", path, "{}", {}, 400, "model: Field required"),
+        ("POST", path, "{}", {"Content-Type": "text/plain"}, 415, "the content type is not application/json"),
+        ("POST", path, b"1" * (MOST_BYTES + 1), {}, 413, "more than 4,194,304 bytes"),
+    ]:
+        answer, told = hand.request(method, where, body, **headers)
+        assert answer.status == status, where
+        assert message in told["error"]["message"]
+    answer, _ = hand.request("GET", "/health", Host="rebound.example")  # a page of a browser, by a name of its own
+    assert answer.status == 400
+
+
+def test_a_key_is_asked_for_where_there_is_one(make):
+    hand, client = make(api_key="a secret")
+    assert complete(client).choices[0].text == SAID
+    with openai.OpenAI(base_url=client.base_url, api_key="another", max_retries=0) as other:
+        for call in (other.models.list, lambda: complete(other)):
+            with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+                call()
+    assert hand.request("GET", "/health")[0].status == 200
