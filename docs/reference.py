@@ -30,6 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "PrecisionPolicy",
         "OffloadPolicy",
         "RecomputePolicy",
+        "ActivationOffloadPolicy",
         "PipelinePolicy",
         "Placements",
         "wrap_by_class",

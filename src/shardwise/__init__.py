@@ -15,6 +15,7 @@ _LAZY = {
     "ModelShape": "shardwise.spec.shape",
     "ParallelPlan": "shardwise.spec.plan",
     "Placements": "shardwise.spec.placement",
+    "ActivationOffloadPolicy": "shardwise.spec.policies",
     "OffloadPolicy": "shardwise.spec.policies",
     "PipelinePolicy": "shardwise.spec.schedule",
     "PrecisionPolicy": "shardwise.spec.policies",
@@ -89,6 +90,7 @@ _LAZY = {
 _MODULES = {"models", "planner"}
 
 __all__ = [
+    "ActivationOffloadPolicy",
     "CheckpointError",
     "CollectiveEvent",
     "CommError",
@@ -221,6 +223,7 @@ if TYPE_CHECKING:
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.policies import (
+        ActivationOffloadPolicy,
         OffloadPolicy,
         PrecisionPolicy,
         RecomputePolicy,

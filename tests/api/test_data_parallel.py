@@ -285,5 +285,5 @@ def test_what_cannot_be_is_refused():
     for field, value in (("auto_wrap_policy", sw.wrap_by_class({nn.Linear})), ("merge_units", 77)):
         with pytest.raises(PlanError, match=f"(?s){field}=.* has no meaning for strategy 'data_parallel'"):
             sw.parallelize(nn.Linear(2, 2), ParallelPlan(strategy="data_parallel", **{field: value}))
-    with pytest.raises(PlanError, match="activation_checkpointing and compile do not act on them"):
+    with pytest.raises(PlanError, match="activation_checkpointing, offload_activations and compile do not act on them"):
         sw.parallelize(nn.Linear(2, 2), ParallelPlan(strategy="data_parallel", activation_checkpointing="full"))

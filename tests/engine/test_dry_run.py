@@ -490,3 +490,33 @@ def test_large_models_run_dry_in_little_time_and_memory(tmp_path, name, strategi
             assert row["traffic"]["all_gather"][0] == 2 * layers - 1 + 1
         if row["strategy"] in {"hsdp", "hybrid_shard_grad_op"}:
             assert row["traffic"]["all_reduce on dp_replicate"][0] == layers + 1
+
+
+#: The memory of an A100 with 40 GB that torch can use, in bytes.
+A100 = 39.4 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rows", "tokens", "units", "peak_gb"),
+    [("gpt-175b", 20, 512, "Block", 20.1), ("gpt-1t", 4, 2048, "Linear", 39.4)],
+)
+def test_the_published_configurations_of_fsdp_fit_with_activations_on_the_host(name, rows, tokens, units, peak_gb):
+    """128 A100, SGD, 16-bit weights in host memory (pytorch.org, Introducing PyTorch Fully Sharded Data Parallel)."""
+    batch = (torch.empty(rows, tokens, dtype=torch.int64), torch.empty(rows, tokens, dtype=torch.int64))
+    plan = sw.ParallelPlan(
+        auto_wrap_policy=sw.wrap_by_class(units),
+        activation_checkpointing=sw.wrap_by_class("Block"),
+        offload_policy="cpu",
+        offload_activations=True,
+    )
+    run = sw.dry_run(
+        lambda: sw.models.gpt(name).bfloat16(), plan, world_size=128, batch=batch, optimizer="sgd", backend="nccl"
+    )
+    assert run.peak_bytes / 1e9 == pytest.approx(peak_gb, abs=0.1)
+    assert run.peak_bytes < A100
+    config = sw.models.PRESETS[name]
+    num_inputs = config.num_layers + (units == "Linear")  # the head is a unit then
+    weights = 2 * 2 * run.num_parameters / 128  # and gradients
+    inputs = 2 * rows * tokens * config.hidden * num_inputs
+    assert run.bytes_by_category["host"] == pytest.approx(weights + inputs, rel=0.001)

@@ -37,6 +37,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "granularity",
         "offload_policy",
         "activation_checkpointing",
+        "offload_activations",
         "accumulation",
         "pipeline",
         "merge_units",

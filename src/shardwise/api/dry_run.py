@@ -57,7 +57,8 @@ class DryRun:
             (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded), ``average`` (where
             there is one) and ``activations`` (the most that forward and backward hold besides: what autograd saves and
             what passes by). Where ``keep_buffers`` is off, as by default on a GPU, ``gradients``, ``gathered`` and
-            ``reduce`` are what is allocated of them at the moment of the peak.
+            ``reduce`` are what is allocated of them at the moment of the peak. Activations that are offloaded are in
+            ``host``.
         rank: The rank whose step this is.
         world_size: Number of ranks.
         strategy: The plan's, in words.
@@ -219,7 +220,9 @@ def dry_run(
 def _allocated_in_a_step(engine: Engine) -> dict[str, Iterable[Tensor | None]]:
     """By category, what an engine that keeps no buffers allocates when it is needed."""
     return {
-        "gradients": [tensor for group in engine.groups for tensor in group.gradient.held_buffers],
+        "gradients": [
+            tensor for group in engine.groups if not group.facts.is_offloaded for tensor in group.gradient.held_buffers
+        ],
         "gathered": [slot.buffer for slot in engine.slots.slots],
         "reduce": engine.gradients.unused,
     }

@@ -21,7 +21,7 @@ from shardwise.engine import build
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_experts
-from shardwise.features import batch_norm, recompute
+from shardwise.features import activation_offload, batch_norm, recompute
 from shardwise.features.chunked_loss import check_chunked
 from shardwise.features.compile import compile_units
 from shardwise.features.precision import Policies
@@ -86,7 +86,8 @@ def parallelize(
     check_plan(plan)
     units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
-    recompute.find(model, units, plan.recompute)  # refuses before the ranks communicate
+    recomputed = recompute.find(model, units, plan.recompute)  # refuses before the ranks communicate
+    activation_offload.find(model, units, plan.activation_offload, recomputed)
     check_chunked(model, plan)
     check_cuts(model, plan, units)
     tables = find_row_sharded(model, plan.row_sharded)
@@ -246,6 +247,7 @@ def engine_options(plan: ParallelPlan, device_type: str) -> EngineOptions:
         num_gradient_buffers=plan.gradient_buffers,
         keeps_buffers=keeps_buffers(device_type, wanted=plan.keep_buffers),
         recompute=plan.recompute,
+        activation_offload=plan.activation_offload,
         merge_limit=plan.merge_limit,
         offload=plan.offload,
     )

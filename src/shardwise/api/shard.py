@@ -17,7 +17,7 @@ from shardwise.engine import build
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit
-from shardwise.features import batch_norm, guard, precision, recompute, safety
+from shardwise.features import activation_offload, batch_norm, guard, precision, recompute, safety
 from shardwise.features.module_buffers import BufferSync
 from shardwise.features.wrap import (
     assign_parameters,
@@ -85,6 +85,9 @@ def shard_model(
     policies.cast_buffers(model, ignored.buffers)
     policies.install_casts(model, unit_modules)
     recomputed = recompute.install(model, unit_modules, options.recompute)
+    offloaded = activation_offload.install(
+        model, unit_modules, options.activation_offload, recomputed, device=comms.gather.device
+    )
     modules = {"": model, **unit_modules}
     ranks = assign_ranks(owned.values(), row, comms) if options.granularity == TENSOR else {}
     make_unit = unit_maker(row, comms, options, policies)
@@ -102,7 +105,9 @@ def shard_model(
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), options.quantization)
     engine = start(model, nest(units.values()), row, comms, options, ignored=ignored)
-    engine.observers.add(Description(recomputed=recomputed))
+    if offloaded is not None:
+        engine.observers.add(offloaded)
+    engine.observers.add(Description(recomputed=recomputed, offloaded=offloaded.names if offloaded else ()))
     return engine
 
 
@@ -174,10 +179,12 @@ class Description(Observer):
 
     Attributes:
         recomputed: Names of the modules whose forward is run again in backward.
+        offloaded: Names of the modules that keep what they leave for backward on the host.
         notes: Further lines.
     """
 
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -109,7 +109,8 @@ class Summary:
         ignored: Names of the parameters that are left alone.
         row_sharded: Logical shapes, by name, of embeddings whose rows are spread over all ranks.
         recomputed: Names of the modules whose forward is run again in backward.
-        keeps: Operators whose outputs are kept in them all the same, by name or family.
+        offloaded: Names of the modules that keep what they leave for backward on the host.
+        keeps: Operators whose outputs are kept in recomputed modules all the same, by name or family.
         updated: How the optimizer's step comes about.
         coordinate: On ``pp``, ``cp`` and ``tp``, where they have several ranks: this rank's position.
         notes: Further lines, such as which stage of a pipeline has which modules.
@@ -135,6 +136,7 @@ class Summary:
     ignored: tuple[str, ...] = ()
     row_sharded: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
     updated: str = ""
     coordinate: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -201,6 +203,8 @@ class Summary:
         if self.recomputed:
             kept = f", but for what {', '.join(self.keeps)} give" if self.keeps else ""
             lines.append(f"recomputed in backward: {' '.join(self.recomputed)}{kept}")
+        if self.offloaded:
+            lines.append(f"activations on the host: {' '.join(self.offloaded)}")
         if self.updated:
             lines.append(f"updated {self.updated}")
         if self.forward_order:
@@ -271,6 +275,7 @@ def summary(model: nn.Module) -> Summary:
         world_rank=engine.comms.world.rank,
         num_world_ranks=engine.comms.world.size,
         recomputed=description.recomputed,
+        offloaded=description.offloaded,
         keeps=tuple(policy.save) if policy is not None else (),
         updated=_update(engine),
         coordinate={

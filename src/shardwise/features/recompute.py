@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise.features.wrap import find_units
 from shardwise.spec.errors import PlanError, StateError, Uncopyable
-from shardwise.spec.policies import RecomputePolicy
+from shardwise.spec.policies import RecomputePolicy, WrapPolicy
 
 #: Operators by family. Which of them an attention or a product becomes depends on device, dtype and torch's version.
 _FAMILIES: dict[str, tuple[str, ...]] = {
@@ -54,7 +54,7 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
     """The modules of ``model`` that ``policy`` recomputes, by name."""
     if policy is None:
         return {}
-    found = _named(model, units, policy)
+    found = choose_modules(model, units, policy.modules, policy.every, field="activation_checkpointing")
     _context_fn(policy)
     for name in found if policy.save else ():
         inside = [unit for unit in units if unit.startswith(f"{name}.")]
@@ -82,25 +82,50 @@ def enclosing(name: str, recomputed: Iterable[str]) -> str | None:
     return next((path for path in recomputed if name.startswith(f"{path}.")), None)
 
 
-def _named(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePolicy) -> dict[str, nn.Module]:
-    if isinstance(policy.modules, str):
+def choose_modules(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    modules: str | WrapPolicy | Mapping[str, Any],
+    every: int,
+    *,
+    field: str,
+) -> dict[str, nn.Module]:
+    """Modules that a policy of the plan's ``field`` names, by name, each ``every``-th of them.
+
+    Args:
+        model: The root.
+        units: The other units.
+        modules: ``"units"``, or a wrap policy.
+        every: 1: all.
+        field: For messages.
+
+    Raises:
+        PlanError: There are none, or one lies inside another.
+    """
+    if isinstance(modules, str):
         found = {name: module for name, module in units.items() if not any(name.startswith(f"{u}.") for u in units)}
         if not found:
             raise PlanError(
-                "activation_checkpointing recomputes units, but the model has none below its root.\n"
-                "  Choose an auto_wrap_policy, or name modules: activation_checkpointing=sw.wrap_by_class({Block})."
+                f"{field} {_DOES[field]} units, but the model has none below its root.\n"
+                f"  Choose an auto_wrap_policy, or name modules: {field}=sw.wrap_by_class({{Block}})."
             )
     else:
-        assert not isinstance(policy.modules, Mapping)  # RecomputePolicy has replaced it
-        found = find_units(model, policy.modules)
+        assert not isinstance(modules, Mapping)  # the policy has replaced it
+        found = find_units(model, modules)
         for name in found:
             outer = enclosing(name, found)
             if outer is not None:
                 raise PlanError(
-                    f"activation_checkpointing names {outer!r} and, inside it, {name!r}, which would be computed three"
-                    " times.\n  Name one of them."
+                    f"{field} names {outer!r} and, inside it, {name!r}, {_TWICE[field]}.\n  Name one of them."
                 )
-    return dict(list(found.items())[:: policy.every])
+    return dict(list(found.items())[::every])
+
+
+_DOES = {"activation_checkpointing": "recomputes", "offload_activations": "offloads"}
+_TWICE = {
+    "activation_checkpointing": "which would be computed three times",
+    "offload_activations": "whose tensors would be copied twice",
+}
 
 
 class _Recomputed(Uncopyable):

@@ -16,7 +16,8 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class SavedTensors(Observer):
 
     Attributes:
         num_healed: Tensors whose data had to be brought back.
+        pack, unpack: The hooks in force; ``None`` where nothing is watched.
     """
 
     def __init__(self) -> None:
@@ -52,6 +54,8 @@ class SavedTensors(Observer):
         self._changes_seen = -1
         self._is_settled = False
         self.num_healed = 0
+        self.pack: Callable[[Tensor], Any] | None = None
+        self.unpack: Callable[[Any], Tensor] | None = None
 
     def _is_on(self, engine: Engine) -> bool:
         """Whether the next forward that trains is watched: always where a slot that is not in use has no memory."""
@@ -86,6 +90,7 @@ class SavedTensors(Observer):
                 net.check(engine, group)
             return tensor
 
+        self.pack, self.unpack = pack, unpack
         self._context = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._context.__enter__()
 
@@ -93,7 +98,7 @@ class SavedTensors(Observer):
         """Watch no longer."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
-            self._context = None
+            self._context = self.pack = self.unpack = None
 
     def backward_ended(self, engine: Engine) -> None:
         """See whether the order of units was as in the backward before."""

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwise import torch_private
 from shardwise.engine.engine import Engine
+from shardwise.features.activation_offload import ActivationOffload
 from shardwise.forms.flat_parameters import group_of
 from shardwise.forms.host import Transfers
 from shardwise.forms.ignored import ignored_of
@@ -174,7 +175,7 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
     Returns:
         ``parameters`` (masters and replicas), ``gradients`` (``.grad`` and sums that wait for their reduction),
         ``optimizer`` (state of ``optimizers``), ``gathered`` (slots), ``reduce`` (buffers in which gradients are
-        collected and received) and ``host`` (the offloaded part of the first three).
+        collected and received) and ``host`` (the offloaded part of the first three, and buffers for activations).
     """
     seen: set[int] = set()
 
@@ -203,6 +204,7 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
     def of(category: str) -> list[Tensor]:
         return [tensor for other, tensor in kept if other == category]
 
+    activations = engine.observers.find(ActivationOffload)
     host = take([*state[True], *(t for g in offloaded for t in (g.master, g.gradient.home.tensor)), *of("host")])
     return {
         "parameters": take([*(t for group in groups for t in (group.master, group.replica)), *of("parameters")])
@@ -216,5 +218,5 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
         "reduce": engine.gradients.total_bytes
         + packed_pool(engine, "reduce").total_bytes
         + sum(comm.held_bytes for comm in engine.comms),
-        "host": host,
+        "host": host + (activations.host.num_bytes if activations is not None else 0),
     }

@@ -15,7 +15,13 @@ from functools import cached_property
 from shardwise.spec.granularity import ELEMENT, Granularity
 from shardwise.spec.layout import GroupLayout, ReduceLayout
 from shardwise.spec.placement import Placements
-from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy, RecomputePolicy
+from shardwise.spec.policies import (
+    FULL_PRECISION,
+    ActivationOffloadPolicy,
+    OffloadPolicy,
+    PrecisionPolicy,
+    RecomputePolicy,
+)
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization, packed_bytes, packed_cuts, summed_cuts
 
@@ -250,6 +256,7 @@ class EngineOptions:
             gradients are collected.
         keeps_buffers: Slots, gradient buffers and what ``.grad`` lives in stay allocated from step to step.
         recompute: What is computed again in backward; ``None``: nothing.
+        activation_offload: What of forward is kept on the host for backward; ``None``: nothing.
         merge_limit: Small units are merged up to this many bytes of parameters; ``None``: as ``spec.chain`` says.
         offload: What is kept on the host; ``None``: nothing.
     """
@@ -263,6 +270,7 @@ class EngineOptions:
     num_gradient_buffers: int = 2
     keeps_buffers: bool = True
     recompute: RecomputePolicy | None = None
+    activation_offload: ActivationOffloadPolicy | None = None
     merge_limit: int | None = 0
     offload: OffloadPolicy | None = None
 

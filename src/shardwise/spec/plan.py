@@ -13,10 +13,12 @@ from shardwise.spec.granularity import Granularity, resolve_granularity
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.policies import (
     FULL_PRECISION,
+    ActivationOffloadPolicy,
     OffloadPolicy,
     PrecisionPolicy,
     RecomputePolicy,
     WrapPolicy,
+    activation_offload_policy,
     check_offload,
     ignored_entries,
     is_positive,
@@ -98,6 +100,9 @@ class ParallelPlan:
         activation_checkpointing: What is recomputed in backward instead of being kept. ``"none"``; ``"full"``: every
             unit; ``"selective"``: every unit, except outputs of matrix products and attention; a wrap policy: the
             modules that it names; or a ``RecomputePolicy``.
+        offload_activations: ``True``: what the forward of a unit leaves for backward (of a recomputed unit its inputs)
+            is kept in host memory, and comes back one unit before backward needs it. A wrap policy: of the modules that
+            it names; or an ``ActivationOffloadPolicy``. Not with ``"selective"`` recomputation.
         accumulation: How the microbatches of a step are added up. ``"sharded"``: every microbatch is reduced, and the
             means are added in the master's dtype. ``"unsharded"``: each rank adds its microbatches in ``reduce_dtype``
             and reduces once. ``"defer_replicate"``: every microbatch is reduced inside its group, the last one also
@@ -149,6 +154,7 @@ class ParallelPlan:
     granularity: str | Granularity | Sequence[Any] = "element"
     offload_policy: str | OffloadPolicy | Mapping[str, Any] = "none"
     activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
+    offload_activations: bool | WrapPolicy | ActivationOffloadPolicy | Mapping[str, Any] = False
     accumulation: str = "auto"
     pipeline: PipelinePolicy | Mapping[str, Any] | str | None = None
     merge_units: str | bool | int = "auto"
@@ -166,9 +172,13 @@ class ParallelPlan:
         self._set("auto_wrap_policy", wrap_policy(self.auto_wrap_policy, "auto_wrap_policy"))
         if self.mp_policy is not None:
             self._set("mp_policy", PrecisionPolicy.parse(self.mp_policy))
-        for name, parse in (("offload_policy", offload_policy), ("activation_checkpointing", recompute_policy)):
+        for name, parse in (
+            ("offload_policy", offload_policy),
+            ("activation_checkpointing", recompute_policy),
+            ("offload_activations", activation_offload_policy),
+        ):
             policy = parse(getattr(self, name))
-            if not isinstance(getattr(self, name), str):  # "none", "cpu", "full" stay as they were given
+            if not isinstance(getattr(self, name), str | bool):  # "none", "cpu", "full", True stay as they were given
                 self._set(name, policy)
         self._set("tp_plan", parse_table(self.tp_plan))
         self._set("ignored", ignored_entries(self.ignored))
@@ -314,6 +324,11 @@ class ParallelPlan:
                 "compile=True with operators whose outputs are kept: a compiled unit no longer calls them one by one.\n"
                 "  Use activation_checkpointing='full', or compile=False."
             )
+        if self.activation_offload is not None and self.recompute is not None and self.recompute.save:
+            yield (
+                "offload_activations with recomputation that keeps outputs of operators: those would stay on the"
+                " device.\n  Use activation_checkpointing='full' or 'none'."
+            )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -356,6 +371,11 @@ class ParallelPlan:
     def recompute(self) -> RecomputePolicy | None:
         """``activation_checkpointing`` as a policy; ``None`` where nothing is recomputed."""
         return recompute_policy(self.activation_checkpointing)
+
+    @property
+    def activation_offload(self) -> ActivationOffloadPolicy | None:
+        """``offload_activations`` as a policy; ``None`` where nothing is offloaded."""
+        return activation_offload_policy(self.offload_activations)
 
     @property
     def pipeline_policy(self) -> PipelinePolicy | None:
@@ -479,10 +499,12 @@ def check_plan(plan: ParallelPlan) -> None:
             f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
             " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
         )
-    if plan.placements.is_threaded and (plan.recompute is not None or plan.compile):
+    if plan.placements.is_threaded and (
+        plan.recompute is not None or plan.activation_offload is not None or plan.compile
+    ):
         raise PlanError(
-            f"strategy {plan.strategy!r} runs copies of the model's modules: activation_checkpointing and compile do"
-            " not act on them.\n  Leave them out, or use ddp."
+            f"strategy {plan.strategy!r} runs copies of the model's modules: activation_checkpointing,"
+            " offload_activations and compile do not act on them.\n  Leave them out, or use ddp."
         )
     for name, harmless in (("auto_wrap_policy", ("auto", "none")), ("merge_units", ("auto", False))):
         if plan.placements.is_threaded and getattr(plan, name) not in harmless:

@@ -373,10 +373,79 @@ def recompute_policy(value: object) -> RecomputePolicy | None:
 
 
 def _modules(value: object) -> WrapPolicy:
-    policy = wrap_policy(value, "activation_checkpointing")
+    return _named_modules(value, "activation_checkpointing", _RECOMPUTE_USAGE)
+
+
+def _named_modules(value: object, field: str, usage: str) -> WrapPolicy:
+    policy = wrap_policy(value, field)
     if isinstance(policy, str):
-        raise PlanError(f"activation_checkpointing: modules={policy!r} names no modules.\n{_RECOMPUTE_USAGE}")
+        raise PlanError(f"{field}: modules={policy!r} names no modules.\n{usage}")
     return policy
+
+
+# -- activations on the host
+
+_ACTIVATIONS_USAGE = (
+    "  Use True, False, a wrap policy that names modules, or ActivationOffloadPolicy(modules=..., every=...,"
+    " least_bytes=...)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationOffloadPolicy:
+    """Which modules keep in host memory what their forward leaves for backward.
+
+    Of a module that is recomputed these are its inputs, else all tensors that autograd saves. They are copied while
+    forward goes on, and copied back one module before backward needs them.
+
+    Attributes:
+        modules: ``"units"``, the outermost units below the root; or a wrap policy that chooses other modules.
+        every: n offloads every n-th of those modules, beginning with the first.
+        least_bytes: Tensors whose memory is smaller than this stay on the device.
+        pin_memory: With CUDA: use page-locked memory, to and from which copies are asynchronous.
+
+    Raises:
+        PlanError: A value is none of these.
+    """
+
+    modules: str | WrapPolicy | Mapping[str, Any] = "units"
+    every: int = 1
+    least_bytes: int = 1 << 16
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if self.modules != "units":
+            object.__setattr__(self, "modules", _named_modules(self.modules, "offload_activations", _ACTIVATIONS_USAGE))
+        for name in ("every", "least_bytes"):
+            if not is_positive(getattr(self, name)):
+                raise PlanError(
+                    f"ActivationOffloadPolicy({name}={getattr(self, name)!r}): expected a whole number of at least 1.\n"
+                    "  every=2 offloads every second module; least_bytes=1 offloads the smallest tensors too."
+                )
+        if not isinstance(self.pin_memory, bool):
+            raise PlanError(f"ActivationOffloadPolicy(pin_memory={self.pin_memory!r}): expected True or False.")
+
+    def __str__(self) -> str:
+        return f"{self.modules}{'' if self.every == 1 else f', one in {self.every}'}"
+
+
+def activation_offload_policy(value: object) -> ActivationOffloadPolicy | None:
+    """``ParallelPlan.offload_activations`` as a policy; ``None`` where nothing is offloaded.
+
+    Raises:
+        PlanError: The value is none.
+    """
+    if isinstance(value, bool):
+        return ActivationOffloadPolicy() if value else None
+    if isinstance(value, ActivationOffloadPolicy):
+        return value
+    if isinstance(value, WrapPolicy):
+        return ActivationOffloadPolicy(modules=value)
+    if not isinstance(value, Mapping):
+        raise PlanError(f"offload_activations={value!r} is no policy.\n{_ACTIVATIONS_USAGE}")
+    if any(key in field_names(ActivationOffloadPolicy) for key in value):
+        return from_fields(ActivationOffloadPolicy, value, "offload_activations")
+    return ActivationOffloadPolicy(modules=_named_modules(value, "offload_activations", _ACTIVATIONS_USAGE))
 
 
 # -- offloading
