@@ -59,6 +59,8 @@ linkcheck_timeout = 20
 #: The bar at the left. A page that is in none of these lists is an error.
 contents: dict[str, tuple[str, ...]] = {
     "Start": (
+        "Start here <docs/start>",
+        "Which plan? <docs/which-plan>",
         "Fine-tune <docs/fine-tuning>",
         "Checkpoints <docs/checkpoints>",
         "Launch <docs/launching>",
@@ -77,16 +79,19 @@ contents: dict[str, tuple[str, ...]] = {
         "Context parallelism <docs/context-parallelism>",
         "Expert parallelism <docs/expert-parallelism>",
         "Inference <docs/inference>",
+        "Serving <docs/serving>",
         "Reports <docs/reports>",
         "Test your own layers <docs/testing>",
     ),
     "How it works": (
+        "What moves when <docs/how-it-works>",
         "Architecture <docs/architecture>",
         "Decisions <docs/reference/decisions>",
     ),
     "Proof": (
         "Parity <docs/parity>",
         "Models <docs/models>",
+        "What works together <docs/support>",
         "Faults survived <docs/reliability>",
         "Measurements <docs/reference/measurements>",
     ),
@@ -101,6 +106,7 @@ contents: dict[str, tuple[str, ...]] = {
         "Changes <CHANGELOG>",
         "Contribute <CONTRIBUTING>",
         "Security <SECURITY>",
+        "Releases <docs/releasing>",
     ),
 }
 

@@ -5,13 +5,21 @@ Boxes, words and lanes are those of the reports (``shardwise.report``).
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.report.element import Content, Element, svg_file
 from shardwise.report.lanes import Bar, Lanes
+from shardwise.report.pipeline import WORDS as KINDS
 from shardwise.report.svg import arrow, box, picture, text
+from shardwise.sim.step import SimulatedStep, StepUnit, Transfer, simulate_step
+from shardwise.spec.placement import PRESETS
+from shardwise.spec.schedule import PipelinePolicy
+from shardwise.spec.schedule.simulate import Durations, simulate
 
 ROOT = Path(__file__).parents[1]
 PICTURES = Path(__file__).parent / "pictures"
@@ -21,6 +29,7 @@ JOBS = {
     "testing": "run_on_ranks, the oracle, the probe",
     "cli": "arguments in, text out",
     "integrations": "other people's trainers",
+    "serve": "answers requests over HTTP",
     "train": "the trainer: configuration, data, loop, run folder",
     "report": "reports of plans and runs",
     "api": "what a user calls, one file for each verb",
@@ -179,7 +188,143 @@ def draw_timeline() -> Element:
     return picture(lanes.width, lanes.bottom + 100, "One step of zero3 in time", parts, has_style=True)
 
 
-DRAWINGS = {"floors.svg": draw_floors, "timeline.svg": draw_timeline}
+# -- what moves when, by strategy: the simulator's step
+
+
+#: Units of the pictures: a root with three blocks. A transfer of a block takes as long as its forward.
+UNITS = ("root", "1", "2", "3")
+STREAMS = {"compute": "compute", "gather": "all-gather", "reduce": "reduce-scatter"}
+#: What a rank of four holds between steps of parameters, gradients and optimizer state: the whole, or a part.
+HELD = {"ddp": "111", "zero1": "110", "zero2": "100", "shard_grad_op": "000", "zero3": "000"}
+WORDS = {
+    "ddp": "Every rank holds everything. Gradients of a unit are all-reduced while backward goes on.",
+    "zero1": "The optimizer's state is sharded. After the step the next forward gathers the updated parameters.",
+    "zero2": "Gradients are sharded too: what reduce-scatter has sent is no longer held.",
+    "shard_grad_op": "Parameters are sharded too, and stay gathered from forward to backward.",
+    "zero3": "Units are released after forward and gathered once more in backward: two units and the root are whole.",
+}
+
+
+def simulated(strategy: str) -> SimulatedStep:
+    """A step of the four units under a strategy, in units of a block's forward."""
+    row = PRESETS[strategy]
+    gather = (0.4, 0.8) if row.shards_optimizer else ()
+    reduce = (0.4, 0.8) if row.shards_optimizer else (0.8, 1.6)  # an all-reduce sends twice as much
+
+    def transfers(seconds: tuple[float, ...], *, is_root: bool) -> tuple[Transfer, ...]:
+        return (Transfer(seconds[0 if is_root else 1]),) if seconds else ()
+
+    units = [
+        StepUnit(
+            name,
+            forward_s=0.2 if name == "root" else 1.0,
+            backward_s=0.4 if name == "root" else 2.0,
+            forward_end_s=0.6 if name == "root" else 0.0,
+            backward_end_s=0.2 if name == "root" else 0.0,
+            gather=transfers(gather, is_root=name == "root"),
+            reduce=transfers(reduce, is_root=name == "root"),
+        )
+        for name in UNITS
+    ]
+    return simulate_step(units, row, optimizer_s=0.3 if row.shards_optimizer else 0.8)
+
+
+def draw_strategy(strategy: str) -> Element:
+    step = simulated(strategy)
+    ((timeline, _),) = step.microbatches
+    names = {key: name for key, name in STREAMS.items() if key in timeline.streams}
+    if "gather" not in names:
+        names["reduce"] = "all-reduce"
+    lanes = Lanes(names, end=15, width=1080, top=96, height=26, gap=8)
+    parts: list[Content] = [text(20, 26, strategy, size=15), text(20, 46, WORDS[strategy], class_="faint")]
+    for place, (name, part) in enumerate(zip(("parameters", "gradients", "optimizer"), HELD[strategy], strict=True)):
+        x, width = 20 + 290 * place, 120.0 if part == "1" else 30.0
+        share = "whole" if part == "1" else "a quarter"
+        parts += [
+            box(x, 62, 120, 16, "paper"),
+            box(x, 62, width, 16, ("k0", "k2", "k7")[place]),
+            text(x + 128, 75, f"{name}: {share}"),
+        ]
+    bars = [bar("compute", "step", timeline.end_s, timeline.end_s + step.optimizer_s, "step")]
+    for stream, spans in timeline.streams.items():
+        seen: set[str] = set()
+        for span in spans:
+            unit = span.task.label
+            label = f"{'backward' if unit in seen else 'forward'} {unit}" if stream == "compute" else unit
+            seen.add(unit)
+            if span.end_s > span.begin_s:
+                bars.append(bar(stream, unit, span.begin_s, span.end_s, label if unit != "root" else ""))
+    parts += lanes.parts(bars)
+    return picture(lanes.width, lanes.bottom + 14, f"One step under {strategy}", parts, has_style=True)
+
+
+# -- a pipeline's schedules, and a block that tp cuts
+
+
+def draw_pipeline() -> Element:
+    """1F1B and a zero-bubble schedule of the same stages and microbatches."""
+    width, top = 1080, 66
+    parts: list[Content] = [text(20, 28, "Four ranks of a pipeline, eight microbatches. Empty is the bubble.", size=15)]
+    for name in ("1f1b", "zb-h1"):
+        built = PipelinePolicy(name, num_microbatches=8).build(4)
+        timing = simulate(built, Durations())
+        lanes = Lanes({str(rank): f"rank {rank}" for rank in range(4)}, end=36, width=width, top=top, height=22, gap=5)
+        bars = [
+            Bar(
+                str(rank),
+                span.start,
+                span.end,
+                f"{KINDS[span.action.kind][0]}{span.action.microbatch}",
+                KINDS[span.action.kind][2],
+            )
+            for rank, spans in enumerate(timing.spans)
+            for span in spans
+        ]
+        share = f"{float(timing.bubble_share):.0%}"
+        parts += [text(20, top - 10, f"{name}: a rank is idle for {share} of the step"), *lanes.parts(bars)]
+        top = int(lanes.bottom) + 44
+    note = "F: forward. B: backward, or the half of it that makes the gradient of the input. W: the other half."
+    parts.append(text(20, top - 14, note, class_="faint"))
+    return picture(width, top, "Schedules of a pipeline", parts, has_style=True)
+
+
+def draw_tensor() -> Element:
+    """The MLP of a block on two ranks."""
+    parts: list[Content] = [
+        text(20, 28, "The MLP of a block under tp=2: each rank multiplies by half of both weights.", size=15)
+    ]
+    for rank in range(2):
+        y = 60 + 120 * rank
+        parts.append(text(20, y + 42, f"rank {rank}"))
+        half = ("left", "right")[rank]
+        boxes = (
+            (90, 120, 70, "k8", "x", "whole"),
+            (260, 90, 70, "k0", "up", f"{half} columns"),
+            (400, 120, 70, "k4", "activation", f"{half} half"),
+            (570, 90, 70, "k0", "down", f"{('upper', 'lower')[rank]} rows"),
+            (710, 130, 70, "k4", "partial sum", "of every output"),
+            (900, 140, 70, "k8", "y", "whole"),
+        )
+        for x, width, height, fill, name, words in boxes:
+            middle = x + width / 2
+            parts += [
+                box(x, y, width, height, fill),
+                text(middle, y + 32, name, class_="on", anchor="middle", size=14),
+                text(middle, y + 50, words, class_="on", anchor="middle", size=11),
+            ]
+        ends = [(x, x + width) for x, width, *_ in boxes]
+        parts += [arrow(stop + 4, y + 35, start - 4, y + 35) for (_, stop), (start, _) in itertools.pairwise(ends)]
+    parts += [box(858, 50, 24, 210, "k3"), text(870, 280, "all-reduce", anchor="middle")]
+    return picture(1080, 296, "The MLP of a block under tensor parallelism", parts, has_style=True)
+
+
+DRAWINGS: dict[str, Callable[[], Element]] = {
+    "floors.svg": draw_floors,
+    "timeline.svg": draw_timeline,
+    "pipeline.svg": draw_pipeline,
+    "tensor.svg": draw_tensor,
+    **{f"moves-{strategy}.svg": functools.partial(draw_strategy, strategy) for strategy in HELD},
+}
 
 
 def main(folder: Path) -> None:

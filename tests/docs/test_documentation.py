@@ -1,4 +1,4 @@
-"""What the README shows is run: a newcomer copies it."""
+"""What README.md and docs/start.md show is run: a newcomer copies it."""
 
 import contextlib
 import io
@@ -19,16 +19,17 @@ from shardwise.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+START = (ROOT / "docs" / "start.md").read_text()
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 SHORT = "first --set train.steps=2"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: str = START) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
 def fewer(program: str) -> str:
-    """A program of the README with an eighth of its samples."""
+    """A program of the pages with an eighth of its samples."""
     assert "torch.randn(256, 16, 64)" in program
     return program.replace("torch.randn(256, 16, 64)", "torch.randn(32, 16, 64)")
 
@@ -38,7 +39,7 @@ def snippets() -> list[tuple[str, str]]:
     return [
         (page.name, text)
         for page in sorted((ROOT / "docs").glob("*.md"))
-        if page.name != "integrations.md"  # tests/integrations has the packages for it
+        if page.name not in {"integrations.md", "start.md"}  # tests/integrations has the packages; below
         for text in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     ]
 
@@ -86,7 +87,8 @@ def test_every_python_block_runs_as_it_is(text: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), snippets(), ids=lambda value: value if value.endswith(".md") else "")
 def test_every_snippet_of_the_pages_runs_on_two_ranks(page: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / "snippet.py").write_text(text)
+    """With two processes on the CPU in place of GPUs."""
+    (tmp_path / "snippet.py").write_text(text.replace('"cuda"', '"cpu"'))
     run_on_ranks(run_file, 2, str(tmp_path / "snippet.py"))
 
 
@@ -114,7 +116,7 @@ def launch(commands: list[str], folder: str) -> list[str]:
 @pytest.mark.slow
 def test_two_machines_meet_as_the_page_says_and_rank_0_alone_prints_and_saves(tmp_path: Path) -> None:
     """Both machines are here, with one process each."""
-    commands = re.findall(r"^\$ torchrun (--nnodes 2 .*?(?:train.py|--run-dir \S+))$", README, re.DOTALL | re.MULTILINE)
+    commands = re.findall(r"^\$ torchrun (--nnodes 2 .*?(?:train.py|--run-dir \S+))$", START, re.DOTALL | re.MULTILINE)
     for old, new in (("\\\n", " "), ("--nproc-per-node 8", "--nproc-per-node 1"), ("/shared/runs/first", SHORT)):
         commands = [command.replace(old, new) for command in commands]
     commands = [command.replace("HOST:29500", f"localhost:{free_port()}") for command in commands]
@@ -151,11 +153,14 @@ def test_every_configuration_is_valid(text: str, tmp_path: Path) -> None:
 
 def test_every_make_target_that_is_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"make ([a-z-]+)`", README)) | set(re.findall(r"\$ make ([a-z-]+)", README)) <= targets
+    assert (
+        set(re.findall(r"make ([a-z-]+)`", README + START)) | set(re.findall(r"\$ make ([a-z-]+)", README + START))
+        <= targets
+    )
 
 
 def test_every_verb_that_is_named_has_a_help_text_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    table = README.split("| verb | does |")[1].split("\n\n")[0]
+    table = START.split("| verb | does |")[1].split("\n\n")[0]
     verbs = re.findall(r"`([a-z][a-z -]+)`", table)
     assert len(verbs) >= 9
     for verb in verbs:
@@ -184,28 +189,46 @@ def test_pictures_are_as_their_script_draws_them(tmp_path: Path) -> None:
         assert path.read_text() == (tmp_path / path.name).read_text(), f"run: python docs/pictures.py ({path.name})"
 
 
-def test_measured_ratios_are_those_of_the_file_that_is_linked() -> None:
-    rows = re.findall(r"^\| ([^|]+) / ([^|]+) \| ([\w-]+) \| ([^|]+) \| \[[^]]+\]\(([^)]+)\)", README, re.MULTILINE)
-    assert len(rows) >= 10
-    for ours, other, case, ratio, file in rows:
-        lines = (ROOT / file).read_text().splitlines()
-        assert any(f"{ours} / {other} | {case} |" in line and f"| {ratio}" in line for line in lines), (
-            ours,
-            other,
-            ratio,
-        )
+#: Names of the README's table in the files of measurements.
+MEASURED_AS = {"DeepSpeed ZeRO-3": "DeepSpeed 3", "DeepSpeed ZeRO-2": "DeepSpeed 2"}
+
+
+def test_measured_ratios_are_those_of_the_files_that_are_linked() -> None:
+    head, rule, *rows = re.findall(r"^\|.*\|$", README.partition("## Beside")[2].partition("\n## ")[0], re.MULTILINE)
+    quiet, busy = (
+        (ROOT / file).read_text().splitlines() for file in re.findall(r"\]\((bench/results/[^)]+)\)", README)[:2]
+    )
+    columns = [cell.strip(" `").replace(", `", " ") for cell in head.strip("|").split("|")][2:]
+    assert columns == ["step wide", "step compute", "step host", "memory wide"]
+    found = 0
+    for row in rows:
+        ours, other, *ratios = (cell.strip(" `") for cell in row.strip("|").split("|"))
+        for column, ratio in zip(columns, ratios, strict=True):
+            if ratio:
+                what, case = column.replace("memory", "resident above start").rsplit(" ", 1)
+                name = f"| {what}, {ours} / {MEASURED_AS.get(other, other)} | {case}"  # wide-zero, wide-zero1 too
+                number = f"| {ratio.removesuffix(' (*)')}"
+                lines = busy if ratio.endswith("(*)") else quiet
+                assert any(line.startswith(name) and number in line for line in lines), (name, number)
+                found += 1
+    assert found >= 10
+    assert rule
 
 
 def loops() -> tuple[str, str]:
     """The program of the README's diff, before and after, for a CPU."""
-    lines = fewer(blocks("diff")[0]).replace('torch.device("cuda")', 'torch.device("cpu")').splitlines(keepends=True)
+    lines = (
+        fewer(blocks("diff", README)[0])
+        .replace('torch.device("cuda")', 'torch.device("cpu")')
+        .splitlines(keepends=True)
+    )
     lines = [line for line in lines if "set_device" not in line]
     before, after = ("".join(line[1:] or "\n" for line in lines if line[:1] != sign) for sign in "+-")
     return before, after
 
 
 def test_the_diff_of_the_first_screen_is_six_lines_long() -> None:
-    assert len(re.findall(r"^\+", blocks("diff")[0], re.MULTILINE)) == 6
+    assert len(re.findall(r"^\+", blocks("diff", README)[0], re.MULTILINE)) == 6
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_overrides_that_fit_nothing_or_clash_are_refused(overrides: dict[str, ob
     [
         ({"a": {"overrides": {"b": {}}}}, "'a' has overrides of its own"),
         ({"a": {"parameter_dtype": "fp32"}}, r"overrides\['a'\] has no field parameter_dtype"),
-        ({"a": "fp32"}, r"overrides\['a'\]='fp32': expected a PrecisionPolicy"),
+        ({"a": 32}, r"overrides\['a'\]=32: expected a PrecisionPolicy"),
     ],
 )
 def test_overrides_that_are_none_are_refused(overrides: dict[str, object], message: str) -> None:

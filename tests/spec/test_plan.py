@@ -14,6 +14,12 @@ from shardwise.spec.plan import ParallelPlan, plan_fields
 from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize
 
 
+def test_the_name_of_a_dtype_is_a_policy_that_computes_in_it() -> None:
+    assert ParallelPlan(mp_policy="bf16") == ParallelPlan(mp_policy={"param_dtype": "bf16"})
+    with pytest.raises(PlanError, match="param_dtype='bf61'"):
+        ParallelPlan(mp_policy="bf61")
+
+
 def test_the_fields_are_those_that_this_version_honours() -> None:
     assert plan_fields() == (
         "strategy",

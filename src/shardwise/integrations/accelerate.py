@@ -40,7 +40,7 @@ class ShardwiseAccelerator(Accelerator):
             samples.
         *args: The accelerator's.
         **kwargs: The accelerator's. ``mixed_precision="fp16"`` is refused; ``"bf16"`` runs forwards under autocast,
-            and a plan with ``mp_policy="bf16"`` sends 16 bit too.
+            and a plan with ``mp_policy="bf16"`` gathers 16 bit too.
 
     Raises:
         PlanError: The plan, or the arguments, ask for what cannot be done here.

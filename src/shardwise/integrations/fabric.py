@@ -70,7 +70,7 @@ class ShardwiseFabricStrategy(DDPStrategy):
         if not (plugin is None or type(plugin) is Precision or is_autocast):
             raise PlanError(
                 f"precision={plugin.precision!r} is not done by ShardwiseFabricStrategy.\n"
-                '  Use "32-true" or "bf16-mixed"; ParallelPlan(mp_policy="bf16") computes and sends 16 bit.'
+                '  Use "32-true" or "bf16-mixed"; ParallelPlan(mp_policy="bf16") computes and gathers 16 bit.'
             )
         self._precision = plugin
 

@@ -99,7 +99,7 @@ class ShardwiseStrategy(DDPStrategy):
         else:
             raise PlanError(
                 f"precision={plugin.precision!r} is not done by ShardwiseStrategy.\n"
-                '  Use "32-true" or "bf16-mixed"; ParallelPlan(mp_policy="bf16") computes and sends 16 bit.'
+                '  Use "32-true" or "bf16-mixed"; ParallelPlan(mp_policy="bf16") computes and gathers 16 bit.'
             )
 
     # -- the model

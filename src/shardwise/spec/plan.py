@@ -84,7 +84,8 @@ class ParallelPlan:
         reshard_after_forward: ``True``: a unit is released after its forward and gathered again in backward. ``False``:
             it stays gathered. ``"auto"``: as the strategy says. A number: after forward, each run of so many
             neighbouring ranks of ``dp_shard`` keeps the unit between them, and backward gathers it from those.
-        mp_policy: Dtypes of computing and reducing. ``None``: the model's own.
+        mp_policy: Dtypes of computing and reducing. ``"bf16"`` is short for ``PrecisionPolicy(param_dtype="bf16")``.
+            ``None``: the model's own.
         quantize_frozen: ``"int8"``: frozen weights of linear layers are held and gathered as int8 blocks
             (``spec.quantize``) and unpacked while their unit computes. ``"bf16"``: the same in 16 bit. State dicts and
             checkpoints hold the unpacked values in the weights' original dtype.
@@ -147,7 +148,7 @@ class ParallelPlan:
     ignored: Any = ()
     row_sharded: str | Sequence[str] = ()
     reshard_after_forward: str | bool | int = "auto"
-    mp_policy: PrecisionPolicy | Mapping[str, Any] | None = None
+    mp_policy: PrecisionPolicy | Mapping[str, Any] | str | None = None
     quantize_frozen: str = "none"
     quantized_gather: str = "none"
     quantized_reduce: str = "none"
@@ -345,7 +346,7 @@ class ParallelPlan:
     @property
     def precision(self) -> PrecisionPolicy:
         """``mp_policy`` as a policy."""
-        assert not isinstance(self.mp_policy, Mapping)  # __post_init__ has replaced it
+        assert not isinstance(self.mp_policy, Mapping | str)  # __post_init__ has replaced it
         return self.mp_policy or FULL_PRECISION
 
     @property

@@ -257,16 +257,18 @@ class PrecisionPolicy:
 
     @classmethod
     def parse(cls, value: object, name: str = "mp_policy") -> PrecisionPolicy:
-        """A policy from a policy, or from the mapping of its fields that a configuration file writes.
+        """A policy from a policy, from its ``param_dtype`` alone, or from the mapping of its fields.
 
         Raises:
-            PlanError: The value is neither, or a field is unknown or wrong; ``name`` is the field of the plan.
+            PlanError: The value is none of these, or a field is unknown or wrong; ``name`` is the field of the plan.
         """
         if isinstance(value, cls):
             return value
+        if isinstance(value, str):
+            return cls(param_dtype=value)
         if not isinstance(value, Mapping):
             raise PlanError(
-                f"{name}={value!r}: expected a PrecisionPolicy or a mapping of its fields.\n"
+                f"{name}={value!r}: expected a PrecisionPolicy, its param_dtype, or a mapping of its fields.\n"
                 f"  Its fields are: {', '.join(field_names(cls))}."
             )
         return from_fields(cls, value, name)

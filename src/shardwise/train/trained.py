@@ -197,7 +197,7 @@ def find_trained(path: Path) -> Trained:
 
             check_base(Path(config["model"]["hf"]).expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
         parallel = config.get("parallel", {})
-        policy = parallel.get("mp_policy") or {}
+        policy = parallel.get("mp_policy")  # null, a dtype's name, or fields
         return Trained(
             checkpoint,
             None,
@@ -205,7 +205,7 @@ def find_trained(path: Path) -> Trained:
             config["data"]["source"],
             parallel.get("tp_plan"),
             lora=config.get("lora"),
-            raises_masters=policy.get("master_dtype") == "fp32",
+            raises_masters=isinstance(policy, dict) and policy.get("master_dtype") == "fp32",
             tokens_by=config["data"].get("tokenizer"),
             chat_template=config["data"].get("chat_template"),
         )
