@@ -15,6 +15,7 @@ from shardwise.spec.errors import ShardwiseError
 #: Verb (or group of verbs) and the module that has it. Modules import torch inside their functions only.
 VERBS = {
     "train": "shardwise.cli.train",
+    "launch": "shardwise.cli.launch",
     "calibrate": "shardwise.cli.calibrate",
     "compare": "shardwise.cli.compare",
     "parity": "shardwise.cli.parity",

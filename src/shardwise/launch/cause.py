@@ -15,7 +15,7 @@ from shardwise.spec.run_files import CHECKPOINTS
 from shardwise.spec.text import size
 
 #: Exit codes after which a restart can help: an exception without a code, a lost peer, a hang. So can it after signals.
-_RESTARTABLE = {1, PEER_LOST, TIMED_OUT}
+RESTARTABLE = {1, PEER_LOST, TIMED_OUT}
 #: Signals that are sent to a process, or, as SIGABRT, raised by a library when a peer has died.
 _OTHERS_KILL_WITH = {signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 #: Signals that an error in the process itself raises: faulthandler has written the stack.
@@ -54,7 +54,7 @@ class Cause:
         """Whether starting all ranks again can help."""
         if self.rank is None:
             return False
-        return self.signal_number is not None or self.code in _RESTARTABLE
+        return self.signal_number is not None or self.code in RESTARTABLE
 
 
 def find_cause(

@@ -73,8 +73,8 @@ class Fault:
     def is_due(self, point: str, step: int | None) -> bool:
         """Whether it strikes here and now."""
         here = {
-            "rank": os.environ.get("RANK", "0"),
-            "attempt": os.environ.get("SHARDWISE_RESTART_COUNT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "rank": _variable("RANK", "SLURM_PROCID"),
+            "attempt": _variable("SHARDWISE_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"),
             "step": str(step),
         }
         wanted = {"attempt": "0", **self.conditions}
@@ -154,3 +154,8 @@ def _damage(tensor: Any, action: str) -> None:
             flat[0] = float("nan")
         else:
             flat[:1].view(torch.uint8)[0] ^= 1
+
+
+def _variable(*names: str) -> str:
+    """The first of the variables that is set, else 0."""
+    return next((os.environ[name] for name in names if name in os.environ), "0")

@@ -1,0 +1,159 @@
+"""``launch``: write the file with which a scheduler runs a configuration. Starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.output import show, write
+from shardwise.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.launch.jobs.job import Job
+    from shardwise.train.config import RawConfig
+
+#: The schedulers, and what starts a job in each.
+_START = {"--slurm": "sbatch", "--kubernetes": "kubectl apply -f", "--skypilot": "sky jobs launch"}
+
+_HELP = """Write a job for a scheduler that runs CONFIG, and starts it again: after a preemption, at the time limit,
+after the loss of a rank or a node. Starts nothing.
+
+Examples:
+
+  shardwise launch --slurm run.yaml --gpus 16 --time 12:00:00 --out run.sbatch && sbatch run.sbatch
+
+  shardwise launch --kubernetes run.yaml --gpus 16 --image registry/shardwise --volume runs:/runs | kubectl apply -f -
+
+  shardwise launch --skypilot run.yaml --gpus 16 --gpu H100 --image registry/shardwise --volume runs:/runs > job.yaml
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("launch", help=_HELP)(launch)
+
+
+def launch(  # noqa: PLR0917  typer calls it by name
+    config: Annotated[Path, typer.Argument(help="YAML or TOML file.")],
+    slurm: Annotated[bool, typer.Option("--slurm", help="A batch script for sbatch.")] = False,  # noqa: FBT002  typer's form
+    kubernetes: Annotated[  # noqa: FBT002  typer's form
+        bool, typer.Option("--kubernetes", help="A PyTorchJob for Kubeflow's training operator.")
+    ] = False,
+    skypilot: Annotated[bool, typer.Option("--skypilot", help="A task for `sky jobs launch`.")] = False,  # noqa: FBT002  typer's form
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs in all; by default as many as the configuration's parallel section fixes.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 8,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Processes on CPUs, as many as --gpus says.")] = False,  # noqa: FBT002  typer's form
+    time: Annotated[
+        str, typer.Option(help="Slurm's time limit; the run goes on when the job is requeued.")
+    ] = "24:00:00",
+    image: Annotated[
+        str | None, typer.Option(help="Kubernetes, SkyPilot: the container image, with shardwise in it.")
+    ] = None,
+    volume: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:/path", help="Kubernetes, SkyPilot: the shared volume that holds the run's folder."),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="SkyPilot: its name of the GPU, such as H100.")] = None,
+    max_restarts: Annotated[int, typer.Option(help="Start all ranks again this often after one was lost.")] = 3,
+    run_dir: Annotated[str | None, typer.Option(help="The run's folder, on a disk that all nodes share.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default the job is printed.")] = None,
+) -> None:
+    """Write a job."""
+    from shardwise.launch.jobs.job import Job, machines
+    from shardwise.train.config import read_config
+
+    named = [name for name, is_named in zip(_START, (slurm, kubernetes, skypilot), strict=True) if is_named]
+    if len(named) != 1:
+        raise ConfigError(
+            f"launch: expected one scheduler, got {' and '.join(named) or 'none'}.\n  Add one of {', '.join(_START)}."
+        )
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
+    raw = read_config(config, overrides or [])
+    num_nodes, each = machines(num_ranks_of(raw, gpus), gpus_per_node)
+    _check(raw, num_nodes, each, reads_model=slurm)
+    job = Job(
+        name=raw.config.name,
+        config=str(config),
+        num_nodes=num_nodes,
+        ranks_per_node=each,
+        has_gpus=not cpu,
+        max_restarts=max_restarts,
+        run_dir=run_dir,
+        overrides=tuple(overrides or ()),
+        content={"name": raw.config.name, **raw.document.values},
+    )
+    text = _written(job, named[0], time=time, image=image, volume=volume, gpu=gpu)
+    if out is None:
+        show(text.rstrip())
+    else:
+        write(out, text)
+        show(f"written to {out}; start it with\n  {_START[named[0]]} {out}")
+
+
+def _written(job: Job, scheduler: str, *, time: str, image: str | None, volume: str | None, gpu: str | None) -> str:
+    from shardwise.launch.jobs import kubernetes, skypilot, slurm
+    from shardwise.launch.jobs.job import Volume
+
+    if scheduler == "--slurm":
+        return slurm.script(job, time=time)
+    missing = {"--image registry/shardwise": image is None, "--volume runs:/runs": volume is None}
+    missing["--gpu H100"] = scheduler == "--skypilot" and gpu is None and job.has_gpus
+    if image is None or volume is None or any(missing.values()):
+        words = " ".join(word for word, is_missing in missing.items() if is_missing)
+        raise ConfigError(f"launch {scheduler}: something of the cluster is not known.\n  Set for example {words}.")
+    if scheduler == "--kubernetes":
+        return kubernetes.manifest(job, image=image, volume=Volume.parse(volume))
+    return skypilot.task(job, gpu=gpu if job.has_gpus else None, image=image, volume=Volume.parse(volume))
+
+
+def num_ranks_of(raw: RawConfig, gpus: int | None) -> int:
+    """How many ranks the run has: as asked, or the product of the degrees where the configuration has all of them.
+
+    Raises:
+        ConfigError: Neither says.
+    """
+    if gpus is not None:
+        return gpus
+    raw.raise_if_any()
+    parallel = raw.config.parallel
+    if parallel.dp_shard == -1:
+        raise ConfigError(
+            "launch: how many GPUs? The configuration leaves parallel.dp_shard open, so that it fits many worlds.\n"
+            "  Set for example --gpus 16."
+        )
+    return parallel.pp * parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp
+
+
+def _check(raw: RawConfig, num_nodes: int, ranks_per_node: int, *, reads_model: bool) -> None:
+    """What ``train`` would check on every rank, before a job waits in a queue for that.
+
+    Args:
+        raw: The configuration.
+        num_nodes: Machines.
+        ranks_per_node: Ranks on each.
+        reads_model: The model's folder and the data are here as they are for the job. Else they are in its image or on
+            its volume, and only the plan and the batch are checked.
+
+    Raises:
+        ConfigError: Something in the configuration is wrong, or does not fit so many ranks.
+    """
+    from shardwise.train.resolve import batch_in, resolve
+    from shardwise.train.start import rehearse
+
+    num_ranks = num_nodes * ranks_per_node
+    if reads_model:
+        rehearse(resolve(raw, num_ranks, ranks_per_node, checks_data=False), num_ranks, ranks_per_node)
+        return
+    raw.raise_if_any()
+    _, problems = batch_in(raw, num_ranks, ranks_per_node)
+    if problems:
+        raise ConfigError(
+            f"the configuration does not fit {num_ranks} ranks: {'; '.join(problems)}.\n"
+            "  Change it, or the number of ranks with --gpus."
+        )
