@@ -142,6 +142,9 @@ def test_a_run_is_exported_from_its_files_alone(tmp_path: Path, capsys: pytest.C
     assert "exists" in capsys.readouterr().err
     assert main(["export", str(plain), str(tmp_path / "again")]) == 78
     assert "is a Hugging Face folder already" in capsys.readouterr().err
+    assert main(["export", str(run), "--triton", str(tmp_path / "triton"), "--dtype", "bf16"]) == 0
+    found = {str(path.relative_to(tmp_path / "triton")) for path in (tmp_path / "triton").rglob("*.*")}
+    assert {"run/config.pbtxt", "run/1/model.py", "run/1/model/model.safetensors", "run/1/model/config.json"} <= found
     text = "def é(x):\n\treturn 1  # 🙂"
     tokenizer = AutoTokenizer.from_pretrained(plain)
     assert tokenizer.encode(text) == list(text.encode())

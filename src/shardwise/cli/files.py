@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.output import show
-from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 
 
 def register(app: typer.Typer) -> None:
@@ -51,8 +52,11 @@ def register(app: typer.Typer) -> None:
     app.command(
         "export",
         help="Write a run's model as a folder that transformers loads: weights, configuration, tokenizer. Reads the"
-        " checkpoint one block at a time, in one process.\n\n"
-        "Example: shardwise export runs/demo exported --dtype bf16",
+        " checkpoint one block at a time, in one process. With --triton DIR write it into a model repository of Triton"
+        " instead, for its Python backend, which continues text as `shardwise serve` does, or with --backend vllm for"
+        " its vLLM backend; a Hugging Face folder is named there, not copied.\n\n"
+        "Examples: shardwise export runs/demo exported --dtype bf16\n\n"
+        "shardwise export runs/demo --triton model_repository --name demo",
     )(export)
 
 
@@ -122,6 +126,13 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or 
             show(f"{folder}: good, {len(checkpoint.manifest.files)} files, step {checkpoint.step}{sliced}")
     if problems:
         raise CheckpointError("\n".join(problems))
+
+
+class Backend(enum.Enum):
+    """Of Triton: which runs the model."""
+
+    PYTHON = "python"
+    VLLM = "vllm"
 
 
 _ModelKey = Annotated[
@@ -200,7 +211,7 @@ def _show_left_out(names: list[str]) -> None:
 
 def export(
     source: Annotated[Path, typer.Argument(help="A run's folder (its newest checkpoint), or a checkpoint's.")],
-    folder: Annotated[Path, typer.Argument(help="The new folder.")],
+    folder: Annotated[Path | None, typer.Argument(help="The new folder.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights in the files, such as bf16.")] = None,
     average: Annotated[bool, typer.Option("--average", help="The run's averaged weights.")] = False,  # noqa: FBT002  typer's form
     max_shard_bytes: Annotated[float, typer.Option(help="A file holds no more.")] = 5e9,
@@ -208,14 +219,30 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a LoRA run the whole model; without it the adapter by itself.")
     ] = False,
+    triton: Annotated[
+        Path | None, typer.Option(help="A model repository of Triton, to which the model is added.")
+    ] = None,
+    backend: Annotated[Backend, typer.Option(help="Of Triton.")] = Backend.PYTHON,
+    name: Annotated[str | None, typer.Option(help="The model's in the repository; by default the run's.")] = None,
 ) -> None:
-    """Write a Hugging Face folder."""
+    """Write a Hugging Face folder, or a model of a Triton repository."""
     from shardwise.train.export import export_trained
-    from shardwise.train.trained import find_trained
+    from shardwise.train.trained import find_trained, model_name
 
+    if (folder is None) == (triton is None):
+        raise ConfigError("the model goes to one place.\n  Name a new folder, or a repository: --triton DIR.")
     trained = find_trained(source)
     if average:
         trained.check_average()
+    if triton is not None:
+        from shardwise.serve.repository import write_repository
+
+        name = name or model_name(source)
+        written = {"dtype": dtype, "is_averaged": average, "max_shard_bytes": max_shard_bytes}
+        path = write_repository(trained, triton, name=name, backend=backend.value, **written)
+        show(f"{path}: start Triton with `tritonserver --model-repository {triton.resolve()}`")
+        return
+    assert folder is not None
     options = {"is_averaged": average, "max_shard_bytes": max_shard_bytes, "merges_adapter": merge}
     export_trained(trained, folder, dtype=dtype, **options)
     is_adapter = (folder / "adapter_config.json").is_file()

@@ -82,7 +82,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
     from shardwise.launch.exit_codes import run_worker
     from shardwise.launch.stop_request import CATCHES_STOPS
     from shardwise.launch.world import read_world
-    from shardwise.train.trained import find_trained
+    from shardwise.train.trained import find_trained, model_name
 
     _check_packages()
     world = read_world()
@@ -91,7 +91,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
         trained.check_average()
     template = _template(chat_template, trained)
     limits = (max_rows, max_waiting, grace)
-    asked = _Asked(path, host, port, name or _name(path), *limits, template, overrides or [], average)
+    asked = _Asked(path, host, port, name or model_name(path), *limits, template, overrides or [], average)
     count = 1
     if world.source == "alone":
         section = trained.draft(asked.overrides).config.parallel
@@ -128,14 +128,6 @@ def _template(file: Path | None, trained: Trained) -> str | None:
         return where.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat template {printable(where)}: {error}.\n  Name a file: --chat-template FILE.") from None
-
-
-def _name(path: Path) -> str:
-    """The name of a run, also where one of its checkpoints is served, or of a folder."""
-    from shardwise.checkpoint import CHECKPOINTS
-
-    whole = path.resolve()
-    return whole.parents[1].name if whole.parent.name == CHECKPOINTS else whole.name
 
 
 def _check(asked: _Asked, trained: Trained, count: int) -> RunConfig:

@@ -15,6 +15,7 @@ from shardwise.train.config import LoraSection, RawConfig, read_config
 from shardwise.train.data.source import BYTE_VOCAB, find_source
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
+from shardwise.train.hf import check_weights
 from shardwise.train.resolve import RunConfig, resolve
 from shardwise.train.task import NEXT
 
@@ -210,9 +211,22 @@ def find_trained(path: Path) -> Trained:
             chat_template=config["data"].get("chat_template"),
         )
     if (path / "config.json").is_file():
+        check_weights(path)
+        if not any(path.glob("*.safetensors")):  # they would be drawn
+            raise CheckpointError(
+                f"{printable(path)} has a config.json and no weights.\n  Name a folder with *.safetensors beside it."
+            )
         return Trained(None, path, {"hf": str(path)})
     what = "there is no such folder" if not path.is_dir() else "it holds no checkpoints, no manifest and no config.json"
     raise CheckpointError(
         f"{printable(path)} is no run, checkpoint or Hugging Face folder: {what}.\n"
         "  Name a run's folder (runs/demo), a step-* folder in its checkpoints, or a folder with config.json."
     )
+
+
+def model_name(path: Path) -> str:
+    """The name of a run, also where one of its checkpoints is meant, or of a folder."""
+    from shardwise.checkpoint import CHECKPOINTS
+
+    whole = path.resolve()
+    return whole.parents[1].name if whole.parent.name == CHECKPOINTS else whole.name

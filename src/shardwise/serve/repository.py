@@ -1,0 +1,123 @@
+"""A model repository for Triton: ``NAME/config.pbtxt`` and ``NAME/1``, for its Python or its vLLM backend."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.spec.text import printable
+from shardwise.train.export import export_trained
+from shardwise.train.trained import Trained, check_continues
+
+Backend = Literal["python", "vllm"]
+
+#: The weights of a run, beside ``model.py`` or ``model.json``.
+_WEIGHTS = "model"
+
+_PYTHON = '''"""The model of this repository for Triton's Python backend, whose environment needs shardwise[hf]."""
+
+from shardwise.serve.triton import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+#: Inputs and outputs are those of the vLLM backend, which names them by itself.
+_PYTHON_CONFIG = """name: {name}
+backend: "python"
+max_batch_size: 0
+model_transaction_policy {{ decoupled: true }}
+input [
+  {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }},
+  {{ name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }},
+  {{ name: "sampling_parameters" data_type: TYPE_STRING dims: [ 1 ] optional: true }},
+  {{ name: "exclude_input_in_output" data_type: TYPE_BOOL dims: [ 1 ] optional: true }}
+]
+output [
+  {{ name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }}
+]
+# One instance continues all prompts together; several are copies of the model.
+instance_group [ {{ count: 1 kind: KIND_AUTO }} ]
+parameters {{ key: "model" value {{ string_value: {model} }} }}
+parameters {{ key: "max_rows" value {{ string_value: "{max_rows}" }} }}
+parameters {{ key: "max_waiting" value {{ string_value: "{max_waiting}" }} }}
+"""
+
+_VLLM_CONFIG = """name: {name}
+backend: "vllm"
+# vLLM chooses its devices.
+instance_group [ {{ count: 1 kind: KIND_MODEL }} ]
+"""
+
+
+def write_repository(
+    trained: Trained,
+    folder: Path,
+    *,
+    name: str,
+    backend: Backend = "python",
+    dtype: str | None = None,
+    is_averaged: bool = False,
+    max_shard_bytes: float = 5e9,
+    max_rows: int = 32,
+    max_waiting: int = 128,
+) -> Path:
+    """Write a model into a repository.
+
+    Args:
+        trained: A run or a checkpoint, whose weights are written into the repository; or a Hugging Face folder, which
+            the repository names.
+        folder: The repository, which may have other models.
+        name: Of the model in it.
+        backend: Which backend of Triton runs the model.
+        dtype: Of a run's weights in the files; by default the masters'.
+        is_averaged: Write a run's averaged weights.
+        max_shard_bytes: Files of weights hold no more.
+        max_rows: The most prompts that the Python backend continues at a time.
+        max_waiting: The most prompts that wait there.
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        CheckpointError: A file is damaged.
+        ConfigError: The model does not continue texts, the name is not one of a file, or is in use.
+        StorageError: The disk refuses; nothing is left behind.
+    """
+    if not name or name in {".", ".."} or "/" in name or not name.isprintable():
+        raise ConfigError(f"{printable(name)!r} is no name of a folder.\n  Name the model: --name NAME.")
+    whole = folder / name
+    if whole.exists():
+        raise ConfigError(f"{printable(whole)} exists.\n  Name another repository, or the model: --name NAME.")
+    resolved = trained.resolve([], 1)
+    check_continues(resolved)
+    version = whole / "1"
+    try:
+        version.mkdir(parents=True)
+        if trained.folder is None:
+            merges = resolved.config.lora.is_used
+            options = {"is_averaged": is_averaged, "max_shard_bytes": max_shard_bytes, "merges_adapter": merges}
+            export_trained(trained, version / _WEIGHTS, dtype=dtype, **options)
+        elsewhere = None if trained.folder is None else str(trained.folder.resolve())
+        if backend == "python":
+            (version / "model.py").write_text(_PYTHON, "utf-8")
+            limits = {"max_rows": max_rows, "max_waiting": max_waiting}
+            config = _PYTHON_CONFIG.format(name=_quoted(name), model=_quoted(elsewhere or _WEIGHTS), **limits)
+        else:
+            engine = {"model": elsewhere or str((version / _WEIGHTS).resolve())}
+            (version / "model.json").write_text(json.dumps(engine, indent=2) + "\n", "utf-8")
+            config = _VLLM_CONFIG.format(name=_quoted(name))
+        (whole / "config.pbtxt").write_text(config, "utf-8")
+    except BaseException as error:
+        shutil.rmtree(whole, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise StorageError(f"{printable(whole)} cannot be written: {error.strerror}.\n  See to the disk.") from None
+        raise
+    return whole
+
+
+def _quoted(text: str) -> str:
+    """A string of protobuf's text format, in which JSON's escapes of ASCII mean the same."""
+    return json.dumps(text, ensure_ascii=False)

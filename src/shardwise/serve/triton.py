@@ -1,0 +1,187 @@
+"""The model of a Triton repository: what ``model.py`` of ``export --triton`` gives to Triton's Python backend.
+
+Inputs and output are those of Triton's vLLM backend, so that clients need not know which of the two answers. Prompts
+of all requests go through the model together, in a thread of its own, and each is answered as it comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.generation.conveyor import Conveyor
+from shardwise.launch.world import World
+from shardwise.serve.job import Event, Job, Queue, QueueClosedError, QueueFullError
+from shardwise.serve.protocol import RequestError, Served, read_completion
+from shardwise.serve.scheduler import Scheduler
+from shardwise.serve.text import Text
+from shardwise.spec.errors import ShardwiseError
+from shardwise.train.trained import check_continues, find_trained
+
+
+class TritonPythonModel:
+    """A model of Triton's Python backend; its methods are called by Triton."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the model; returns when it is ready.
+
+        Args:
+            args: Of Triton: the configuration as JSON, and where the repository is.
+
+        Raises:
+            ShardwiseError: The model cannot be loaded.
+        """
+        _take_device(args)
+        config = json.loads(args["model_config"])
+        given = {key: value["string_value"] for key, value in config["parameters"].items()}
+        folder = Path(args["model_repository"]) / args["model_version"] / given["model"]
+        self._trained = find_trained(folder)
+        self._tokenizer = self._trained.tokenizer()
+        self._name = args["model_name"]
+        self._queue = Queue(int(given["max_waiting"]))
+        self._max_rows = int(given["max_rows"])
+        self._served: Served | None = None
+        self._error: BaseException | None = None
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise-model", daemon=True)
+        self._thread.start()
+        self._is_ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Begin to answer requests. Answers are sent as they come."""
+        for request in requests:
+            answer = _Answer(request.get_response_sender())
+            try:
+                answer.begin(request, self._served, self._queue)
+            except (RequestError, ShardwiseError) as error:
+                answer.refuse(str(error))
+            except QueueFullError:
+                answer.refuse(f"{len(self._queue)} prompts wait already, of at most {self._queue.most}")
+            except QueueClosedError:
+                answer.refuse("the model is about to end")
+
+    def finalize(self) -> None:
+        """Answer what is under way, and end."""
+        self._queue.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        scheduler: Scheduler | None = None
+        try:
+            world = World()
+            resolved = self._trained.resolve([], world.size)
+            check_continues(resolved)
+            with self._trained.opened(resolved, world, is_averaged=False) as model:
+                conveyor = Conveyor(model)
+                self._served = Served(self._name, self._tokenizer, conveyor.vocab_size, conveyor.positions)
+                scheduler = Scheduler(self._queue, conveyor.num_lanes, self._max_rows)
+                self._is_ready.set()
+                conveyor.run(scheduler)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, Triton is to know
+            self._error = error
+            if scheduler is not None:
+                scheduler.fail(f"the model has failed: {error}")
+        finally:
+            self._queue.close()
+            self._is_ready.set()
+
+
+def _take_device(args: dict[str, str]) -> None:
+    """Let this process see the device that Triton has given to the instance, and no other."""
+    device = int(args["model_instance_device_id"])
+    if args["model_instance_kind"] == "GPU" and device >= 0:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
+    elif args["model_instance_kind"] == "CPU":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+class _Answer:
+    """The answer to one request."""
+
+    def __init__(self, sender: Any) -> None:
+        import triton_python_backend_utils  # pyrefly: ignore[missing-import] - there inside Triton only
+
+        self._utils, self._sender = triton_python_backend_utils, sender
+        self._text: Text | None = None
+        self._job: Job | None = None
+        self._is_stream = False
+        self._said = ""
+
+    def begin(self, request: Any, served: Served | None, queue: Queue) -> None:
+        """Give the request's prompt to the model.
+
+        Raises:
+            RequestError: It cannot be honoured.
+            QueueFullError: Too many wait.
+            QueueClosedError: The model ends.
+        """
+        assert served is not None
+        prompt = self._input(request, "text_input", b"").decode("utf-8", "replace")
+        self._is_stream = bool(self._input(request, "stream", default=False))
+        excludes = bool(self._input(request, "exclude_input_in_output", default=self._is_stream))
+        try:
+            parameters = json.loads(self._input(request, "sampling_parameters", b"{}") or b"{}")
+        except ValueError as error:
+            raise RequestError(f"sampling_parameters is no JSON: {error}") from None
+        if not isinstance(parameters, dict):
+            raise RequestError("sampling_parameters is no JSON object")
+        asked = read_completion({**parameters, "model": served.name, "prompt": prompt}, served)
+        self._text = Text(served.tokenizer, asked.prompts[0], asked.stops)
+        self._said = "" if excludes else prompt
+        self._job = Job(
+            asked.prompts[0],
+            max_new_tokens=asked.max_new_tokens,
+            sampling=asked.sampling,
+            seed=asked.seed,
+            ends=served.tokenizer.ends,
+            tell=self._tell,
+        )
+        queue.add([self._job])
+
+    def refuse(self, why: str) -> None:
+        """End with an error."""
+        error = self._utils.TritonError(why)
+        self._send(self._utils.InferenceResponse(error=error), is_last=True)
+
+    def _tell(self, event: Event) -> None:
+        """Send what an event of the job makes certain, in the model's thread."""
+        assert self._text is not None
+        assert self._job is not None
+        if event.finish == "error":
+            self.refuse(event.error)
+            return
+        if self._sender.is_cancelled():
+            self._job.is_cancelled = True
+            self._send(None, is_last=True)
+            return
+        if event.token is not None and event.finish != "stop":
+            self._said += self._text.add(event.token)
+        if event.finish is not None:
+            self._said += self._text.end()
+        is_last = event.finish is not None or self._text.is_stopped
+        if self._text.is_stopped:
+            self._job.is_cancelled = True
+        if is_last or (self._is_stream and self._said):
+            text = np.array([self._said.encode()], dtype=np.object_)
+            self._said = ""
+            output = self._utils.Tensor("text_output", text)
+            self._send(self._utils.InferenceResponse(output_tensors=[output]), is_last=is_last)
+
+    def _send(self, response: Any, *, is_last: bool) -> None:
+        flags = self._utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
+        if response is None:
+            self._sender.send(flags=flags)
+        else:
+            self._sender.send(response, flags=flags)
+
+    def _input(self, request: Any, name: str, default: Any) -> Any:
+        found = self._utils.get_input_tensor_by_name(request, name)
+        return default if found is None else found.as_numpy().reshape(-1)[0]
