@@ -79,7 +79,12 @@ class Beat:
 
 
 class Heart:
-    """Writes the records of this process."""
+    """Writes the records of this process.
+
+    Attributes:
+        beat: The newest record.
+        directory: The folder of the records.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.beat = Beat(rank)
@@ -89,7 +94,7 @@ class Heart:
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # what is left after end(): one that comes late ends nothing
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
-        self._directory, self._request = directory, flight_recorder.requested(directory)
+        self.directory, self._request = directory, flight_recorder.requested(directory)
         self._ends = threading.Event()
         self.write()
         self._thread = threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True)
@@ -129,9 +134,9 @@ class Heart:
             self._answer()
 
     def _answer(self) -> None:
-        request = flight_recorder.requested(self._directory)
+        request = flight_recorder.requested(self.directory)
         if request not in (None, self._request):
-            flight_recorder.write(self._directory, self.beat.rank)
+            flight_recorder.write(self.directory, self.beat.rank)
         self._request = request
 
 
@@ -176,6 +181,11 @@ def move() -> None:
     """Note that the main thread has gone on inside its phase; the thread writes that soon."""
     if _heart is not None:
         _heart.beat.moves += 1
+
+
+def directory() -> Path | None:
+    """The folder of this process's records; ``None`` where it writes none."""
+    return None if _heart is None else _heart.directory
 
 
 def path_of(directory: Path, rank: int) -> Path:

@@ -7,8 +7,6 @@ workers (:func:`launch_training`); each worker reads the same arguments again an
 from __future__ import annotations
 
 import shlex
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,6 +214,7 @@ def work(
     show_error: Callable[[ShardwiseError], None],
 ) -> int:
     """Train as one of the workers. Returns the exit code."""
+    from shardwise.launch.error_file import reported
     from shardwise.launch.exit_codes import run_worker
 
     def train_here() -> int:
@@ -237,16 +236,8 @@ def work(
             profiled=profiled,
         )
 
-    try:
-        return run_worker(train_here, world, show_error)
-    except Exception:
-        if world.source != "launcher" and run_dir is not None:
-            path = run_dir / LOGS / f"rank-{world.rank}.log"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as log:
-                log.write(traceback.format_exc())
-            sys.stderr.write(f"rank {world.rank} failed; its traceback is in {printable(path)}\n")
-        raise
+    again = "start the same command again, with --resume"
+    return run_worker(reported(train_here, world, again), world, show_error)
 
 
 def step_range_of(text: str | None) -> range:

@@ -1,0 +1,62 @@
+"""What torchrun prints of a rank that has failed: our words instead of "To enable traceback see ...".
+
+torchrun's agent gives each rank the name of a file, ``TORCHELASTIC_ERROR_FILE``. When ranks fail it reads these files,
+takes the earliest for the root cause, and ends its output with what that one says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.launch import heartbeat
+from shardwise.launch.cause import Cause, describe
+from shardwise.launch.exit_codes import PEER_LOST, PEER_LOST_TEXTS
+from shardwise.launch.world import World
+from shardwise.spec.errors import ShardwiseError
+
+#: Name of the variable, of torch.distributed.elastic.multiprocessing.errors.
+_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+def reported(work: Callable[[], int], world: World, next_words: str) -> Callable[[], int]:
+    """``work``, which tells torchrun why where it raises.
+
+    The traceback of an error that is not ours goes to ``logs/rank-RANK.log`` of the run's folder, whoever started it.
+
+    Args:
+        work: This rank's part of a command.
+        world: This rank among the others.
+        next_words: What a user can do after a failure.
+    """
+
+    def run() -> int:
+        try:
+            return work()
+        except Exception as error:
+            logs = heartbeat.directory()
+            if logs is not None and world.source != "launcher" and not isinstance(error, ShardwiseError):
+                with contextlib.suppress(OSError), (logs / f"rank-{world.rank}.log").open("a") as log:
+                    log.write(traceback.format_exc())
+            if path := os.environ.get(_VARIABLE):
+                _write(Path(path), error, world.rank, logs, next_words)
+            raise
+
+    return run
+
+
+def _write(path: Path, error: Exception, rank: int, logs: Path | None, next_words: str) -> None:
+    """The file: a message, and when it happened. A rank whose peer has gone comes a second after the cause."""
+    code = error.exit_code if isinstance(error, ShardwiseError) else 1
+    text = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
+    if logs is not None:
+        text = describe(Cause(code, rank, text), logs, next_words=next_words)
+    is_consequence = code == PEER_LOST or any(words in text for words in PEER_LOST_TEXTS)
+    when = {"timestamp": str(int(time.time()) + is_consequence)}
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps({"message": {"message": text, "extraInfo": when}}))
