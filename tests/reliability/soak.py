@@ -32,30 +32,40 @@ _RANK_0_ALONE = {
 }
 _IN_EVERY_STEP = {"step_begin", "before_backward", "before_update", "after_step"}
 _LOADING = {"load_begin", "load_mid_shard", "after_load"}
+_PUBLISHED = {"after_rename", "before_latest", "after_latest", "gc_before_delete", "gc_mid_delete"}
 #: Points that a writing process comes by where saves are asynchronous: killing it ends no rank.
 _OF_A_WRITER = {"mid_shard_write", "after_shard_fsync", *_RANK_0_ALONE}
 
 
 @dataclass
 class Plan:
-    """Faults of one run: each strikes in the attempt that the one before it has started."""
+    """Faults of one run: each strikes in the attempt that the one before it has started.
+
+    Attributes:
+        steps: A step that no attempt so far has come beyond.
+        is_saved: Whether a checkpoint is certain to be published by the end of the last attempt.
+        faults: As ``SHARDWISE_FAULT`` has them.
+        points: Their points.
+    """
 
     steps: int = 0
+    is_saved: bool = False
     faults: list[str] = field(default_factory=list)
     points: list[str] = field(default_factory=list)
 
     def add(self, draw: random.Random, points: list[str]) -> None:
         """One more kill, at a step that this attempt will come to."""
-        is_saved = self.steps > 3 * EVERY  # an attempt has gone on since a checkpoint was published
-        point = draw.choice([each for each in points if is_saved or each not in _LOADING])
+        point = draw.choice([each for each in points if self.is_saved or each not in _LOADING])
         rank = 0 if point in _RANK_0_ALONE else draw.randrange(RANKS)
         where = f"{point}@rank={rank}@attempt={len(self.faults)}"
         if point in _IN_EVERY_STEP:
             self.steps += draw.randint(1, EVERY + 1)
             where += f"@step={self.steps}"
+            self.is_saved = self.is_saved or self.steps > 2 * EVERY  # the second save has waited for the first
         elif point not in _LOADING:
             # A save or a removal: the next one that comes. The third save is the first that removes one.
             self.steps = max(self.steps + 2 * EVERY, 4 * EVERY)
+            self.is_saved = self.is_saved or point in _PUBLISHED
         self.faults.append(f"{where}:kill")
         self.points.append(point)
 
