@@ -177,3 +177,21 @@ def test_a_value_that_no_plan_has_is_refused_with_its_reason(name: str, fixed: d
         search(
             find_shape(name), Cluster(gpu="A100-80GB-SXM", num_gpus=8), Workload(seq_len=512, global_batch=64), **fixed
         )
+
+
+def test_activations_go_to_the_host_where_nothing_else_fits() -> None:
+    """FSDP's published GPT-175B: 20 samples of 512 tokens on each of 128 A100 with 40 GB."""
+    cluster = Cluster(gpu="A100-40GB-SXM", num_gpus=128, inter_gbits_per_s_per_node=400)
+    workload = Workload(seq_len=512, global_batch=128 * 20)
+    alone = {"strategy": "zero3", "micro_batch": 20, "tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1}
+    made = search(find_shape("gpt-175b"), cluster, workload, **alone)[0]
+    assert (made.fits, made.plan.offload_activations, made.workload.recompute) == (True, True, "full")
+    without = search(find_shape("gpt-175b"), cluster, workload, **alone, offload_activations=False)[0]
+    assert not without.fits
+    assert made.step_time_s == pytest.approx(without.step_time_s, rel=0.01)  # the copies are hidden
+    inputs = 96 * 20 * 512 * 12288 * 2
+    on_host = estimate(made.shape, dataclasses.replace(made.plan, offload_activations=False), cluster, made.workload)
+    assert made.memory.host_bytes - on_host.memory.host_bytes == inputs
+    smaller = search(find_shape("gpt-175b"), cluster, workload, **{**alone, "micro_batch": 1})
+    assert smaller[0].fits
+    assert not any(each.plan.offload_activations for each in smaller)

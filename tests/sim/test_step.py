@@ -184,3 +184,15 @@ def _timed(units):
     start = time.perf_counter()
     assert simulate_step(units, PRESETS["zero3"]).by_category
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize(("copy_s", "seconds"), [(0.0, 15.0), (1.0, 15.0), (2.0, 18.0)])
+def test_activations_are_copied_beside_the_computation_or_hold_it_up(copy_s: float, seconds: float) -> None:
+    """Five units of 1 s forward and 2 s backward, alone on a rank.
+
+    Copies of 1 s are hidden. Those of 2 s end at 2, 4, 6, 8 and 10 s; the fourth unit waits for the second copy and the
+    fifth for the third, so that forward ends at 7 s. The last unit's backward ends at 9 s, and the next one's begins at
+    10 s, when what it needs is back: that copy could begin at 8 s. From then on each copy takes as long as a backward.
+    """
+    units = [StepUnit("root", 0.0, 0.0), *[StepUnit("block", 1.0, 2.0, away_s=copy_s)] * 5]
+    assert simulate_step(units, PRESETS["ddp"]).seconds == seconds

@@ -103,6 +103,8 @@ class MemoryBound:
             largest = max((unit.num_parameters for unit in blocks), default=0)
             self._work[key] = largest, sum(unit.count * unit.kept_bytes(kind) for unit in blocks)
         block, kept = self._work[key]
+        if candidate.offloads_activations:
+            return block, 0.0
         stages = layout.pp * candidate.virtual_stages
         held = candidate.virtual_stages * (self._num_layers // stages) / self._num_layers
         flight = min(layout.pp, candidate.accumulation) if layout.pp > 1 else 1

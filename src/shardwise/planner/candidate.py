@@ -42,6 +42,7 @@ class Candidate(NamedTuple):
         recompute: ``"none"``, ``"selective"``, ``"full"``, or a number of blocks.
         in_backward: Units are updated inside backward.
         releases_units: A pipeline releases units after each use, instead of keeping them for the step.
+        offloads_activations: What forward leaves for backward is kept on the host.
     """
 
     layout: Layout
@@ -54,6 +55,7 @@ class Candidate(NamedTuple):
     recompute: str | int = "none"
     in_backward: bool = False
     releases_units: bool = False
+    offloads_activations: bool = False
 
     def plan(self, workload: Workload, fixed: Mapping[str, Any]) -> ParallelPlan:
         """The plan as users write it, with every degree filled in."""
@@ -71,6 +73,8 @@ class Candidate(NamedTuple):
             values["pipeline"] = PipelinePolicy(self.schedule, self.accumulation, stages)
         if self.releases_units:
             values["reshard_after_forward"] = True
+        if self.offloads_activations:
+            values.setdefault("offload_activations", True)
         return ParallelPlan(**values)
 
     def workload(self, workload: Workload) -> Workload:
@@ -95,6 +99,7 @@ def candidate_of(plan: ParallelPlan, workload: Workload) -> Candidate:
         recompute=workload.recompute,
         in_backward=workload.in_backward,
         releases_units=plan.pp > 1 and plan.reshard_after_forward is True,
+        offloads_activations=plan.activation_offload is not None,
     )
 
 
@@ -226,4 +231,5 @@ def saves_less(a: Candidate, b: Candidate) -> bool:
         and _LEVELS.get(a.recompute, 1) <= _LEVELS.get(b.recompute, 1)
         and a.in_backward <= b.in_backward
         and a.releases_units <= b.releases_units
+        and a.offloads_activations <= b.offloads_activations
     )

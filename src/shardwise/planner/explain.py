@@ -50,6 +50,8 @@ def title(made: Estimate) -> str:
         words.append(f"interleaved-{policy.virtual_stages}" if is_interleaved else policy.schedule)
     if plan.offload is not None:
         words.append("offload" if plan.offload.parameters else "offload-states")
+    if plan.activation_offload is not None:
+        words.append("offload-activations")
     if made.workload.in_backward:
         words.append("in-backward")
     return " ".join(words)

@@ -222,13 +222,22 @@ def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inpu
             unit = next(units)
             done += unit.count * unit.blocks
             if isinstance(recompute, str):
-                yield Part(unit, unit.count, _merged(_saved(work, block, around, recompute, inputs), unit.blocks))
+                saved = _merged(_saved(work, block, around, recompute, inputs), unit.blocks)
+                away = (
+                    0
+                    if inputs.plan.activation_offload is None
+                    else -(-unit.count // inputs.plan.activation_offload.every)
+                )
+                for number, is_away in ((away, True), (unit.count - away, False)):
+                    if number:
+                        yield Part(unit, number, saved, is_away)
                 continue
             full = min(left // unit.blocks, unit.count)
             left -= full * unit.blocks
             for number, how in ((full, "full"), (unit.count - full, "none")):
                 if number:
-                    yield Part(unit, number, _merged(_saved(work, block, around, how, inputs), unit.blocks))
+                    saved = _merged(_saved(work, block, around, how, inputs), unit.blocks)
+                    yield Part(unit, number, saved, inputs.plan.activation_offload is not None)
 
 
 def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, inputs: _Inputs) -> Saved:
@@ -263,7 +272,7 @@ def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs) -> 
         reserved_bytes=reserved,
         device_bytes=device,
         by_category=by_category,
-        host_bytes=rank.states.footprint.host,
+        host_bytes=rank.states.footprint.host + int(rank.away_bytes),
         timeline=tuple((name, {key: int(value) for key, value in bytes_.items()}) for name, bytes_ in moments),
         first_step_bytes=int(first),
         peak=peak,

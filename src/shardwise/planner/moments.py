@@ -21,11 +21,29 @@ Bytes = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Equal units of a rank that come one after another, with what one microbatch leaves in each."""
+    """Equal units of a rank that come one after another, with what one microbatch leaves in each.
+
+    Attributes:
+        unit: One of them.
+        count: How many they are.
+        saved: What one microbatch leaves in one.
+        is_away: What forward leaves for backward is kept on the host.
+    """
 
     unit: Unit
     count: int
     saved: Saved
+    is_away: bool = False
+
+    @property
+    def kept(self) -> float:
+        """Bytes on the device from a unit's forward to its backward."""
+        return 0.0 if self.is_away else self.saved.kept
+
+    @property
+    def beside(self) -> float:
+        """Bytes that are on their way to the host or from it while a unit computes: those of its neighbour."""
+        return self.saved.kept if self.is_away else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +84,12 @@ class Rank:
         update["optimizer"] += self.update_bytes
         yield "optimizer", update
 
+    @property
+    def away_bytes(self) -> float:
+        """Bytes of activations on the host, of as many microbatches as the rank holds."""
+        held = 1 if self.rules.accumulation is None else self.stage.held
+        return held * sum(part.count * part.beside for part in self.parts)
+
     def _over_units(self, field: str) -> float:
         own = sum(part.count * getattr(part.unit, field) for part in self.parts)
         return own + getattr(self.states.root, field)
@@ -79,7 +103,7 @@ class Rank:
         """
         parts, root, rules = self.parts, self.states.root, self.rules
         shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
-        saved = sum(part.count * part.saved.kept for part in parts) + (self.head.kept if self.head else 0.0)
+        saved = sum(part.count * part.kept for part in parts) + (self.head.kept if self.head else 0.0)
         sent = self.stage.num_stages * parts[-1].saved.output if held > 1 and parts else 0.0
         others = (held - 1) * (saved + sent)
         if has_sums and sent:  # a message of each direction is under way
@@ -104,11 +128,13 @@ class Rank:
         last = parts[-1] if parts else None
         live = root.gathered + (last.unit.gathered if shards and last else every) + inner
         output = last.saved.output if last else 0.0
-        yield "forward", self._moment(live, done, pooled, saved + others + 2 * output)
+        beside = max((part.beside for part in parts), default=0.0)
+        own = beside if last and last.is_away else 0.0
+        yield "forward", self._moment(live, done, pooled, saved + others + beside + own + 2 * output)
         waiting = 0.0
         if self.head is not None:
             logits = max(self.head.forward, self.head.backward)
-            yield "loss", self._moment(live, done, pooled, saved + others, logits)
+            yield "loss", self._moment(live, done, pooled, saved + others + beside, logits)
             waiting = root.gradients / (2 if self.stage.has_embedding else 1)  # the head's; the embedding's come last
         below = saved - (self.head.kept if self.head else 0.0) + others
         place = sum(part.count for part in parts)
@@ -124,19 +150,18 @@ class Rank:
                 behind = part.count - 1 - index  # units of this part whose backward is over
                 ahead = unit if index else following
                 prefetched = ahead.gathered if ahead is not None and shards else 0.0
-                left = below - behind * part.saved.kept  # of this unit and those before it
+                left = below - behind * part.kept  # of this unit and those before it
+                left += beside - part.kept  # now without this one's own, but with what comes back for the next
                 gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))
                 name = f"backward of block {place + index}"
                 still = every if is_pipeline else every - behind * unit.gathered
                 gathered = root.gathered + (unit.gathered + prefetched if shards else still) + inner
                 under_way = travels * min(max(rules.num_gradient_buffers - 1, 1), num_behind + behind) * unit.buffer
-                working = left - part.saved.kept + part.saved.whole + part.saved.passing
+                working = left + part.saved.whole + part.saved.passing
                 yield name, self._moment(gathered, gradients, buffers + under_way, working)
                 yield (
                     f"{name}, its end",
-                    self._moment(
-                        gathered, gradients + unit.gradients, buffers + under_way, left - part.saved.kept + 2 * output
-                    ),
+                    self._moment(gathered, gradients + unit.gradients, buffers + under_way, left + 2 * output),
                 )
                 # The earlier reductions are over, or but for some, before this unit takes its buffer.
                 still -= 0.0 if is_pipeline else unit.gathered
@@ -149,10 +174,10 @@ class Rank:
                         gathered,
                         gradients + unit.gradients + (0.0 if has_sums else unit.sums),
                         buffers,
-                        left - part.saved.kept + output,
+                        left + output,
                     ),
                 )
-            below -= part.count * part.saved.kept
+            below -= part.count * part.kept
             more, buffers = kept(unit, part.count)
             done, pooled = done + more, pooled + buffers
             num_behind += part.count

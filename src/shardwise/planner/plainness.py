@@ -37,6 +37,7 @@ def plainness(candidate: Candidate) -> tuple[int, ...]:
     return (
         sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep)),
         _OFFLOADS.index(candidate.offload),
+        int(candidate.offloads_activations),
         int(candidate.in_backward),
         2 * is_pipeline + (layout.cp > 1),
         _place(candidate.strategy, _KNOWN_IN_PIPELINES if is_pipeline else _KNOWN),

@@ -29,10 +29,8 @@ from shardwise.planner.candidate import (
     bases,
     check_fixed,
     microbatches,
-    saved,
     saves_less,
     savings,
-    ways_to_save,
 )
 from shardwise.planner.estimate import Estimate, estimate, needed_bytes, usable_bytes
 from shardwise.planner.legal import schedules, why_none
@@ -132,6 +130,7 @@ class _Search:
             )
         self.shape, self.cluster, self.workload, self.fixed = shape, cluster, workload, fixed
         self.num_estimates = self.num_memory = 0
+        self._offloads_activations = bool(fixed.get("offload_activations", False))
         self.least_bytes = MemoryBound(shape, cluster, workload)
         self.least_time = TimeBound(shape, cluster, workload, fixed)
         self._bytes: dict[Candidate, float] = {}
@@ -140,6 +139,18 @@ class _Search:
 
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
+        roomy, tight, kinds = self._explored()
+        if not (roomy.found or tight.found or "offload_activations" in self.fixed):
+            self._offloads_activations = True  # nothing else makes it fit
+            roomy, tight, kinds = self._explored()
+        lacking = kinds.keys() - roomy.best_of
+        chosen, rest = (roomy, tight) if roomy.found else (tight, roomy)
+        result = [*chosen.ranked(chosen.recommended()), *rest.ranked()]
+        missing = [self._smallest(base) for kind, base in kinds.items() if kind in lacking - tight.best_of.keys()]
+        return result + sorted(missing, key=lambda made: made.memory.device_bytes)
+
+    def _explored(self) -> tuple[_Pass, _Pass, dict[str, Candidate]]:
+        """What fits with room to spare, what of other kinds fits without, and a base of each kind."""
         every, kinds = self._families()
         if not kinds:
             raise PlanError(_nothing_legal(self.shape, self.cluster, self.workload, self.fixed))
@@ -148,10 +159,14 @@ class _Search:
         lacking = kinds.keys() - roomy.best_of
         tight = _Pass(self, self.cluster.device.memory_bytes)
         tight.explore([family for family in every if kind_of(family.base) in lacking])
-        chosen, rest = (roomy, tight) if roomy.found else (tight, roomy)
-        result = [*chosen.ranked(chosen.recommended()), *rest.ranked()]
-        missing = [self._smallest(base) for kind, base in kinds.items() if kind in lacking - tight.best_of.keys()]
-        return result + sorted(missing, key=lambda made: made.memory.device_bytes)
+        return roomy, tight, kinds
+
+    def _savings(self, base: Candidate) -> list[Candidate]:
+        """A base with every way to trade time for memory, activations on the host included where they are to be."""
+        found = savings(base, self.workload, self.fixed)
+        if not self._offloads_activations:
+            return found
+        return [choice._replace(offloads_activations=True) for choice in found if choice.recompute != "selective"]
 
     def _families(self) -> tuple[list[_Family], dict[str, Candidate]]:
         """What may fit, and for each kind the base that holds the least with all memory saved."""
@@ -159,21 +174,20 @@ class _Search:
         found: list[_Family] = []
         smallest: dict[str, tuple[float, int, Candidate]] = {}
         for base in bases(self.shape, self.cluster, self.workload, self.fixed):
-            ways = ways_to_save(base, self.workload, self.fixed)
-            if not ways:
+            choices = self._savings(base)
+            if not choices:
                 continue
-            kind, least = kind_of(base), self.least_bytes(saved(base, ways[-1]))
+            kind, least = kind_of(base), self.least_bytes(choices[-1])
             if kind not in smallest or (least, base.micro_batch) < smallest[kind][:2]:
                 smallest[kind] = least, base.micro_batch, base
             if least <= capacity:
-                choices = [saved(base, way) for way in ways]
                 groups = [[c for c in choices if c.recompute == r] for r in dict.fromkeys(c.recompute for c in choices)]
                 found.append(_Family(base, groups[0], groups[1:], [self.least_bytes(group[-1]) for group in groups]))
         return found, {kind: base for kind, (_, _, base) in smallest.items()}
 
     def _smallest(self, base: Candidate) -> Estimate:
         """The plan of a base that comes nearest to fitting: with all memory saved, in the host's or not."""
-        every = savings(base, self.workload, self.fixed)
+        every = self._savings(base)
         on_device = [choice for choice in every if choice.offload == "none"]
         most = [choices[-1] for choices in (every, on_device) if choices]
         return self.estimate(min(most, key=self.device_bytes))
@@ -263,7 +277,9 @@ class _Pass:
 
     def _try(self, candidate: Candidate) -> Estimate | None:
         """Estimate a candidate that fits, unless the same one fits that saves less memory."""
-        base = candidate._replace(offload="none", recompute="none", in_backward=False, releases_units=False)
+        base = candidate._replace(
+            offload="none", recompute="none", in_backward=False, releases_units=False, offloads_activations=False
+        )
         fitting = self._fitting.setdefault(base, [])
         if any(saves_less(other, candidate) for other in fitting) or not self._fits(candidate):
             return None

@@ -187,6 +187,7 @@ class Timing:
             host_backward_s=spent.launch_s * (1 + launches),
             up_s=offload,
             down_s=offload,
+            away_s=self._away_s(work, recomputes),
             update_s=self._optimizer_s(work) if self.workload.in_backward else 0.0,
             is_trained=work.num_trained > 0,
         )
@@ -243,6 +244,13 @@ class Timing:
         if self.plan.offload is None:
             return 0.0
         return 4 * self._held(work, is_sharded=True) / self.cluster.device.host_bandwidth
+
+    def _away_s(self, work: UnitWork, recomputes: str) -> float:
+        """Seconds of the copy of what a block's forward leaves for backward to the host, or back."""
+        policy = self.plan.activation_offload
+        if policy is None or work in {self.works[0], self.works[-1]}:
+            return 0.0
+        return work.kept_bytes(recomputes) / policy.every / self.cluster.device.host_bandwidth
 
     def _held(self, work: UnitWork, *, is_sharded: bool) -> float:
         """Trained parameters of a unit that a rank holds."""

@@ -70,6 +70,7 @@ class StepUnit:
         backward_end_exchanges: Those of ``backward_end_s``.
         up_s: Copy of the master from the host, before a gather.
         down_s: Copy of the reduced gradients to the host.
+        away_s: Copy of what forward leaves for backward to the host, and the same back; 0: it stays on the device.
         update_s: The optimizer's step inside backward, when the gradients are there.
         host_forward_s: Time that the host needs to launch forward's operations; 0: it is never late.
         host_backward_s: The same of backward.
@@ -91,6 +92,7 @@ class StepUnit:
     backward_end_exchanges: tuple[Transfer, ...] = ()
     up_s: float = 0.0
     down_s: float = 0.0
+    away_s: float = 0.0
     update_s: float = 0.0
     host_forward_s: float = 0.0
     host_backward_s: float = 0.0
@@ -240,6 +242,8 @@ class _Lowering:
         waits: What the next computation waits for.
         gathering: Gathers under way, by unit.
         reducing: Reductions under way, by unit.
+        leaving: Copies of activations to the host, by unit.
+        returning: Those back, by unit.
     """
 
     units: Mapping[int, StepUnit]
@@ -249,6 +253,8 @@ class _Lowering:
     waits: tuple[int, ...] = ()
     gathering: dict[int, tuple[int, ...]] = field(default_factory=dict)
     reducing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    leaving: dict[int, int] = field(default_factory=dict)
+    returning: dict[int, int] = field(default_factory=dict)
 
     def add(self, moment: Moment) -> None:
         what, number = moment.what, moment.unit
@@ -263,7 +269,7 @@ class _Lowering:
         elif number < 0:
             self._end(is_forward=what is What.FORWARD_END)
         else:
-            self._enter(self.units[number], is_forward=what is What.FORWARD)
+            self._enter(self.units[number], number, is_forward=what is What.FORWARD)
 
     def finish(self) -> list[Task]:
         if self.waits:  # the end of backward waits for the last reductions
@@ -274,11 +280,23 @@ class _Lowering:
         self.tasks.append(task)
         return len(self.tasks) - 1
 
-    def _enter(self, unit: StepUnit, *, is_forward: bool) -> None:
+    def _enter(self, unit: StepUnit, number: int, *, is_forward: bool) -> None:
+        """A unit computes; copies of activations run beside it (``features.activation_offload``)."""
         if is_forward:
+            if number - 2 in self.leaving:  # the device holds what two units leave
+                self.waits += (self.leaving[number - 2],)
+            if unit.away_s:
+                self.leaving[number] = self._put(Task("down", unit.away_s, self.computed, unit.name, "offload"))
             self._compute(unit, unit.forward_s, unit.forward_exchanges, unit.host_forward_s)
-        else:
-            self._compute(unit, unit.backward_s, unit.backward_exchanges, unit.host_backward_s)
+            return
+        is_last = number + 1 not in self.leaving  # what it leaves is still on the device
+        for place in (() if is_last else (number,)) + (number - 1,):
+            if place in self.leaving and place not in self.returning:
+                after = (*self.computed, self.leaving[place])
+                self.returning[place] = self._put(Task("up", unit.away_s, after, unit.name, "offload"))
+        if number in self.returning:
+            self.waits += (self.returning[number],)
+        self._compute(unit, unit.backward_s, unit.backward_exchanges, unit.host_backward_s)
 
     def _end(self, *, is_forward: bool) -> None:
         for unit in reversed(tuple(self.units.values())):

@@ -136,6 +136,7 @@ def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device
         _Change("train.micro_batch_size=1", {}, {"micro_batch": 1}),
         _Change("parallel.activation_checkpointing=full", {}, {"recompute": "full"}),
         _Change("parallel.offload_policy=cpu", {"offload_policy": "cpu"}, {}),
+        _Change("parallel.offload_activations=true", {"offload_activations": True}, {}),
         _Change("zero3, activation_checkpointing=full and micro_batch_size=1 together", zero3, least),
     ]
     for change in changes:
