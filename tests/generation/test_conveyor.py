@@ -111,6 +111,18 @@ def test_a_cache_grows_when_its_room_is_used_up(monkeypatch):
         assert converse(model)[0] == alone(model)
 
 
+def test_a_model_that_keeps_more_than_keys_and_values_is_refused_before_any_row_comes():
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    assert "cannot join others on their way: its cache has a LinearAttentionLayer" in refusal(
+        StateError, Conveyor, Lfm2ForCausalLM(config)
+    )
+
+
 def over_ranks(expected, plans):
     for family, layers, plan in plans:
         model = sw.parallelize(build(family, layers).train(), plan)

@@ -38,7 +38,8 @@ class Conveyor:
         positions: The most tokens of a row, where they are limited.
 
     Raises:
-        StateError: The model cannot generate, or the ranks hold several copies of it.
+        StateError: The model cannot generate, its rows cannot join others on their way, or the ranks hold several
+            copies of it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,6 +50,7 @@ class Conveyor:
                 " and a conveyor feeds one.\n  Set tp and pp so that their product is the number of ranks."
             )
         self._make_decoder, self.vocab_size, self.positions = decoder_of(model)
+        self._make_decoder(1, (0,), None).check_joins()
         pipelined = pipelined_of(model)
         self.num_lanes = 1 if pipelined is None else len(pipelined.around()[2])
 

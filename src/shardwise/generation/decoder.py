@@ -34,6 +34,11 @@ class Decoder(Protocol):
         Args:
             parts: Decoders that have the same layers, and the rows that are taken from each.
             room: The most tokens that the new decoder takes.
+        """
+        ...
+
+    def check_joins(self) -> None:
+        """Refuse models whose rows cannot be joined.
 
         Raises:
             StateError: The model keeps more of earlier tokens than keys and values.
@@ -93,6 +98,9 @@ class _Own:
         made = _Own(0, (), None)
         made.cache = KeyValueCache.joined([(part.cache, rows) for part, rows in parts], room)
         return made
+
+    def check_joins(self) -> None:
+        pass
 
     @property
     def is_padded(self) -> bool:
@@ -156,6 +164,17 @@ class _OfTransformers:
             _join_layer(made.cache.layers[index], [(part.cache.layers[index], rows) for part, rows in parts], length)
         return made
 
+    def check_joins(self) -> None:
+        from transformers.cache_utils import DynamicSlidingWindowLayer  # pyrefly: ignore[missing-import]
+
+        for layer in self.cache.layers:
+            if type(layer) not in {_roomy_layer(), DynamicSlidingWindowLayer}:
+                raise StateError(
+                    f"rows of this model cannot join others on their way: its cache has a {type(layer).__name__}, which"
+                    " keeps more than keys and values.\n  Use sw.generate or `shardwise generate`, whose rows begin"
+                    " together."
+                )
+
     @property
     def is_padded(self) -> bool:
         return any(self.padding)
@@ -191,11 +210,6 @@ def _join_layer(into: Any, parts: Sequence[tuple[Any, Sequence[int]]], length: i
     from transformers.cache_utils import DynamicSlidingWindowLayer  # pyrefly: ignore[missing-import]
 
     first = parts[0][0]
-    if type(first) not in {_roomy_layer(), DynamicSlidingWindowLayer}:
-        raise StateError(
-            f"rows of this model cannot join others on their way: its cache has a {type(first).__name__}, which keeps"
-            " more than keys and values.\n  Use sw.generate, whose rows begin together."
-        )
     if not first.is_initialized:  # it reads those of another layer
         return
     into.lazy_initialization(first.keys, first.values)
