@@ -34,7 +34,7 @@ include_patterns = ["*.md", "docs/**.md", "bench/results/*.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "src", "tests"]
 
 myst_heading_anchors = 4
-myst_links_external_new_tab = False
+smartquotes = False  # words of messages and of code stay as they are written
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -156,7 +156,7 @@ LANES = {
 
 
 def draw_timeline() -> Element:
-    lanes = Lanes(LANES, end=34, width=1120, top=70, height=28, gap=12, breaks=("slot A",))
+    lanes = Lanes(LANES, end=33, width=1120, top=70, height=28, gap=12, breaks=("slot A",))
     parts: list[Content] = [
         text(20, 28, "One training step under zero3: the root and three units. Time goes from left to right.", size=15),
         text(
@@ -191,6 +191,8 @@ def draw_timeline() -> Element:
 # -- what moves when, by strategy: the simulator's step
 
 
+#: Of the pages' text, so that words in pictures are as large as those around them.
+WIDTH = 740
 #: Units of the pictures: a root with three blocks. A transfer of a block takes as long as its forward.
 UNITS = ("root", "1", "2", "3")
 STREAMS = {"compute": "compute", "gather": "all-gather", "reduce": "reduce-scatter"}
@@ -235,22 +237,22 @@ def draw_strategy(strategy: str) -> Element:
     names = {key: name for key, name in STREAMS.items() if key in timeline.streams}
     if "gather" not in names:
         names["reduce"] = "all-reduce"
-    lanes = Lanes(names, end=15, width=1080, top=96, height=26, gap=8)
+    lanes = Lanes(names, end=15, width=WIDTH, top=96, height=26, gap=8)
     parts: list[Content] = [text(20, 26, strategy, size=15), text(20, 46, WORDS[strategy], class_="faint")]
     for place, (name, part) in enumerate(zip(("parameters", "gradients", "optimizer"), HELD[strategy], strict=True)):
-        x, width = 20 + 290 * place, 120.0 if part == "1" else 30.0
+        x, width = 20 + 240 * place, 80.0 if part == "1" else 20.0
         share = "whole" if part == "1" else "a quarter"
         parts += [
-            box(x, 62, 120, 16, "paper"),
+            box(x, 62, 80, 16, "paper"),
             box(x, 62, width, 16, ("k0", "k2", "k7")[place]),
-            text(x + 128, 75, f"{name}: {share}"),
+            text(x + 88, 75, f"{name}: {share}"),
         ]
     bars = [bar("compute", "step", timeline.end_s, timeline.end_s + step.optimizer_s, "step")]
     for stream, spans in timeline.streams.items():
         seen: set[str] = set()
         for span in spans:
             unit = span.task.label
-            label = f"{'backward' if unit in seen else 'forward'} {unit}" if stream == "compute" else unit
+            label = f"{'B' if unit in seen else 'F'}{unit}" if stream == "compute" else unit
             seen.add(unit)
             if span.end_s > span.begin_s:
                 bars.append(bar(stream, unit, span.begin_s, span.end_s, label if unit != "root" else ""))
@@ -263,12 +265,12 @@ def draw_strategy(strategy: str) -> Element:
 
 def draw_pipeline() -> Element:
     """1F1B and a zero-bubble schedule of the same stages and microbatches."""
-    width, top = 1080, 66
+    top = 66
     parts: list[Content] = [text(20, 28, "Four ranks of a pipeline, eight microbatches. Empty is the bubble.", size=15)]
     for name in ("1f1b", "zb-h1"):
         built = PipelinePolicy(name, num_microbatches=8).build(4)
         timing = simulate(built, Durations())
-        lanes = Lanes({str(rank): f"rank {rank}" for rank in range(4)}, end=36, width=width, top=top, height=22, gap=5)
+        lanes = Lanes({str(rank): f"rank {rank}" for rank in range(4)}, end=33, width=WIDTH, top=top, height=22, gap=5)
         bars = [
             Bar(
                 str(rank),
@@ -285,7 +287,7 @@ def draw_pipeline() -> Element:
         top = int(lanes.bottom) + 44
     note = "F: forward. B: backward, or the half of it that makes the gradient of the input. W: the other half."
     parts.append(text(20, top - 14, note, class_="faint"))
-    return picture(width, top, "Schedules of a pipeline", parts, has_style=True)
+    return picture(WIDTH, top, "Schedules of a pipeline", parts, has_style=True)
 
 
 def draw_tensor() -> Element:
@@ -298,12 +300,12 @@ def draw_tensor() -> Element:
         parts.append(text(20, y + 42, f"rank {rank}"))
         half = ("left", "right")[rank]
         boxes = (
-            (90, 120, 70, "k8", "x", "whole"),
-            (260, 90, 70, "k0", "up", f"{half} columns"),
-            (400, 120, 70, "k4", "activation", f"{half} half"),
-            (570, 90, 70, "k0", "down", f"{('upper', 'lower')[rank]} rows"),
-            (710, 130, 70, "k4", "partial sum", "of every output"),
-            (900, 140, 70, "k8", "y", "whole"),
+            (64, 60, 70, "k8", "x", "whole"),
+            (156, 90, 70, "k0", "up", f"{half} columns"),
+            (278, 90, 70, "k4", "activation", f"{half} half"),
+            (400, 90, 70, "k0", "down", f"{('upper', 'lower')[rank]} rows"),
+            (522, 100, 70, "k4", "partial sum", "of every output"),
+            (674, 56, 70, "k8", "y", "whole"),
         )
         for x, width, height, fill, name, words in boxes:
             middle = x + width / 2
@@ -314,8 +316,8 @@ def draw_tensor() -> Element:
             ]
         ends = [(x, x + width) for x, width, *_ in boxes]
         parts += [arrow(stop + 4, y + 35, start - 4, y + 35) for (_, stop), (start, _) in itertools.pairwise(ends)]
-    parts += [box(858, 50, 24, 210, "k3"), text(870, 280, "all-reduce", anchor="middle")]
-    return picture(1080, 296, "The MLP of a block under tensor parallelism", parts, has_style=True)
+    parts += [box(636, 50, 20, 210, "k3"), text(646, 280, "all-reduce", anchor="middle")]
+    return picture(WIDTH, 296, "The MLP of a block under tensor parallelism", parts, has_style=True)
 
 
 DRAWINGS: dict[str, Callable[[], Element]] = {
