@@ -55,6 +55,7 @@ def best(case: Case, strategy: str) -> Estimate:
         cp=1,
         ep=1,
         offload_policy="none",
+        offload_activations=False,
     )
     return found[0]
 

@@ -166,15 +166,6 @@ def test_every_make_target_that_is_named_exists() -> None:
     )
 
 
-def test_every_verb_that_is_named_has_a_help_text_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    table = START.split("| verb | does |")[1].split("\n\n")[0]
-    verbs = re.findall(r"`([a-z][a-z -]+)`", table)
-    assert len(verbs) >= 9
-    for verb in verbs:
-        assert main([*verb.split(), "--help"]) == 0, verb
-        assert "xample" in capsys.readouterr().out, verb
-
-
 def test_every_file_that_is_linked_exists() -> None:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
+from shardwise.cli import main
+from shardwise.cli.app import VERBS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -36,3 +38,14 @@ def test_the_reference_describes_every_public_name_and_every_verb(tmp_path: Path
     assert "## train\n" in command
     assert "## checkpoint verify\n" in command
     assert "| `micro_batch_size` |" in (tmp_path / "configuration.md").read_text()
+
+
+def test_the_first_page_names_every_verb_and_each_has_a_help_text_with_an_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = (DOCS / "start.md").read_text().split("| verb | does |")[1].split("\n\n")[0]
+    verbs = re.findall(r"`([a-z][a-z -]+)`", table)
+    assert {verb.split()[0] for verb in verbs} == VERBS.keys()
+    for verb in verbs:
+        assert main([*verb.split(), "--help"]) == 0, verb
+        assert "xample" in capsys.readouterr().out, verb
