@@ -64,6 +64,7 @@ contents: dict[str, tuple[str, ...]] = {
         "Fine-tune <docs/fine-tuning>",
         "Checkpoints <docs/checkpoints>",
         "Launch <docs/launching>",
+        "Recipes at scale <docs/recipes>",
     ),
     "Come from": (
         "FSDP, DeepSpeed, Accelerate <docs/migrating>",
