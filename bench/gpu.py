@@ -4,7 +4,8 @@ One process for each GPU (one GPU: a world of one, over NCCL). Engines take turn
 allocated and reserved memory are its own. Batches are as large as fits. Beside step time and memory: allocated memory
 over the formula, what is reserved and not allocated, the host's time for each unit, kernels of a step, where the host
 waits in a steady step, and how much of what copies of an offloaded run take, and of what gathers and reductions take,
-is hidden behind computation. One GPU sends nothing: there each collective occupies its stream for as long as its bytes
+is hidden behind computation; and the time and memory of activations that are kept, recomputed, or on the host. One
+GPU sends nothing: there each collective occupies its stream for as long as its bytes
 would take over a link of 400 Gb/s between 8 ranks.
 
     make gpu                                        everything marked gpu, then this
@@ -48,6 +49,13 @@ WARM_UP_STEPS, PROFILED_STEPS = 4, 3
 #: Ours, and torch's beside which they stand.
 OURS = ("zero3", "zero2", "ddp")
 ENGINES = (*OURS, "torch-fsdp2", "torch-ddp")
+#: What becomes of activations under zero3: how it is called, and the plan's fields.
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "recomputed": {"activation_checkpointing": "full"},
+    "on the host": {"offload_activations": True},
+    "recomputed, inputs on the host": {"activation_checkpointing": "full", "offload_activations": True},
+}
 #: Names of models: a preset and what is other than in it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-1.3b": ("gpt2-medium", {"num_layers": 24, "hidden": 2048, "num_heads": 16}),
@@ -240,11 +248,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def take_turn(  # noqa: PLR0917 - in the order of trainer's
-    engine: str, name: str, device: torch.device, samples: int, steps: int, activations: Activations
+    engine: str,
+    name: str,
+    device: torch.device,
+    samples: int,
+    steps: int,
+    activations: Activations | None = None,
+    **plan: object,
 ) -> Turn:
-    """Build, warm up, time, and forget."""
+    """Build, warm up, time, and forget. Without ``activations`` no bytes are predicted."""
     allocated, reserved = clean(device)
-    trained = trainer(engine, name, device, samples)
+    trained = trainer(engine, name, device, samples, **plan)
     for _ in range(WARM_UP_STEPS):
         trained.step()
     wait_for_all(device)
@@ -255,7 +269,7 @@ def take_turn(  # noqa: PLR0917 - in the order of trainer's
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     predicted = None
-    if engine in OURS:
+    if engine in OURS and activations is not None:
         runtime = engine_of(trained.model, "bench")
         predicted = predict(runtime).on_device + predict_activations(runtime, activations)
     is_cuda = device.type == "cuda"
@@ -416,6 +430,7 @@ class Measured:
         waits: In which calls the host waits for the device in steady steps of zero3.
         offload_us: Time of copies of zero3 with offload, and how much of it is hidden.
         collectives_us: Time of gathers and reductions of zero3, and how much of it is hidden.
+        ways: Turns of zero3, by what becomes of activations.
     """
 
     name: str
@@ -427,6 +442,7 @@ class Measured:
     waits: dict[str, int] = field(default_factory=dict)
     offload_us: tuple[float, float] = (0.0, 0.0)
     collectives_us: tuple[float, float] = (0.0, 0.0)
+    ways: dict[str, list[Turn]] = field(default_factory=dict)
 
 
 def report(models: Sequence[Measured], facts: dict[str, Any], title: str, tests: Sequence[str] = ()) -> str:
@@ -476,7 +492,24 @@ def _lines_of(found: Measured) -> list[str]:
         f"- Gathers and reductions of zero3, {_share(found.collectives_us)}.",
         f"- Copies with offload_policy=cpu, {_share(found.offload_us)}.",
         "",
+        *_lines_of_ways(found.ways),
     ]
+
+
+def _lines_of_ways(ways: dict[str, list[Turn]]) -> list[str]:
+    """What becomes of activations under zero3: time and memory of each way over those of keeping them."""
+    if not ways:
+        return []
+    lines = ["| activations, zero3 | step | over kept, by round | allocated | last loss |", "| --- |" + " ---: |" * 4]
+    kept = [statistics.median(turn.seconds) for turn in ways["kept"]]
+    for way, turns in ways.items():
+        own = [statistics.median(turn.seconds) for turn in turns]
+        ratios = [ours / theirs for ours, theirs in zip(own, kept, strict=True)]
+        step = f"{statistics.median(own) * 1e3:.1f} ms"
+        over = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        allocated = f"{max(turn.allocated_bytes for turn in turns) / 1e9:.2f} GB"
+        lines.append(f"| {way} | {step} | {over} | {allocated} | {turns[0].losses[-1]:.6f} |")
+    return [*lines, ""]
 
 
 def _share(times_us: tuple[float, float]) -> str:
@@ -499,6 +532,10 @@ def measure(name: str, device: torch.device, rounds: int, steps: int) -> Measure
     for number in range(rounds):
         for engine in ENGINES[:: -1 if number % 2 else 1]:
             found.turns[engine].append(take_turn(engine, name, device, samples, steps, activations))
+    found.ways = {way: [] for way in ACTIVATIONS}
+    for number in range(rounds):
+        for way in [*ACTIVATIONS][:: -1 if number % 2 else 1]:
+            found.ways[way].append(take_turn("zero3", name, device, samples, steps, **ACTIVATIONS[way]))
     for engine in (*ENGINES, "plain"):
         seconds, num_units = host_seconds(engine, name, device, rounds)
         found.host_us[engine] = seconds * 1e6

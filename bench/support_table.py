@@ -46,6 +46,7 @@ OPTIONS = (
     Option('mp_policy="fp16"', {"mp_policy": "fp16"}),
     Option('activation_checkpointing="full"', {"activation_checkpointing": "full"}),
     Option('activation_checkpointing="selective"', {"activation_checkpointing": "selective"}),
+    Option("offload_activations", {"offload_activations": True}),
     Option('offload_policy="cpu"', {"offload_policy": "cpu"}),
     Option("offload_activations", {"offload_activations": True}),
     Option('quantize_frozen="int8"', {"quantize_frozen": "int8"}),

@@ -196,6 +196,7 @@ DEFAULT_ROUNDS = 5
 _OURS_ALONE = (
     "offload_policy",
     "activation_checkpointing",
+    "offload_activations",
     "ignored",
     "row_sharded",
     "compile",

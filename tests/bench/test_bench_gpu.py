@@ -132,3 +132,18 @@ def test_the_engines_train_alike_and_every_one_has_its_row() -> None:
         assert losses[engine] == pytest.approx(losses["torch-fsdp2"], abs=2e-2)
         assert f"| {engine} | " in text
     assert f"The host waits for the device in {gpu.PROFILED_STEPS} steady steps of zero3: nowhere." in text
+
+
+def test_the_page_sets_each_way_to_treat_activations_beside_keeping_them():
+    """Steps of 100, 101 and 130 ms; of the last way 200 ms in the second round."""
+    turns = {"kept": (0.1, 0.1), "on the host": (0.101, 0.101), "recomputed": (0.13, 0.2)}
+    ways = {
+        way: [gpu.Turn([time_s] * 3, 2_000_000_000, 0, None, [1.5]) for time_s in times] for way, times in turns.items()
+    }
+    lines = gpu._lines_of_ways(ways)
+    assert lines[2:5] == [
+        "| kept | 100.0 ms | 1.000 (1.000 to 1.000) | 2.00 GB | 1.500000 |",
+        "| on the host | 101.0 ms | 1.010 (1.010 to 1.010) | 2.00 GB | 1.500000 |",
+        "| recomputed | 165.0 ms | 1.650 (1.300 to 2.000) | 2.00 GB | 1.500000 |",
+    ]
+    assert gpu._lines_of_ways({}) == []

@@ -244,6 +244,7 @@ def engine_options(plan: ParallelPlan, device_type: str) -> EngineOptions:
         granularity=plan.cut_granularity,
         accumulates_sharded=_accumulates_sharded(plan),
         defers_replicate=plan.accumulation == "defer_replicate",
+        num_slots=plan.num_slots,
         num_gradient_buffers=plan.gradient_buffers,
         keeps_buffers=keeps_buffers(device_type, wanted=plan.keep_buffers),
         recompute=plan.recompute,

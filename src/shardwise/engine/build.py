@@ -146,6 +146,7 @@ def make_unit(
             # from all ranks of ep, so their sums over fewer ranks are divided by the same number.
             num_ranks=comms.num_ranks,
             holds_part=is_part or (group_row.shards_optimizer and layout.size > 1),
+            num_slots=options.num_slots,
         )
         shards = [entry.parameter for entry in entries]
         group = Group(unit, facts, form_of(facts, offload), over, shards, as_part=as_part)
@@ -235,8 +236,9 @@ def _deal_slots(engine: Engine) -> None:
         if place is not None:
             engine.slots.reserve(key, count)
     for unit, group in gathered:
-        is_shared = unit.reshards_after_forward and unit.depth > 0
-        slots[group] = engine.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
+        slots[group] = engine.slots.assign(
+            _slot_key(unit, group), group.layout.numel, is_shared=group.facts.takes_turns
+        )
     for group in engine.groups:
         group.use_slot(slots.get(group))
     for slot in engine.slots.slots:
@@ -246,7 +248,7 @@ def _deal_slots(engine: Engine) -> None:
 def _slot_key(unit: Unit, group: Group) -> Hashable:
     return (
         unit.depth,
-        size_class(group.layout.numel),
+        0 if group.facts.num_slots else size_class(group.layout.numel),
         group.compute_dtype,
         group.facts.is_trainable,
         group.facts.is_expert,

@@ -27,6 +27,7 @@ from shardwise.engine.pool import GradientPool, SlotPool
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
 from shardwise.spec.facts import EngineOptions
+from shardwise.spec.memory.footprint import SLOTS_PER_CLASS
 from shardwise.spec.order import AgreedOrder, Entry, LayerList, Paths
 from shardwise.spec.placement import Placements
 
@@ -124,7 +125,7 @@ class Engine:
         self.step = Step()
         self.shared: dict[Hashable, Any] = {}
         self.host_waits: tuple[Callable[[], None], ...] = ()
-        self.slots = SlotPool(keeps=options.keeps_buffers)
+        self.slots = SlotPool(options.num_slots or SLOTS_PER_CLASS, keeps=options.keeps_buffers)
         self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one, keeps=options.keeps_buffers)
         self.orders = Paths(layer_lists, lambda index: units[index].calls.has_run, self.observers.wake)
         self.forward, self.backward = Forward(), Backward()

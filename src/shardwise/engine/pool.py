@@ -25,8 +25,8 @@ class Slot:
     """Storage for one gathered group at a time.
 
     Attributes:
-        numel: Its elements.
-        buffer: The storage.
+        numel: Its elements: those of the largest group.
+        buffer: The storage. Where it is not kept, it has memory for its owner alone.
         members: Groups that share it; 0 where it belongs to one.
         is_kept: It stays allocated; else only while it has an owner. Views of it stay good.
     """
@@ -48,8 +48,12 @@ class Slot:
     @owner.setter
     def owner(self, group: Group | None) -> None:
         self._owner = weakref.ref(group) if group is not None else None
-        if not self.is_kept and self.buffer is not None:
-            (free if group is None else restore)(self.buffer)
+        if self.is_kept or self.buffer is None:
+            return
+        if group is None:
+            free(self.buffer)
+        else:
+            restore(self.buffer, group.layout.numel)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The storage, allocated at the first call; its first gather touches it."""
@@ -63,17 +67,18 @@ def free(buffer: Tensor) -> None:
     buffer.untyped_storage().resize_(0)
 
 
-def restore(buffer: Tensor) -> None:
-    """Have memory for ``buffer`` again, with any content, where it was freed."""
-    storage = buffer.untyped_storage()
-    if storage.nbytes() < buffer.nbytes:
-        storage.resize_(buffer.nbytes)
+def restore(buffer: Tensor, numel: int) -> None:
+    """Have memory for ``numel`` elements of ``buffer`` again, with any content, where it was freed."""
+    storage, num_bytes = buffer.untyped_storage(), numel * buffer.itemsize
+    if storage.nbytes() < num_bytes:
+        storage.resize_(num_bytes)
 
 
 class SlotPool:
     """The slots of a model: ``slots_per_class`` for each class of groups, dealt out in turn.
 
-    Depth, size class, dtype, trainability and whether they are experts make a class (``build``). Depth is in it so that
+    Depth, size class, dtype, trainability and whether they are experts make a class (``build``); with a number of slots
+    in the plan sizes do not, and a slot is as large as the largest of its groups. Depth is in it so that
     a unit never shares a slot with one that encloses it: both are live at once. So are units in a recomputed module:
     a class has at least as many slots as such a module has groups of it.
     """
@@ -169,7 +174,7 @@ class GradientPool:
             pass
         if unused:
             buffer = unused.popleft()
-            restore(buffer)
+            restore(buffer, buffer.numel())
             return buffer
         self.num_buffers[key] = self.num_buffers.get(key, 0) + 1
         return torch.zeros(self._sizes[key], dtype=dtype, device=device)

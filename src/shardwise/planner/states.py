@@ -80,6 +80,7 @@ class Rules:
         offload: What is kept on the host.
         quantization: What is held or sent in fewer bytes.
         optimizer_tensors: State tensors per parameter.
+        num_slots: Slots with which units of every size take turns; 0: two for each size.
         num_gradient_buffers: Most gradient buffers for each size class.
         accumulation: How microbatches are added up; ``None``: there is one.
         is_pipeline: Units stay gathered until the last microbatch's backward.
@@ -102,6 +103,7 @@ class Rules:
     offload: OffloadPolicy | None = None
     quantization: Quantization = NO_QUANTIZATION
     optimizer_tensors: int = 2
+    num_slots: int = 0
     num_gradient_buffers: int = 2
     accumulation: str | None = None
     is_pipeline: bool = False
@@ -171,7 +173,7 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
         rules: How they are placed.
     """
     of_root, placed = _placed(root, merged_runs(root, runs, rules), rules)
-    few = max(SLOTS_PER_CLASS, rules.num_gradient_buffers) + 2
+    few = max(rules.num_slots or SLOTS_PER_CLASS, rules.num_gradient_buffers) + 2
     if rules.receives and rules.num_gradient_buffers > 2:  # receive buffers are then made in turns that never settle
         few = max((run.count for run in placed), default=0)
     least = [min(run.count, few) for run in placed]
@@ -334,6 +336,7 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
         is_offloaded=is_offloaded,
         keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(row),
         ep=ep,
+        num_slots=rules.num_slots,
     )
 
 

@@ -378,6 +378,7 @@ class Timing:
             reshards_after_forward=False if self.plan.reshard_after_forward is False else None,
             num_microbatches=self.num_microbatches,
             accumulation=self._accumulation,
+            num_slots=self.plan.num_slots,
             num_gradient_buffers=self.plan.gradient_buffers,
             slowdown=self._slowdown,
         )

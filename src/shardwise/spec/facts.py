@@ -51,6 +51,7 @@ class GroupFacts:
         ep: Ranks that hold different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
         num_ranks: Ranks over whose batches gradients are averaged.
         holds_part: Other ranks hold other parts of the model's gradients, of this group's or of other parameters.
+        num_slots: Slots with which groups of every size take turns; 0: two for each size.
     """
 
     unit: int
@@ -73,6 +74,7 @@ class GroupFacts:
     ep: int = 1
     num_ranks: int = 1
     holds_part: bool = False
+    num_slots: int = 0
 
     def place(self, rank: int) -> int:
         """Place of rank ``rank`` of ``dp_shard`` among those that share the group; other methods take it."""
@@ -196,6 +198,11 @@ class GroupFacts:
         return self.row.shards_parameters and self.layout.size == 1 and not self.is_apart
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the group shares its slot with others."""
+        return self.reshards and self.depth > 0 and not (self.is_resident or self.is_alone)
+
+    @property
     def reduce_layout(self) -> ReduceLayout:
         """Layout of the group's gradient buffer."""
         return self.layout.scattered if self.row.shards_optimizer else self.layout.reduced
@@ -237,6 +244,15 @@ class UnitFacts:
         """Whether gradients are reduced."""
         return any(group.is_trainable for group in self.groups)
 
+    @cached_property
+    def only_slots(self) -> frozenset[tuple[object, ...]]:
+        """Kinds of groups that have one slot between them, which the unit needs."""
+        return frozenset(
+            (group.depth, group.compute_dtype or group.master_dtype, group.is_trainable, group.axis)
+            for group in self.groups
+            if group.num_slots == 1 and group.takes_turns
+        )
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -252,6 +268,7 @@ class EngineOptions:
             says (ddp and zero1 keep local sums, the others reduce every time).
         defers_replicate: Reduce every backward inside its group of ``dp_shard``; inside ``gradient_sync(model, False)``
             not over ``dp_replicate``.
+        num_slots: Slots with which gathered units of every size take turns; 0: two for each size.
         num_gradient_buffers: Full-size gradient buffers per size class: two let a reduction run while the next unit's
             gradients are collected.
         keeps_buffers: Slots, gradient buffers and what ``.grad`` lives in stay allocated from step to step.
@@ -267,6 +284,7 @@ class EngineOptions:
     granularity: Granularity = ELEMENT
     accumulates_sharded: bool | None = None
     defers_replicate: bool = False
+    num_slots: int = 0
     num_gradient_buffers: int = 2
     keeps_buffers: bool = True
     recompute: RecomputePolicy | None = None

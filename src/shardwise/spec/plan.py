@@ -113,6 +113,9 @@ class ParallelPlan:
         merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` are gathered and reduced together up to
             this many bytes of parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB (on CUDA 1 MiB a rank
             if that is more), and at most an eighth of the model (``spec.chain``). ``False``: every unit by itself.
+        gathered_slots: How many slots gathered units take turns with. ``"auto"``: two for each size of unit: one is
+            gathered while another computes. A number: so many for units of every size, as large as the largest unit
+            that has a turn; 1 takes the least memory, and every gather is waited for.
         gradient_buffers: Number of full-size gradient buffers for each size of unit. With n, the gradients of a unit
             are collected while those of the n - 1 units before are being reduced; 1 takes the least memory.
         keep_buffers: ``True``: memory of gathered units, gradient buffers and gradients stays allocated from step to
@@ -159,6 +162,7 @@ class ParallelPlan:
     accumulation: str = "auto"
     pipeline: PipelinePolicy | Mapping[str, Any] | str | None = None
     merge_units: str | bool | int = "auto"
+    gathered_slots: str | int = "auto"
     gradient_buffers: int = 2
     keep_buffers: str | bool = "auto"
     sync: str = "warn"
@@ -239,6 +243,11 @@ class ParallelPlan:
             raise PlanError(
                 f"merge_units={self.merge_units!r}: expected 'auto', False or a number of bytes.\n"
                 "  Use False to keep every unit by itself."
+            )
+        if not (self.gathered_slots == "auto" or is_positive(self.gathered_slots)):
+            raise PlanError(
+                f"gathered_slots={self.gathered_slots!r}: expected 'auto' or a positive integer.\n"
+                "  Leave it at 'auto', or use 1 for the least memory."
             )
         if not is_positive(self.gradient_buffers):
             raise PlanError(
@@ -408,6 +417,11 @@ class ParallelPlan:
     def merge_limit(self) -> int | None:
         """The most bytes of parameters in a merged unit; 0: no merging, ``None``: depends on the model's size."""
         return None if self.merge_units == "auto" else int(self.merge_units)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that gathered units of every size take turns with; 0: two for each size."""
+        return 0 if isinstance(self.gathered_slots, str) else self.gathered_slots
 
     def mesh(self, world_size: int, local_size: int | None = None) -> Mesh:
         """The mesh of this plan.

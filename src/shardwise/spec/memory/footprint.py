@@ -184,29 +184,36 @@ def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
 def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0) -> int:
     """Bytes of the slots: ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable, axis), used in turn.
 
+    Where groups have a number of slots (``GroupFacts.num_slots``), those of every size take turns with so many.
     A class has more slots where more of its groups are recomputed together. Slices that units keep over an inner group
     of ranks after forward come on top.
     """
     total = 0
     turns: dict[tuple[int, int, str, bool, str], list[int]] = {}
+    limits: dict[tuple[int, int, str, bool, str], int] = {}
     together: Counter[tuple[tuple[int, int, str, bool, str], str | None]] = Counter()
     for group in groups:
         if group.is_resident or group.is_alone:
             continue
         numel, item = group.layout.numel, group.gather_item_bytes
-        dtype = group.compute_dtype or group.master_dtype
-        key = (group.depth, size_class(numel), dtype, group.is_trainable, group.axis)
+        limits[key := _slot_key(group)] = group.num_slots or SLOTS_PER_CLASS
         together[key, group.recomputed_in] += 1
         if group.inner_size:
             total += group.inner_numel(group.place(rank)) * item
-        if not (group.reshards and group.depth > 0):
+        if not group.takes_turns:
             total += numel * item
             continue
         turns.setdefault(key, []).append(numel * item)
     for key, sizes in turns.items():
-        count = max([SLOTS_PER_CLASS, *(n for (k, place), n in together.items() if k == key and place is not None)])
+        count = max([limits[key], *(n for (k, place), n in together.items() if k == key and place is not None)])
         total += sum(max(sizes[turn::count]) for turn in range(min(count, len(sizes))))
     return total
+
+
+def _slot_key(group: GroupFacts) -> tuple[int, int, str, bool, str]:
+    """Groups with the same key take turns with slots."""
+    size = 0 if group.num_slots else size_class(group.layout.numel)
+    return group.depth, size, group.compute_dtype or group.master_dtype, group.is_trainable, group.axis
 
 
 def packed_buffer_bytes(groups: Sequence[GroupFacts]) -> int:

@@ -75,6 +75,10 @@ class UnitMoves(Protocol):
     def is_trained(self) -> bool:
         """Its gradients are reduced."""
 
+    @property
+    def only_slots(self) -> frozenset[tuple[object, ...]]:
+        """Kinds of memory of which there is one piece, which the unit needs while it computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Moves:
@@ -86,6 +90,7 @@ class Moves:
     is_released: bool = True
     is_freed: bool = True
     is_trained: bool = True
+    only_slots: frozenset[tuple[object, ...]] = frozenset()
 
 
 class Walk:
@@ -137,7 +142,7 @@ class Walk:
                 self._kept.add(left)
             self._need(unit)
             if place + 1 < len(order):
-                self._need(order[place + 1])
+                self._prefetch(order[place + 1], [unit])
             self._note(What.WAIT, unit)
             self._note(What.FORWARD, unit)
             left = unit
@@ -154,7 +159,7 @@ class Walk:
             if unit not in self._entered:
                 self._entered.append(unit)
             if later:
-                self._need(later[0])
+                self._prefetch(later[0], [unit, *self._entered])
             self._note(What.WAIT, unit)
             self._recompute(unit)
             self._note(What.BACKWARD, unit)
@@ -187,6 +192,12 @@ class Walk:
                     if self._units[unit].recomputed_in == place:
                         self._need(unit)
                         self._note(What.WAIT, unit)
+
+    def _prefetch(self, unit: int, computing: Sequence[int]) -> None:
+        """Gather the unit that comes next, unless one that computes has the only slot that it could take."""
+        wanted = self._units[unit].only_slots
+        if not any(wanted & self._units[other].only_slots for other in computing if other != unit):
+            self._need(unit)
 
     def _need(self, unit: int) -> None:
         if unit not in self._resident:

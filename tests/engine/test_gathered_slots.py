@@ -1,0 +1,115 @@
+"""``gathered_slots``: one slot, or slots that units of every size share; bits, and bytes as predicted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.spec.errors import PlanError
+from shardwise.spec.plan import ParallelPlan
+from shardwise.testing import probe, run_on_ranks
+from shardwise.testing.probe import checks
+from tests.common.oracle import Block, Chain, compare_each, plain_loss, sample
+from tests.common.ranks import on_ranks
+
+
+class Uneven(Chain):
+    """Blocks of three sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(Block(8, wide) for wide in (9, 40, 17, 40, 9, 17))
+
+
+class Halves(nn.Module):
+    """A block whose two halves are units, of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(8, 8), Block(8, 40)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.large(torch.tanh(self.small(x))))
+
+
+PARTS = {"auto_wrap_policy": sw.wrap_by_name("blocks.*.small", "blocks.*.large")}
+
+
+def every_number_of_slots() -> None:
+    with checks():
+        for count, *kept in ((1, True, False), (2, False)):
+            for keeps in kept:
+                options = {"gathered_slots": count, "keep_buffers": keeps, "merge_units": False}
+                compare_each(Uneven, plain_loss, ("zero3",), steps=2, **options)
+                for way in ("none", sw.wrap_by_name("blocks.*")):
+                    compare_each(
+                        lambda: Chain(Halves),
+                        plain_loss,
+                        ("zero3",),
+                        steps=2,
+                        activation_checkpointing=way,
+                        **PARTS,
+                        **options,
+                    )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_number_of_slots_gives_the_same_bits(world: int) -> None:
+    run_on_ranks(every_number_of_slots, world)
+
+
+def trained(build: type[nn.Module], **options: object) -> tuple[nn.Module, list[tuple[object, ...]]]:
+    model = sw.parallelize(build(), sw.ParallelPlan(merge_units=False, **options))
+    for step in range(3):
+        with sw.record_collectives(model) as events:
+            model(sample(dist.get_rank(), step)).square().mean().backward()
+        model.zero_grad()
+    return model, [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
+
+
+@on_ranks(2, 3)
+def test_bytes_and_the_order_of_messages_are_those_predicted() -> None:
+    held, gathers = {}, {}
+    for slots in ("auto", 1, 2, 3):
+        model, events = trained(Uneven, gathered_slots=slots)
+        seen = probe(model)
+        assert events == [tuple(event) for event in seen.predicted_collectives()], slots
+        assert sum(slot.nbytes for slot in seen.slots) == seen.predicted_bytes()["gathered"], slots
+        held[slots] = seen.predicted_bytes()["gathered"]
+        gathers[slots] = sorted(event for event in events if event[0] == "all_gather")
+        assert sw.summary(model).num_grown_slots == 0
+    assert held[1] < held[2] < held[3] < held["auto"]  # one, two, three of the largest, two of each size
+    assert all(found == gathers["auto"] for found in gathers.values())  # nothing is gathered more often
+
+
+@on_ranks(2)
+def test_with_one_slot_a_unit_is_gathered_when_the_one_before_has_been_reduced() -> None:
+    orders = {}
+    for slots in (1, 2):
+        _, events = trained(Uneven, gathered_slots=slots)
+        orders[slots] = [(kind, unit) for kind, unit, *_ in events if unit in {"blocks.3", "blocks.4"}][2:]
+    assert orders[2].index(("all_gather", "blocks.3")) < orders[2].index(("reduce_scatter", "blocks.4"))
+    assert orders[1].index(("all_gather", "blocks.3")) > orders[1].index(("reduce_scatter", "blocks.4"))
+
+
+@on_ranks(2)
+def test_units_inside_a_recomputed_module_have_a_slot_each_of_their_own_size() -> None:
+    recompute = {"activation_checkpointing": sw.wrap_by_name("blocks.*")}
+    model, _ = trained(lambda: Chain(Halves), gathered_slots=1, **PARTS, **recompute)
+    seen = probe(model)
+    sizes = sorted(slot.nbytes for slot in seen.slots)[-3:]
+    units = {unit.name: unit for unit in sw.summary(model).units}
+    numel = [units[f"blocks.0.{half}"].groups[0].numel * 4 for half in ("small", "large")]
+    assert sorted(numel) == [size for size in sizes if size in numel]
+    assert sum(slot.nbytes for slot in seen.slots) == seen.predicted_bytes()["gathered"]
+
+
+@pytest.mark.parametrize("value", [0, "one", 1.5, True])
+def test_what_is_no_number_of_slots_is_refused(value: object) -> None:
+    with pytest.raises(PlanError, match="gathered_slots="):
+        ParallelPlan(gathered_slots=value)
