@@ -205,19 +205,21 @@ def test_a_full_queue_says_when_to_come_again_and_an_ending_server_that_it_ends(
 
 
 def test_a_client_that_leaves_frees_its_place(make):
-    hand, client = make()
-    hand.says = list(b"a")  # without end
-    with complete(client, stream=True, max_tokens=POSITIONS) as stream:
-        next(iter(stream))
-    assert soon(lambda: not hand.scheduler.num_running)
-    hand.stop()
     hand, client = make(starts=False)
+    with complete(client, stream=True, max_tokens=POSITIONS) as stream:
+        (entry,) = hand.turn().new
+        hand.turn()
+        next(iter(stream))
+    (job,) = hand.scheduler._lanes[0].values()
+    assert soon(lambda: job.is_cancelled)
+    assert hand.turn().gone == [entry.number]
+    assert not hand.scheduler.num_running
     with pytest.raises(openai.APITimeoutError):
-        complete(client, timeout=0.3)
-    hand.turn()
-    assert soon(lambda: hand.turn() and not hand.scheduler.num_running)
-    hand.turn()
-    assert not hand.rows
+        complete(client, timeout=1.0)
+    assert len(hand.queue) == 1
+    assert soon(lambda: hand.queue._waiting[0].is_cancelled)
+    assert not hand.turn().new
+    assert not len(hand.queue)
 
 
 def test_answers_under_way_are_told_when_the_model_fails(make):

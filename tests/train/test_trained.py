@@ -1,0 +1,36 @@
+"""What can be asked to continue texts: its name, its chat template, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.spec.errors import CheckpointError
+from shardwise.train.data.tokenizer import OfFolder
+from shardwise.train.trained import find_trained, model_name
+from tests.common.tokenizers import save_tokenizer
+
+
+def test_a_checkpoint_has_the_name_of_its_run():
+    assert model_name(Path("runs/demo/checkpoints/step-00000010")) == "demo"
+    assert model_name(Path("runs/demo/")) == model_name(Path("models/demo")) == "demo"
+
+
+def test_a_folder_without_weights_is_refused_and_not_drawn(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has a config.json and no weights"):
+        find_trained(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"has its weights in pytorch_model\.bin"):
+        find_trained(tmp_path)
+
+
+@pytest.mark.parametrize(("named", "further"), [([0, 7], (7,)), (9, (9,)), (None, ()), ("x", ()), ([True, 3], (3,))])
+def test_what_ends_an_answer_is_the_tokenizer_s_and_the_folder_s(tmp_path, named, further):
+    folder = save_tokenizer(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert OfFolder(folder).ends == (0, *further)
+    (folder / "generation_config.json").write_text("[")
+    assert OfFolder(folder).ends == (0,)
