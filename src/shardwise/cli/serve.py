@@ -16,7 +16,6 @@ from shardwise.spec.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
-    from shardwise.train.resolve import RunConfig
     from shardwise.train.trained import Trained
 
 _HELP = """Answer OpenAI's requests (/v1/completions, /v1/chat/completions) with a trained model, streamed or at once.
@@ -130,7 +129,7 @@ def _template(file: Path | None, trained: Trained) -> str | None:
         raise ConfigError(f"chat template {printable(where)}: {error}.\n  Name a file: --chat-template FILE.") from None
 
 
-def _check(asked: _Asked, trained: Trained, count: int) -> RunConfig:
+def _check(asked: _Asked, trained: Trained, count: int) -> None:
     """Refuse what can be known to fail before any process starts."""
     from shardwise.serve.server import bind
     from shardwise.train.trained import check_continues
@@ -146,7 +145,6 @@ def _check(asked: _Asked, trained: Trained, count: int) -> RunConfig:
         )
     trained.tokenizer()
     bind(asked.host, asked.port).close()
-    return resolved
 
 
 def _serve(asked: _Asked, trained: Trained, world: World) -> int:
