@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.cli.app import VERBS
+from shardwise.cli.app import VERBS, build, fill_in_resume
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -49,3 +51,40 @@ def test_the_first_page_names_every_verb_and_each_has_a_help_text_with_an_exampl
     for verb in verbs:
         assert main([*verb.split(), "--help"]) == 0, verb
         assert "xample" in capsys.readouterr().out, verb
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Commands of ours that pages show, with the page."""
+    found = []
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        for line in re.findall(r"^\$ shardwise (.*(?:\\\n.*)*)$", page.read_text(), re.MULTILINE):
+            words = shlex.split(line.replace("\\\n", " "), comments=True)
+            ends = [place for place, word in enumerate(words) if word in {"|", ">", "&&"}]
+            found.append((page.name, words[: ends[0] if ends else None]))
+    return found
+
+
+def test_the_options_of_every_command_that_a_page_shows_exist() -> None:
+    shown = commands()
+    assert len(shown) > 10
+    for page, words in shown:
+        command, rest = typer.main.get_command(build()), words
+        while hasattr(command, "commands"):
+            command, rest = command.commands[rest[0]], rest[1:]
+        try:
+            command.make_context(words[0], fill_in_resume(rest))
+        except Exception as error:  # whatever parsing raises
+            raise AssertionError(f"{page}: {' '.join(words)}") from error
+
+
+@pytest.mark.slow
+def test_commands_of_pages_for_newcomers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that start no process."""
+    monkeypatch.chdir(tmp_path)
+    (yaml,) = re.findall(r"^```yaml\n(.*?)^```", (DOCS / "start.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "run.yaml").write_text(yaml)
+    pages = {"README.md", "start.md", "which-plan.md", "how-it-works.md", "support.md"}
+    shown = [words for page, words in commands() if page in pages and words[0] in {"plan", "dry-run", "env"}]
+    assert {words[0] for words in shown} == {"plan", "dry-run", "env"}
+    for words in shown:
+        assert main(words) == 0, words
