@@ -104,6 +104,38 @@ def test_rows_that_join_others_on_their_way_say_what_they_say_alone(family):
     assert said == alone(model)
 
 
+#: Models of transformers, with what their configurations ask for beyond the usual sizes.
+FURTHER = {
+    "Gemma2": {"head_dim": 8, "sliding_window": 4},
+    "Gemma3": {"head_dim": 8, "sliding_window": 4},
+    "Qwen3": {"head_dim": 8},
+    "Mixtral": {"num_local_experts": 4},
+    "DeepseekV3": {
+        "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+        "v_head_dim": 6, "first_k_dense_replace": 1,
+    },
+    "Bloom": {"n_layer": 2, "n_head": 4},
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FURTHER)
+def test_rows_of_further_models_say_what_they_say_alone(name):
+    import transformers
+
+    usual = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": SEQ, "initializer_range": 0.3,
+    }  # fmt: skip
+    config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForCausalLM")(config(**usual | FURTHER[name])).eval()
+    decider = Decider()
+    Conveyor(model).run(decider)
+    assert [decider.said[number] for number in range(len(PROMPTS))] == alone(model)
+
+
 def test_a_cache_grows_when_its_room_is_used_up(monkeypatch):
     monkeypatch.setattr("shardwise.generation.lane.ROOM", 2)
     for family in ("gpt", "llama", "mistral"):
