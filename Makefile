@@ -128,5 +128,5 @@ docs-links: $(DOCS) ## follow the links to other sites, which needs the network
 	@$(BIN)/python -m sphinx -q -b linkcheck -c docs . build/links
 
 clean: ## remove .venv, caches and build results (runs/ stays)
-	@rm -rf .venv .venv-integrations .venv-verl build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	@rm -rf .venv .venv-integrations .venv-verl build dist docs/reference .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	@find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
