@@ -186,7 +186,8 @@ def test_activations_go_to_the_host_where_nothing_else_fits() -> None:
     alone = {"strategy": "zero3", "micro_batch": 20, "tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1}
     made = search(find_shape("gpt-175b"), cluster, workload, **alone)[0]
     assert (made.fits, made.plan.offload_activations, made.workload.recompute) == (True, True, "full")
-    without = search(find_shape("gpt-175b"), cluster, workload, **alone, offload_activations=False)[0]
+    kept = {"offload_activations": False, "gathered_slots": "auto"}
+    without = search(find_shape("gpt-175b"), cluster, workload, **alone, **kept)[0]
     assert not without.fits
     assert made.step_time_s == pytest.approx(without.step_time_s, rel=0.01)  # the copies are hidden
     inputs = 96 * 20 * 512 * 12288 * 2
@@ -195,3 +196,16 @@ def test_activations_go_to_the_host_where_nothing_else_fits() -> None:
     smaller = search(find_shape("gpt-175b"), cluster, workload, **{**alone, "micro_batch": 1})
     assert smaller[0].fits
     assert not any(each.plan.offload_activations for each in smaller)
+
+
+def test_one_slot_is_proposed_where_activations_on_the_host_are_not_enough() -> None:
+    """GPT-1T with blocks as units: two blocks' parameters and gradients of one take 47 GB."""
+    cluster = Cluster(gpu="A100-80GB-SXM", num_gpus=128, inter_gbits_per_s_per_node=400)
+    workload = Workload(seq_len=2048, global_batch=128 * 4)
+    alone = {"strategy": "zero3", "micro_batch": 4, "tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1}
+    made = search(find_shape("gpt-1t"), cluster, workload, **alone)[0]
+    assert (made.fits, made.plan.offload_activations, made.plan.gathered_slots) == (True, True, 1)
+    without = search(find_shape("gpt-1t"), cluster, workload, **alone, gathered_slots="auto")[0]
+    assert not without.fits
+    assert without.memory.allocated_bytes - made.memory.allocated_bytes == pytest.approx(2 * 12 * 25600**2, rel=0.01)
+    assert made.step_time_s > without.step_time_s  # gathers are waited for

@@ -48,7 +48,11 @@ class MemoryBound:
         """The bound."""
         block, inputs = self._live(candidate)
         row = PRESETS[candidate.strategy]
-        unit = 2 * self._item * block if row.shards_parameters and not is_whole(candidate) else 0.0
+        unit = (
+            (1 if candidate.has_one_slot else 2) * self._item * block
+            if row.shards_parameters and not is_whole(candidate)
+            else 0.0
+        )
         key = (
             *(candidate.layout, candidate.strategy, candidate.accumulation == 1),
             *(candidate.offload, candidate.in_backward, candidate.releases_units),

@@ -43,6 +43,7 @@ class Candidate(NamedTuple):
         in_backward: Units are updated inside backward.
         releases_units: A pipeline releases units after each use, instead of keeping them for the step.
         offloads_activations: What forward leaves for backward is kept on the host.
+        has_one_slot: Units are gathered when they are needed, one at a time.
     """
 
     layout: Layout
@@ -56,6 +57,7 @@ class Candidate(NamedTuple):
     in_backward: bool = False
     releases_units: bool = False
     offloads_activations: bool = False
+    has_one_slot: bool = False
 
     def plan(self, workload: Workload, fixed: Mapping[str, Any]) -> ParallelPlan:
         """The plan as users write it, with every degree filled in."""
@@ -75,6 +77,8 @@ class Candidate(NamedTuple):
             values["reshard_after_forward"] = True
         if self.offloads_activations:
             values.setdefault("offload_activations", True)
+        if self.has_one_slot:
+            values["gathered_slots"] = 1
         return ParallelPlan(**values)
 
     def workload(self, workload: Workload) -> Workload:
@@ -100,6 +104,7 @@ def candidate_of(plan: ParallelPlan, workload: Workload) -> Candidate:
         in_backward=workload.in_backward,
         releases_units=plan.pp > 1 and plan.reshard_after_forward is True,
         offloads_activations=plan.activation_offload is not None,
+        has_one_slot=plan.num_slots == 1,
     )
 
 
@@ -232,4 +237,5 @@ def saves_less(a: Candidate, b: Candidate) -> bool:
         and a.in_backward <= b.in_backward
         and a.releases_units <= b.releases_units
         and a.offloads_activations <= b.offloads_activations
+        and a.has_one_slot <= b.has_one_slot
     )

@@ -37,6 +37,7 @@ from shardwise.planner.legal import schedules, why_none
 from shardwise.planner.memory import estimate_memory
 from shardwise.planner.plainness import EQUALLY_FAST, order, plainness
 from shardwise.spec.errors import ConfigError, PlanError
+from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
@@ -121,6 +122,10 @@ class _Family(NamedTuple):
         return _Family(self.base, groups[first], groups[first + 1 :], self.least_bytes[first:])
 
 
+#: What is tried where no plan fits, one after the other: fields of a candidate, and of the plan.
+_RESORTS = {"offloads_activations": "offload_activations", "has_one_slot": "gathered_slots"}
+
+
 class _Search:
     def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any]) -> None:
         if workload.precision == "fp8":
@@ -130,7 +135,10 @@ class _Search:
             )
         self.shape, self.cluster, self.workload, self.fixed = shape, cluster, workload, fixed
         self.num_estimates = self.num_memory = 0
-        self._offloads_activations = bool(fixed.get("offload_activations", False))
+        self._resorts = {
+            "offloads_activations": bool(fixed.get("offload_activations", False)),
+            "has_one_slot": fixed.get("gathered_slots") == 1,
+        }
         self.least_bytes = MemoryBound(shape, cluster, workload)
         self.least_time = TimeBound(shape, cluster, workload, fixed)
         self._bytes: dict[Candidate, float] = {}
@@ -140,8 +148,10 @@ class _Search:
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
         roomy, tight, kinds = self._explored()
-        if not (roomy.found or tight.found or "offload_activations" in self.fixed):
-            self._offloads_activations = True  # nothing else makes it fit
+        for resort in ("offloads_activations", "has_one_slot"):
+            if roomy.found or tight.found or _RESORTS[resort] in self.fixed:
+                continue
+            self._resorts[resort] = True  # nothing else makes it fit
             roomy, tight, kinds = self._explored()
         lacking = kinds.keys() - roomy.best_of
         chosen, rest = (roomy, tight) if roomy.found else (tight, roomy)
@@ -164,9 +174,11 @@ class _Search:
     def _savings(self, base: Candidate) -> list[Candidate]:
         """A base with every way to trade time for memory, activations on the host included where they are to be."""
         found = savings(base, self.workload, self.fixed)
-        if not self._offloads_activations:
-            return found
-        return [choice._replace(offloads_activations=True) for choice in found if choice.recompute != "selective"]
+        if self._resorts["offloads_activations"]:
+            found = [choice for choice in found if choice.recompute != "selective"]
+        is_away = self._resorts["offloads_activations"]
+        has_one_slot = self._resorts["has_one_slot"] and PRESETS[base.strategy].shards_parameters
+        return [choice._replace(offloads_activations=is_away, has_one_slot=has_one_slot) for choice in found]
 
     def _families(self) -> tuple[list[_Family], dict[str, Candidate]]:
         """What may fit, and for each kind the base that holds the least with all memory saved."""
@@ -278,7 +290,12 @@ class _Pass:
     def _try(self, candidate: Candidate) -> Estimate | None:
         """Estimate a candidate that fits, unless the same one fits that saves less memory."""
         base = candidate._replace(
-            offload="none", recompute="none", in_backward=False, releases_units=False, offloads_activations=False
+            offload="none",
+            recompute="none",
+            in_backward=False,
+            releases_units=False,
+            offloads_activations=False,
+            has_one_slot=False,
         )
         fitting = self._fitting.setdefault(base, [])
         if any(saves_less(other, candidate) for other in fitting) or not self._fits(candidate):
