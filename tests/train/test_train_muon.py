@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def test_a_run_goes_on_under_other_strategies(tmp_path: Path) -> None:
     )
     assert all("resumed at step 3" in text for text in texts)
     assert losses(ddp) == whole
+    predicted = json.loads((ddp / "plan.json").read_text())["predicted_bytes_per_rank"]["optimizer"]
+    assert json.loads((ddp / "memory.json").read_text())["held_bytes"]["optimizer"] == predicted
     assert losses(pipeline) == pytest.approx(whole, abs=1e-3)
     again = train_well(tmp_path, 2, ("--run-dir", "pipeline", *resume, *sets("optimizer.adamw_lr=1e-2")), config=CONFIG)
     assert "optimizer.adamw_lr: 0.001 -> 0.01" in again[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,7 +25,7 @@ from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
 from shardwise.spec.memory.activations import Activations, backward_bytes, eager_numel
-from shardwise.spec.memory.footprint import Footprint, Replicas, footprint
+from shardwise.spec.memory.footprint import Footprint, Replicas, StateBytes, footprint
 from shardwise.spec.order import units_in
 from shardwise.spec.slice import simplest, slice_of
 from shardwise.spec.text import aligned
@@ -321,13 +321,13 @@ def predict_activations(engine: Engine, activations: Activations) -> int:
 
 
 def predict(
-    engine: Engine, *, optimizer_tensors: int | Mapping[str, int] = 2, num_microbatches: int | None = None
+    engine: Engine, *, optimizer_tensors: float | StateBytes = 2, num_microbatches: int | None = None
 ) -> Footprint:
     """The closed-form bytes of this rank, from the layouts alone.
 
     Args:
         engine: The model's engine.
-        optimizer_tensors: State tensors per parameter, or of each by its name.
+        optimizer_tensors: State tensors per parameter, or a function that says the bytes of each one's state.
         num_microbatches: Microbatches of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as
             many as there have been.
     """

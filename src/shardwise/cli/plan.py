@@ -63,7 +63,9 @@ def plan(  # noqa: PLR0917  typer's form
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Only this many sequences a forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="What products compute in: bf16 (default), fp16, fp32.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw (default), adam, sgd, sgd-momentum or muon.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw (default), adam, sgd, sgd-momentum, muon or adamw8bit.")
+    ] = None,
     lora: Annotated[
         int | None, typer.Option(help="Train adapters of this rank on every linear layer of the blocks, nothing else.")
     ] = None,

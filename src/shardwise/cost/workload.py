@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.memory.eight_bit import TENSORS
 from shardwise.spec.text import did_you_mean
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 RECOMPUTE = ("none", "selective", "full")
 
-#: State tensors that each optimizer keeps for a parameter; Muon, for one that is no hidden matrix.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2}
+#: State tensors in fp32 that each optimizer keeps for a parameter; Muon, for one that is no hidden matrix.
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adamw8bit": TENSORS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,8 @@ class Workload:
         global_batch: Sequences of a step, over all ranks and microbatches.
         micro_batch: Sequences of one forward on one data-parallel rank.
         precision: Dtype that products run in. Masters, gradients' sums and optimizer state are fp32.
-        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum), ``sgd-momentum`` or ``muon`` (``sw.Muon``: AdamW for
-            what is no hidden matrix).
+        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum), ``sgd-momentum``, ``muon`` (``sw.Muon``: AdamW for
+            what is no hidden matrix) or ``adamw8bit`` (torchao's: moments in 8 bit).
         recompute: What backward computes again: ``"none"``; ``"selective"``, all but products and attention;
             ``"full"``, every block; or the number of blocks of which everything is recomputed.
         compile: The model is compiled, so that element-wise operations are fused.
@@ -50,13 +51,13 @@ class Workload:
     decoder_seq_len: int | None = None
 
     @property
-    def optimizer_tensors(self) -> int:
-        """State tensors that the optimizer keeps for each parameter; Muon, for one that is no hidden matrix."""
+    def optimizer_tensors(self) -> float:
+        """State tensors in fp32 that the optimizer keeps for each parameter; Muon, for one that is no hidden matrix."""
         return OPTIMIZERS[self.optimizer]
 
     @property
-    def matrix_tensors(self) -> int:
-        """State tensors that the optimizer keeps for a hidden matrix."""
+    def matrix_tensors(self) -> float:
+        """State tensors in fp32 that the optimizer keeps for a hidden matrix."""
         return 1 if self.optimizer == "muon" else self.optimizer_tensors
 
     def __post_init__(self) -> None:

@@ -196,7 +196,9 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
     for parameter, held in (item for optimizer in optimizers for item in optimizer.state.items()):
         owner = group_of(parameter)
         is_offloaded = owner is not None and owner.facts.is_offloaded
-        state[is_offloaded] += [value for value in held.values() if isinstance(value, Tensor)]
+        for value in held.values():
+            if isinstance(value, Tensor):
+                state[is_offloaded] += (torch_private.wrapped_tensors(value) or {"": value}).values()
     transfers = engine.shared.get(Transfers)
     stages = transfers.stages if transfers is not None else ()
     kept = [held for group in groups for held in group.form.buffers()]

@@ -102,7 +102,7 @@ class Rules:
     in_backward: bool = False
     offload: OffloadPolicy | None = None
     quantization: Quantization = NO_QUANTIZATION
-    optimizer_tensors: int = 2
+    optimizer_tensors: float = 2
     num_slots: int = 0
     num_gradient_buffers: int = 2
     accumulation: str | None = None

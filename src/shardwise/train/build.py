@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +244,9 @@ def build_optimizer(section: OptimizerSection, groups: Iterable[Any]) -> torch.o
     kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
     betas, eps = section.betas or (0.9, 0.95), section.eps or 1e-8
     groups = list(groups)
+    if section.name == "adamw8bit":
+        adamw8bit = importlib.import_module("torchao.optim").AdamW8bit
+        return adamw8bit(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay)
     is_fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None  # see train.update
     return kind(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay, fused=is_fused)
 
@@ -255,7 +259,11 @@ def peak_lr(section: OptimizerSection, group: Mapping[str, Any]) -> float:
 def set_lr(optimizer: torch.optim.Optimizer, section: OptimizerSection, ratio: float) -> None:
     """The learning rates of the next step: ``ratio`` times the peak of each group."""
     for group in optimizer.param_groups:
-        group["lr"] = peak_lr(section, group) * ratio
+        lr = peak_lr(section, group) * ratio
+        if isinstance(group["lr"], Tensor):  # compiled with it
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def to_tensors(

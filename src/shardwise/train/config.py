@@ -135,14 +135,16 @@ else:
 class OptimizerSection(Section):
     """The optimizer. Weight decay acts on parameters with two or more dimensions only."""
 
-    name: Literal["adamw", "adam", "sgd", "muon"] = Field(
-        "adamw", description="muon: sw.Muon for hidden matrices, AdamW for embeddings, head, norms and biases"
+    name: Literal["adamw", "adam", "sgd", "muon", "adamw8bit"] = Field(
+        "adamw",
+        description="muon: sw.Muon for hidden matrices, AdamW for embeddings, head, norms and biases. adamw8bit:"
+        " torchao's AdamW with states in 8 bit; needs parallel.granularity: [block, 4096] where states are sharded",
     )
     lr: PositiveFloat = Field(3e-4, description="peak learning rate; muon: of matrices")
     betas: Annotated[tuple[Ratio, Ratio], Strict(False)] | None = Field(  # noqa: FBT003
-        None, description="adamw, adam, and muon's AdamW: [0.9, 0.95]"
+        None, description="not sgd: [0.9, 0.95]"
     )
-    eps: PositiveFloat | None = Field(None, description="adamw, adam, and muon's AdamW: 1e-8")
+    eps: PositiveFloat | None = Field(None, description="not sgd: 1e-8")
     weight_decay: NonNegativeFloat = 0.1
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(None, description="sgd: 0.9; muon: 0.95")
     adamw_lr: PositiveFloat | None = Field(None, description="muon: peak learning rate of what AdamW trains; lr")
@@ -162,7 +164,7 @@ class OptimizerSection(Section):
     )
     flat: bool = Field(
         default=True,
-        description="one tensor per unit instead of one per name: faster, the same numbers. Not for muon",
+        description="one tensor per unit instead of one per name: faster, the same numbers. Not for muon and adamw8bit",
     )
     in_backward: bool = Field(
         default=False,

@@ -7,7 +7,6 @@ What the engine holds follows from its layout (``sw.summary(model).footprint``);
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +26,8 @@ from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.memory.activations import Activations
+from shardwise.spec.memory.eight_bit import eight_bit_bytes
+from shardwise.spec.memory.footprint import StateBytes
 from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train.build import blank_batch, build_model, objective_of
 from shardwise.train.config import OptimizerSection
@@ -92,7 +93,7 @@ def predict(
     """
     engine = engine_of(model, "predict")
     accumulation = resolved.batch.accumulation
-    num_states = _state_tensors(resolved.config.optimizer, engine, optimizer)
+    num_states = _state_bytes(resolved.config.optimizer, engine, optimizer)
     held = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
@@ -107,17 +108,18 @@ def predict(
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
-def _state_tensors(
-    section: OptimizerSection, engine: Engine, optimizer: torch.optim.Optimizer
-) -> int | Mapping[str, int]:
-    """State tensors that the optimizer keeps for each parameter; of Muon for each by its name."""
+def _state_bytes(section: OptimizerSection, engine: Engine, optimizer: torch.optim.Optimizer) -> int | StateBytes:
+    """State tensors that the optimizer keeps for each parameter; of Muon and of 8-bit states their bytes."""
+    if section.name == "adamw8bit":
+        return eight_bit_bytes
     if section.name != "muon":
         return int(bool(section.momentum)) if section.name == "sgd" else 2
     matrices = {id(p) for group in optimizer.param_groups if group["kind"] == "muon" for p in group["params"]}
-    names = {p: name for name, p in ignored_of(engine).parameters.items()}
+    names = {name for name, p in ignored_of(engine).parameters.items() if id(p) in matrices}
     for group in engine.groups:
-        names |= {shard: spec.name for spec, shard in zip(group.layout.params, group.shards, strict=True)}
-    return {name: 1 if id(parameter) in matrices else 2 for parameter, name in names.items()}
+        shards = zip(group.layout.params, group.shards, strict=True)
+        names |= {spec.name for spec, shard in shards if id(shard) in matrices}
+    return lambda name, numel, item: numel * item if name in names else 2 * numel * item + 4
 
 
 def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:

@@ -6,12 +6,15 @@ The launcher calls :func:`resolve` before it starts a process, and every rank ca
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
+from shardwise.spec.granularity import block, resolve_granularity
+from shardwise.spec.memory.eight_bit import BLOCK
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.policies import PrecisionPolicy
@@ -65,10 +68,16 @@ DEFAULT_SEQ_LEN = 2048
 GPU_LOG_EVERY = 10
 #: Fields of the plan that mean something only beside others.
 _READ_WITH = {"pipeline": ("pp",), "sequence_parallel": ("tp",)}
+#: Optimizers that do not take flat parameters, and why.
+_BY_NAME = {
+    "muon": "orthogonalizes each matrix by itself",
+    "adamw8bit": "chooses by each parameter's size how its state is kept",
+}
 #: Settings that not all optimizers have, by the optimizer.
 _SETTINGS = {
     "adamw": {"betas", "eps"},
     "adam": {"betas", "eps"},
+    "adamw8bit": {"betas", "eps"},
     "sgd": {"momentum"},
     "muon": {
         *("betas", "eps", "momentum"),
@@ -192,7 +201,7 @@ def resolve(
     raised_from = None
     if raises_masters and not raw.mistakes:
         plan, raised_from = _with_fp32_masters(config, plan)
-    optimizer = _check_optimizer(raw)
+    optimizer = _check_optimizer(raw, plan)
     _check_lora(raw)
     schedule = _schedule(raw)
     batch = _batch(raw, mesh, plan) if has_plan else Batch(1, 1, 1)
@@ -460,7 +469,21 @@ def _with_fp32_masters(config: Config, plan: ParallelPlan) -> tuple[ParallelPlan
     return replace(plan, mp_policy=replace(policy, master_dtype="fp32", overrides=parts)), stored
 
 
-def _check_optimizer(raw: RawConfig) -> dict[str, object]:
+def _check_eight_bit(raw: RawConfig, plan: ParallelPlan) -> None:
+    if importlib.util.find_spec("torchao") is None:
+        raw.fail(
+            "optimizer", "name", "adamw8bit is torchao's, which is not installed; pip install 'shardwise[torchao]'"
+        )
+    if plan.placements.shards_optimizer and not resolve_granularity(plan.granularity).covers(block(BLOCK)):
+        raw.fail(
+            "optimizer",
+            "name",
+            f"adamw8bit keeps a scale for each {BLOCK} elements, which have to be on one rank; set"
+            " parallel.granularity=[block, 4096]",
+        )
+
+
+def _check_optimizer(raw: RawConfig, plan: ParallelPlan) -> dict[str, object]:
     """The values that the optimizer's section leaves open."""
     section = raw.config.optimizer
     for key in sorted(_SETTINGS["muon"] - _SETTINGS[section.name]):
@@ -471,10 +494,13 @@ def _check_optimizer(raw: RawConfig) -> dict[str, object]:
     if section.name == "sgd":
         return {"momentum": 0.9 if section.momentum is None else section.momentum}
     filled: dict[str, object] = {"betas": section.betas or (0.9, 0.95), "eps": section.eps or 1e-8}
-    if section.name != "muon":
+    if section.name not in _BY_NAME:
         return filled
     if section.flat and "flat" in raw.given("optimizer"):
-        raw.fail("optimizer", "flat", "muon orthogonalizes each matrix by itself; take it out")
+        raw.fail("optimizer", "flat", f"{section.name} {_BY_NAME[section.name]}; take it out")
+    if section.name == "adamw8bit":
+        _check_eight_bit(raw, plan)
+        return filled | {"flat": False}
     return filled | {
         "momentum": 0.95 if section.momentum is None else section.momentum,
         "adjust_lr": section.adjust_lr or "match_rms_adamw",

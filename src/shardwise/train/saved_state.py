@@ -173,7 +173,8 @@ def _names(keys: Iterable[str]) -> str:
 
 
 def _is_near(value: Any, expected: float) -> bool:
-    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-9)
+    """Whether a rate is the expected one, which some optimizers keep in fp32."""
+    return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-6)
 
 
 def _refused(path: Path, lines: list[str]) -> CheckpointError:

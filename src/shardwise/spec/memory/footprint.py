@@ -30,12 +30,16 @@ from __future__ import annotations
 
 import bisect
 import enum
+import functools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 
 from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import ParamSpec, flat_ranges
+
+#: Bytes of an optimizer's state of a parameter: its name, the elements of which a rank has state, bytes of each.
+StateBytes = Callable[[str, int, int], int]
 
 #: Slots per size class for gathered units.
 SLOTS_PER_CLASS = 2
@@ -95,7 +99,7 @@ def footprint(
     rank: int,
     backward_order: Sequence[int] | None = None,
     num_gradient_buffers: int = 2,
-    optimizer_tensors: int | Mapping[str, int] = 2,
+    optimizer_tensors: float | StateBytes = 2,
     optimizer_scalar_bytes: int = 4,
     has_receive_buffers: bool = True,
     replicas: Replicas | None = None,
@@ -109,8 +113,8 @@ def footprint(
         rank: Coordinate on ``dp_shard``; slices differ in how much of them is padding.
         backward_order: Unit numbers as backward enters them; by default the root, then the others from last to first.
         num_gradient_buffers: Most gradient buffers for each size class.
-        optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without momentum; by the
-            parameter's name where they have different numbers, as with Muon.
+        optimizer_tensors: State tensors per parameter, of its size and dtype: 2 for Adam, 1 for SGD with momentum, 0
+            without momentum; or a function that says the bytes of each parameter's state.
         optimizer_scalar_bytes: Bytes of scalars per parameter: 4 for Adam's step counter.
         has_receive_buffers: Whether this library adds up sums itself (Gloo), and so receives the peers' slices first.
         replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
@@ -120,11 +124,13 @@ def footprint(
     """
     parameters = sum(param.num_bytes for param in ignored)
     gradients = sum(param.num_bytes for param in ignored if param.is_trainable)
+    state_bytes = optimizer_tensors
+    if isinstance(state_bytes, int | float):
+        state_bytes = functools.partial(_bytes_of_tensors, state_bytes, optimizer_scalar_bytes)
     optimizer = 0
     for param in ignored:
         if param.is_trainable:
-            count = _num_tensors(optimizer_tensors, param.name)
-            optimizer += count * param.num_bytes + (optimizer_scalar_bytes if count > 1 else 0)
+            optimizer += state_bytes(param.name, param.numel, param.num_bytes // max(param.numel, 1))
     host = 0
     for group in groups:
         place = group.place(rank)
@@ -138,8 +144,7 @@ def footprint(
                 # Sums that wait for the others have memory of their own.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(place)
             for name, numel in _updated_numels(group, place):
-                count = _num_tensors(optimizer_tensors, name)
-                states += group.item_bytes * count * numel + (optimizer_scalar_bytes if count > 1 else 0)
+                states += state_bytes(name, numel, group.item_bytes)
         if group.is_offloaded:
             landing = group.landing_bytes(place, is_added="sharded" in accumulations)
             host += group.master_bytes(place) + group.grad_bytes(place) + landing + states
@@ -165,9 +170,9 @@ def footprint(
     )
 
 
-def _num_tensors(given: int | Mapping[str, int], name: str) -> int:
-    """State tensors of a parameter."""
-    return given if isinstance(given, int) else given[name]
+def _bytes_of_tensors(count: float, scalar_bytes: int, _name: str, numel: int, item: int) -> int:
+    """Bytes of ``count`` state tensors, and of a counter where there are several."""
+    return int(count * numel * item) + (scalar_bytes if count > 1 else 0)
 
 
 def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
