@@ -251,6 +251,15 @@ def take_scale_as_attribute(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = True  # pyrefly: ignore[missing-attribute]
 
 
+def read_scale_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Have ``GradScaler.step`` read its findings, and leave a step out, as with optimizers that are not fused.
+
+    A fused optimizer on the host would get a finding of the GPU by a copy that it does not wait for. The private
+    attribute is that of :func:`take_scale_as_attribute`.
+    """
+    optimizer._step_supports_amp_scaling = False  # pyrefly: ignore[missing-attribute]
+
+
 def allow_foreach(cls: type[Tensor]) -> None:
     """Let optimizers choose their foreach and fused implementations for parameters of this class by themselves.
 

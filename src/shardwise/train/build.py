@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise import torch_private
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.forms.attachment import attachment_of
+from shardwise.forms.flat_parameters import group_of
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.train.config import Config, LoraSection, OptimizerSection
 from shardwise.train.data.rows import Samples
@@ -247,8 +249,19 @@ def build_optimizer(section: OptimizerSection, groups: Iterable[Any]) -> torch.o
     if section.name == "adamw8bit":
         adamw8bit = importlib.import_module("torchao.optim").AdamW8bit
         return adamw8bit(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay)
-    is_fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None  # see train.update
-    return kind(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay, fused=is_fused)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    on_host = [parameter for parameter in parameters if _is_offloaded(parameter)]
+    # One kernel reads and writes everything once: on a GPU see train.update, on the host python -m bench.host_adamw.
+    is_fused = all(parameter.is_cuda or _is_offloaded(parameter) for parameter in parameters) or None
+    optimizer = kind(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay, fused=is_fused)
+    if on_host:
+        torch_private.read_scale_on_host(optimizer)
+    return optimizer
+
+
+def _is_offloaded(parameter: Tensor) -> bool:
+    group = group_of(parameter)
+    return group is not None and group.facts.is_offloaded and parameter.device.type == "cpu"
 
 
 def peak_lr(section: OptimizerSection, group: Mapping[str, Any]) -> float:

@@ -68,7 +68,8 @@ class Update:
 def needs_host(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether the host has to read a norm on ``device``, as the optimizer's kernels cannot be told to do nothing."""
     is_fused = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
-    return device.type == "cpu" or not is_fused
+    is_there = all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
+    return device.type == "cpu" or not is_fused or not is_there
 
 
 def _step_unless(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
