@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from shardwise.optim.muon import extent_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import part_of, run_on_ranks
 from tests.common import models
+from tests.common.families import FAMILIES, build_transformers
 from tests.common.oracle import PRESETS, compare
 from tests.optim.test_granularity_ranks import Both, loss_of
 
@@ -157,6 +159,20 @@ def mixture() -> nn.Module:
 )
 def test_each_experts_matrix_is_orthogonalized_once(world, plans):
     run_on_ranks(by_hand, world, plans, mixture)
+
+
+def stacked() -> nn.Module:
+    warnings.simplefilter("ignore")
+    return build_transformers(
+        "MixtralForCausalLM", "MixtralConfig", {**FAMILIES["Mixtral"].sizes, "num_local_experts": 4}
+    )
+
+
+def test_experts_in_stacked_weights_are_matrices_of_their_own():
+    """Gate and up apart, as they are where each has a weight of its own."""
+    groups = {key: g for g in sw.muon_groups(stacked()) if (key := (g["kind"], g.get("is_stacked")))[1]}
+    assert set(groups) == {("muon", True)}
+    run_on_ranks(by_hand, 2, [{}, {"strategy": "ddp"}, {"ep": 2}], stacked)
 
 
 def saved(folder: str, other: dict[str, int]) -> None:

@@ -17,6 +17,7 @@ from shardwise.cost.measured import (
     UpdateTime,
 )
 from shardwise.planner import Cluster, Workload, estimate
+from shardwise.spec.traffic.matrices import orthogonalization_flops
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 64, 128, 32, 2
 TOKENS = SEQ * BATCH
@@ -77,8 +78,8 @@ def machine(tmp_path, shared: float = 0.0) -> str:
     return str(path)
 
 
-def step(gpu: str, *, batch: int = 2 * BATCH, world: int = 2, **plan) -> sw.planner.Estimate:
-    workload = Workload(seq_len=SEQ, global_batch=batch, micro_batch=BATCH, precision="fp32")
+def step(gpu: str, *, batch: int = 2 * BATCH, world: int = 2, optimizer: str = "adamw", **plan) -> sw.planner.Estimate:
+    workload = Workload(seq_len=SEQ, global_batch=batch, micro_batch=BATCH, precision="fp32", optimizer=optimizer)
     return estimate(SHAPE, sw.ParallelPlan(**plan), Cluster(gpu=gpu, num_gpus=world, gpus_per_node=world), workload)
 
 
@@ -119,6 +120,17 @@ def test_zero3_gathers_all_but_the_root_and_the_last_block_twice_and_updates_a_h
     gathered = 4 * LINK + COPY / 2  # a rank copies its half into the buffer
     gathers = gathered * (2 * numel - ROOT - BLOCK)
     assert made.step_time_s == pytest.approx(computation() + 4 * LINK * numel + gathers + UPDATE * numel / 2)
+
+
+def test_with_muon_a_rank_orthogonalizes_half_of_the_matrices_and_exchanges_them(tmp_path):
+    adamw, muon = (
+        step(machine(tmp_path), strategy="zero3", optimizer=name).time.by_category["optimizer"]
+        for name in ("adamw", "muon")
+    )
+    flops = 4 * orthogonalization_flops(HIDDEN, HIDDEN) + 2 * orthogonalization_flops(HIDDEN, 4 * HIDDEN)
+    held = LAYERS * 12 * HIDDEN**2 / 2
+    links = 2 * 2 * held * LINK  # there and back; of a whole buffer of two bytes for each element a rank sends half
+    assert muon - adamw == pytest.approx(PRODUCT * LAYERS * flops / 2 + links)
 
 
 def test_microbatches_compute_again_and_local_sums_are_reduced_once(tmp_path):

@@ -116,6 +116,18 @@ def test_its_time_is_that_of_its_products_and_shrinks_with_the_ranks():
     assert optimizer_s("muon", 64) < optimizer_s("muon", 1) / 16
 
 
+def test_experts_count_as_matrices_where_muon_knows_them():
+    known, plan = sw.ModelShape.from_config("qwen3-30b-a3b"), sw.ParallelPlan(strategy="zero3", dp_shard=64)
+    other = dataclasses.replace(known, family="other")
+
+    def state(shape: sw.ModelShape, optimizer: str) -> int:
+        found = memory_on("cuda", shape, plan, Workload(seq_len=2048, global_batch=64, optimizer=optimizer))
+        return min(held["optimizer"] for _, held in found.timeline)
+
+    assert state(known, "muon") < 0.53 * state(known, "adamw")
+    assert state(other, "muon") > 0.9 * state(other, "adamw")  # which trains its stacks
+
+
 def test_the_closed_form_counts_what_each_way_sends():
     assert exchanged_bytes(100, 1, 1) == (0, 0)
     assert exchanged_bytes(100, 4, 1) == (150, 150)  # three of four slices there, and three back

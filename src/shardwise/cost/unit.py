@@ -142,11 +142,6 @@ class UnitWork:
         return sum(product.flops for product in self.products) + sum(work.flops for work in self.attention)
 
     @property
-    def num_weights(self) -> float:
-        """Elements of the trained weights of products."""
-        return sum(product.num_weights for product in self.products if product.is_trained)
-
-    @property
     def step_flops(self) -> float:
         """Operations of forward and backward, nothing recomputed."""
         return (

@@ -17,7 +17,16 @@ from shardwise.cost.workload import Workload
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
-__all__ = ["AttentionWork", "Exchange", "Product", "UnitWork", "item_bytes", "model_work", "sequence_lengths"]
+__all__ = [
+    "AttentionWork",
+    "Exchange",
+    "Product",
+    "UnitWork",
+    "hidden_matrices",
+    "item_bytes",
+    "model_work",
+    "sequence_lengths",
+]
 
 
 def model_work(shape: ModelShape | TracedModel, plan: ParallelPlan, workload: Workload) -> tuple[UnitWork, ...]:
@@ -29,6 +38,16 @@ def model_work(shape: ModelShape | TracedModel, plan: ParallelPlan, workload: Wo
     if isinstance(shape, TracedModel):
         return shape.work(plan, workload)
     return _model_work(shape, Degrees(plan.tp, plan.cp, plan.ep, plan.sequence_parallel and plan.tp > 1), workload)
+
+
+#: Families whose experts ``sw.muon_groups`` knows as matrices: modules of their own, or stacks (``expert.layer``).
+_EXPERT_MATRICES = frozenset({"gpt", "mixtral", "qwen3_moe"})
+
+
+def hidden_matrices(shape: ModelShape | TracedModel, unit: UnitWork) -> tuple[Product, ...]:
+    """The products of a block whose weights ``sw.Muon`` trains."""
+    has_experts = shape.family in _EXPERT_MATRICES
+    return tuple(each for each in unit.products if each.is_trained and (has_experts or not each.is_batched))
 
 
 def sequence_lengths(shape: ModelShape, workload: Workload) -> tuple[int, int]:

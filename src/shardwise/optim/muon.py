@@ -43,7 +43,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Parameters, or groups as :func:`muon_groups` makes them. A group has ``kind`` ``"muon"`` or ``"adamw"``
-            and, where its matrices are several ones fused, ``parts``: their sizes along ``dim``.
+            and, where its matrices are several ones fused, ``parts``: their sizes along ``dim``. ``is_stacked`` says
+            that its parameters are stacks of matrices, as weights of experts may be: each is a matrix of its own.
         lr: Of matrices.
         weight_decay: Decoupled, as in AdamW.
         momentum: Of the average of gradients.
@@ -92,6 +93,7 @@ class Muon(torch.optim.Optimizer):
             "betas": (0.9, 0.95),
             "parts": (),
             "dim": 0,
+            "is_stacked": False,
         }
         self._owners: weakref.WeakKeyDictionary[Engine, dict[str, Matrix]] = weakref.WeakKeyDictionary()
         self._exchanges: weakref.WeakKeyDictionary[Engine, dict[frozenset[str], Exchange]] = weakref.WeakKeyDictionary()
@@ -139,7 +141,7 @@ class Muon(torch.optim.Optimizer):
         for parameter, orthogonal in self._orthogonalized(updates, settings).items():
             group = settings[parameter]
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            shape = _part_shapes(logical_shape(parameter), group)[0]
+            shape = _part_shapes(logical_shape(parameter)[-2:], group)[0]
             parameter.add_(orthogonal, alpha=-_adjusted(group["lr"], group["adjust_lr_fn"], shape))
         return loss
 
@@ -174,13 +176,26 @@ class Muon(torch.optim.Optimizer):
                 for parameter in updates.keys() & set(names.values()):
                     found[parameter] = _orthogonal(updates[parameter], settings[parameter])
                 continue
-            active = {name: parameter for name, parameter in names.items() if parameter in updates}
-            exchange = self._exchange(engine, names, frozenset(active))
-            wholes = exchange.collect({name: _flat(updates.pop(p)) for name, p in active.items()}, _WIRE)
-            results = {name: _orthogonal(wholes.pop(name), settings[active[name]]) for name in list(wholes)}
-            for name, flat in exchange.give_back(results, _WIRE).items():
-                parameter = active[name]
-                found[parameter] = _like(flat.to(parameter.device), parameter)
+            parts: dict[str, Tensor] = {}
+            groups: dict[str, dict[str, Any]] = {}
+            held: dict[str, list[str]] = {}  # the matrices of each parameter, in the order of memory
+            for name, parameter in names.items():
+                if parameter in updates:
+                    extents = _matrices_in(name, extent_of(parameter))
+                    sizes = [extent.numel for extent in extents.values()]
+                    parts |= dict(zip(extents, _flat(updates.pop(parameter)).split(sizes or 1), strict=bool(sizes)))
+                    groups |= dict.fromkeys(extents, settings[parameter])
+                    held[name] = list(extents)
+            exchange = self._exchange(engine, names, frozenset(held))
+            wholes = exchange.collect(parts, _WIRE)
+            parts.clear()
+            results = {name: _orthogonal(wholes.pop(name), groups[name]) for name in list(wholes)}
+            given_back = exchange.give_back(results, _WIRE)
+            for name, matrices in held.items():
+                flats = [given_back[matrix] for matrix in matrices if matrix in given_back]
+                if flats:
+                    flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+                    found[names[name]] = _like(flat.to(names[name].device), names[name])
         return found
 
     def _by_engine(self) -> dict[Engine | None, dict[str, Tensor]]:
@@ -206,7 +221,8 @@ class Muon(torch.optim.Optimizer):
         known = self._exchanges.setdefault(engine, {})
         if active not in known:
             away = names.keys() - active
-            taking = {name: matrix for name, matrix in self._owners[engine].items() if name not in away}
+            owners = self._owners[engine].items()
+            taking = {name: matrix for name, matrix in owners if name.partition("[")[0] not in away}
             known[active] = Exchange(taking, engine.comms.world)
         return known[active]
 
@@ -243,15 +259,16 @@ def _refuse_odd(parameter: Tensor, group: Mapping[str, Any]) -> None:
             " tensor.\n  Give it sw.muon_groups(model)."
         )
     shape = logical_shape(parameter)
-    if group["kind"] == "muon" and (len(shape) != 2 or not math.prod(shape)):
+    num_dims = 3 if group["is_stacked"] else 2
+    if group["kind"] == "muon" and (len(shape) != num_dims or not math.prod(shape)):
         raise StateError(
             f"sw.Muon takes matrices, and got a parameter of shape {list(shape)}.\n"
             "  Give it sw.muon_groups(model), which leaves vectors, embeddings and heads to AdamW."
         )
-    if group["parts"] and sum(group["parts"]) != shape[group["dim"]]:
+    if group["parts"] and sum(group["parts"]) != shape[-2:][group["dim"]]:
         raise StateError(
             f"sw.Muon: parts of {list(group['parts'])} rows or columns make {sum(group['parts'])}, but dimension"
-            f" {group['dim']} of a parameter of shape {list(shape)} has {shape[group['dim']]}."
+            f" {group['dim']} of a parameter of shape {list(shape)} has {shape[-2:][group['dim']]}."
         )
 
 
@@ -268,9 +285,30 @@ def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
     comms = engine.comms
     is_alike = comms.tp is None and comms.pp is None and comms.ep is None
     if is_alike or comms.world.device.type == "meta":  # in a dry run nobody answers
-        return [_held_by(engine, names, rank) for rank in range(comms.world.size)]
+        return [_each(_held_by(engine, names, rank)) for rank in range(comms.world.size)]
     own = {name: packed(extent_of(parameter)) for name, parameter in names.items()}
-    return [{name: unpacked(extent) for name, extent in told.items()} for told in all_gather_json(comms.world, own)]
+    everyone = all_gather_json(comms.world, own)
+    return [_each({name: unpacked(extent) for name, extent in told.items()}) for told in everyone]
+
+
+def _each(held: Held) -> Held:
+    """What a rank holds of every matrix, given what it holds of the parameters."""
+    return {matrix: part for name, extent in held.items() for matrix, part in _matrices_in(name, extent).items()}
+
+
+def _matrices_in(name: str, extent: Extent) -> dict[str, Extent]:
+    """What a range of a parameter holds of each matrix; those of a stack are called ``name[0]`` and so on."""
+    if len(extent.shape) == 2:
+        return {name: extent}
+    ranges = next((cut.ranges for cut in extent.cuts if cut.dim == 0), ((0, extent.shape[0]),))
+    cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in extent.cuts if cut.dim > 0)
+    each = extent.slice_numel // sum(stop - start for start, stop in ranges)
+    found = {}
+    for place, index in enumerate(index for start, stop in ranges for index in range(start, stop)):
+        start, stop = max(extent.start - place * each, 0), min(extent.stop - place * each, each)
+        if start < stop:
+            found[f"{name}[{index}]"] = replace(extent, shape=extent.shape[1:], start=start, stop=stop, cuts=cuts)
+    return found
 
 
 def _held_by(engine: Engine, names: Mapping[str, Tensor], rank: int) -> Held:
@@ -341,6 +379,8 @@ def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
         given = part.clone() if part.dtype is _WIRE else part  # the iteration overwrites what needs no rounding
         return torch_private.orthogonalized(given, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
+    if update.dim() == 3:
+        return torch.stack([_orthogonal(matrix, group) for matrix in update.unbind()])
     if not group["parts"]:
         return one(update)
     rates = [_adjusted(1.0, group["adjust_lr_fn"], shape) for shape in _part_shapes(tuple(update.shape), group)]

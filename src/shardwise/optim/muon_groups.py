@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
+from shardwise.expert.layer import STACKED
 from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.optim.muon import logical_shape
 from shardwise.spec.errors import StateError
@@ -35,7 +36,8 @@ def muon_groups(
 
     AdamW gets embeddings, heads (of one row for each token or label), and what is no matrix, such as norms and biases;
     the latter without weight decay. Projections that are known to be fused (query, key and value of our GPT, GPT-2 and
-    ``nn.MultiheadAttention``) are orthogonalized as the matrices that they are.
+    ``nn.MultiheadAttention``) are orthogonalized as the matrices that they are, and so is each expert of the stacked
+    weights of Mixtral and Qwen3-MoE.
 
     Args:
         model: Before or after ``sw.parallelize``.
@@ -61,9 +63,10 @@ def muon_groups(
         StateError: A pattern names no trained matrix, or a weight cannot be divided so.
     """
     fused = dict(fused or {})
-    known, outputs = dict(_known_parts(model)), dict(_output_dims(model))
+    stacks = dict(_stacks(model))
+    known, outputs = dict(_known_parts(model)) | stacks, dict(_output_dims(model))
     left_out = set(_beside_muon(model))
-    matrices: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
+    matrices: dict[tuple[tuple[int, ...], int, bool], list[Tensor]] = {}
     decayed: list[Tensor] = []
     plain: list[Tensor] = []
     used: set[str] = set()
@@ -74,21 +77,21 @@ def muon_groups(
         shape = logical_shape(parameter)
         by_pattern = [pattern for pattern in adamw if fnmatchcase(name, pattern)]
         used.update(by_pattern)
-        if len(shape) != 2 or 0 in shape or id(parameter) in left_out or by_pattern:
+        if len(shape) != (3 if name in stacks else 2) or 0 in shape or id(parameter) in left_out or by_pattern:
             (decayed if len(shape) >= 2 else plain).append(parameter)
             continue
         asked = next((pattern for pattern in fused if fnmatchcase(name, pattern)), None)
         used.update([asked] if asked is not None else [])
         dim = outputs.get(name, 0)
         try:
-            parts = _sizes(name, shape[dim], fused[asked] if asked is not None else known.get(name, 1))
+            parts = _sizes(name, shape[-2:][dim], fused[asked] if asked is not None else known.get(name, 1))
         except StateError as error:
             problems.append(str(error))
             continue
-        matrices.setdefault((parts, dim if parts else 0), []).append(parameter)
+        matrices.setdefault((parts, dim if parts else 0, name in stacks), []).append(parameter)
     patterns = (*adamw, *fused)
     everyone = _told_to_all(model, [sorted(matrices), len(decayed), len(plain), sorted(used), problems])
-    keys = sorted({(tuple(parts), dim) for held in everyone for parts, dim in held[0]})
+    keys = sorted({(tuple(parts), dim, is_stacked) for held in everyone for parts, dim, is_stacked in held[0]})
     num_decayed, num_plain = (sum(held[place] for held in everyone) for place in (1, 2))
     for problem in (text for held in everyone for text in held[4]):
         raise StateError(problem)
@@ -99,7 +102,10 @@ def muon_groups(
             "  Patterns match whole names as model.named_parameters() gives them, such as '*.gate_up_proj.weight'."
         )
     muon = {"kind": "muon", "lr": lr, "weight_decay": weight_decay, **settings}
-    groups = [{"params": matrices.get((parts, dim), []), **muon, "parts": parts, "dim": dim} for parts, dim in keys]
+    groups = [
+        {"params": matrices.get(key, []), **muon, **dict(zip(("parts", "dim", "is_stacked"), key, strict=True))}
+        for key in keys
+    ]
     other = {"kind": "adamw", "lr": adamw_lr, "betas": betas, "eps": eps}
     if num_decayed:
         groups.append({"params": decayed, "weight_decay": weight_decay, **other})
@@ -128,6 +134,15 @@ def _beside_muon(model: nn.Module) -> Iterator[int]:
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) or type(module).__name__.endswith("Embedding") or _HEADS.search(path):
             yield from (id(parameter) for parameter in module.parameters(recurse=False))
+
+
+def _stacks(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Stacked weights of experts, (experts, outputs, inputs), and how many matrices lie in each expert's."""
+    for path, module in model.named_modules():
+        if any(f"{kind.__module__}.{kind.__qualname__}" in STACKED for kind in type(module).__mro__):
+            for name, parameter in module.named_parameters(recurse=False):
+                if len(logical_shape(parameter)) == 3:
+                    yield f"{path}.{name}".lstrip("."), 2 if name.startswith("gate_up") else 1
 
 
 def _output_dims(model: nn.Module) -> Iterator[tuple[str, int]]:

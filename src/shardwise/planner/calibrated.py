@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.measured import Measured
 from shardwise.cost.part import Part
-from shardwise.cost.work import Exchange, UnitWork, item_bytes, model_work
+from shardwise.cost.work import Exchange, UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import num_microbatches
 from shardwise.planner.stage import Chain, stage_blocks
@@ -57,7 +57,7 @@ def calibrated_step(
     """The simulated step of :func:`calibrated_seconds`."""
     measured = cluster.device.measured
     assert measured is not None
-    costs = _Costs(measured, plan, workload)
+    costs = _Costs(shape, measured, plan, workload)
     units = model_work(shape, plan, workload)
     slowdown = Slowdown(shared=measured.shared) if measured.shared else NO_SLOWDOWN
     m = num_microbatches(plan, workload)
@@ -133,6 +133,7 @@ def _stages(shape: ModelShape, plan: ParallelPlan, units: Sequence[UnitWork], nu
 class _Costs:
     """Seconds of units on one rank."""
 
+    shape: ModelShape
     measured: Measured
     plan: ParallelPlan
     workload: Workload
@@ -191,15 +192,14 @@ class _Costs:
         is_cut = plan.placements.shards_optimizer
         parts, copies = plan.tp * (self.shard if is_cut else 1), plan.dp_replicate * (1 if is_cut else self.shard)
         blocks = [unit for unit in units if unit.name not in {"embedding", "head"}]
-        held = sum(unit.count * unit.num_weights for unit in blocks) / (self.shard if is_cut else 1)
+        found = [(unit.count, each) for unit in blocks for each in hidden_matrices(self.shape, unit)]
+        held = sum(count * each.num_weights for count, each in found) / (self.shard if is_cut else 1)
         ranks, total, longest = parts * copies, 0.0, 0.0
-        for unit in blocks:
-            for product in unit.products:
-                if product.is_trained:
-                    short, long = sorted((product.inner, product.columns / product.parts))
-                    sizes = ((short, long, short), (short, short, short), (short, short, long))
-                    spent = NS_STEPS * sum(self.measured.product_s(*size, dtype)[0] for size in sizes)
-                    total, longest = total + unit.count * product.count * product.parts * spent, max(longest, spent)
+        for count, each in found:
+            short, long = sorted((each.inner, each.columns / each.parts))
+            sizes = ((short, long, short), (short, short, short), (short, short, long))
+            spent = NS_STEPS * sum(self.measured.product_s(*size, dtype)[0] for size in sizes)
+            total, longest = total + count * each.count * each.parts * spent, max(longest, spent)
         whole = [num_bytes * ranks / max(ranks - 1, 1) for num_bytes in exchanged_bytes(held, parts, copies)]
         sent = sum(self.measured.link_s("all_gather", ranks, num_bytes) for num_bytes in whole)
         return sent + max(total * plan.tp / ranks, longest)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardwise.cost.hardware import Cluster
-from shardwise.cost.work import UnitWork, model_work
+from shardwise.cost.work import UnitWork, hidden_matrices, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.accounting import OURS, Accounting, StateBytes, framework_states
 from shardwise.planner.activations import Around, HeadSaved, Saved, block_saved, head_saved
@@ -145,10 +145,10 @@ def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
     return every if len(every) < 4 else (every[0], every[1], every[-1])
 
 
-def _parameters(unit: UnitWork, workload: Workload, *, is_block: bool = False) -> Parameters:
+def _parameters(unit: UnitWork, workload: Workload, *, block_of: ModelShape | None = None) -> Parameters:
     matrices = expert_matrices = 0
-    if is_block and workload.optimizer == "muon":
-        trained = [product for product in unit.products if product.is_trained]
+    if block_of is not None and workload.optimizer == "muon":
+        trained = hidden_matrices(block_of, unit)
         expert_matrices = int(sum(product.num_weights for product in trained if product.is_batched))
         matrices = int(sum(product.num_weights for product in trained if not product.is_batched))
     if workload.lora_rank is None:
@@ -169,7 +169,7 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
         again = shape.vocab * shape.hidden // plan.tp if shape.is_tied and not stage.has_embedding else 0
         root = Parameters(root.trained + end.trained + again, 0, root.frozen + end.frozen, root.packed + end.packed)
     runs = tuple(
-        (count, _parameters(unit, workload, is_block=True))
+        (count, _parameters(unit, workload, block_of=shape))
         for unit, count in zip(blocks, stage.blocks, strict=True)
         if count
     )

@@ -17,7 +17,7 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.kernels import UnitSeconds, copy_seconds, product_seconds, unit_seconds
 from shardwise.cost.links import Link, axis_links, message_seconds
 from shardwise.cost.software import Software, find_software
-from shardwise.cost.work import Product, UnitWork, item_bytes, model_work
+from shardwise.cost.work import Product, UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.calibrated import calibrated_seconds
 from shardwise.planner.stage import Chain, stage_blocks
@@ -273,7 +273,7 @@ class Timing:
         if self.workload.optimizer != "muon":
             return 0.0, 0.0
         shard = self.plan.dp_shard * self.plan.cp
-        here = sum(work.count * work.num_weights for work in self.works[1:-1]) / self.plan.pp
+        here = sum(work.count * self._num_weights(work) for work in self.works[1:-1]) / self.plan.pp
         is_cut = self.plan.placements.shards_optimizer
         parts = self.plan.tp * (shard if is_cut else 1)
         replicas = self.plan.dp_replicate * (1 if is_cut else shard)
@@ -288,8 +288,7 @@ class Timing:
         each = [
             (unit.count * product.count * product.parts, self._orthogonalization_s(product))
             for unit in whole
-            for product in unit.products
-            if product.is_trained
+            for product in hidden_matrices(self.shape, unit)
         ]
         ranks = self.plan.dp_replicate * self.plan.dp_shard * self.plan.cp * self.plan.tp
         total, longest = sum(count * spent for count, spent in each), max((spent for _, spent in each), default=0.0)
@@ -297,6 +296,10 @@ class Timing:
         slowest = min(joined, key=lambda link: link.bandwidth, default=None)
         sent = 0.0 if slowest is None else sum(self._exchanged_bytes) / slowest.bandwidth + 2 * slowest.latency_s
         return sent + max(total / self.plan.pp / ranks, longest)
+
+    def _num_weights(self, work: UnitWork) -> float:
+        """Elements of a block's matrices."""
+        return sum(product.num_weights for product in hidden_matrices(self.shape, work))
 
     def _orthogonalization_s(self, product: Product) -> float:
         """Seconds of Newton-Schulz on one of a weight's matrices."""
