@@ -190,7 +190,9 @@ def test_options_that_would_be_ignored_are_errors(tmp_path: Path) -> None:
 def test_names_of_code_are_not_run_and_nothing_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_FOR_TEST", "hush-hush")
     assert "unknown key" in mistakes(tmp_path, GOOD + "model: {_target_: os.system}\n")
-    assert "expected 'adamw', 'adam', 'sgd', 'muon' or 'adamw8bit'" in mistakes(tmp_path, GOOD, "optimizer.name=os.system")
+    assert "expected 'adamw', 'adam', 'sgd', 'muon' or 'adamw8bit'" in mistakes(
+        tmp_path, GOOD, "optimizer.name=os.system"
+    )
     config = resolved(tmp_path, GOOD.replace("random", "stdlib") + "schedule: {warmup_steps: 1}\n").config
     assert "hush" not in config.to_yaml()
     message = mistakes(tmp_path, GOOD, "model.preset=${env:SECRET_FOR_TEST}")
