@@ -1,12 +1,12 @@
 """What a checkpoint costs training: our saves, synchronous and asynchronous, beside those of torch's DCP with FSDP2.
 
-Two processes with one thread each train the same blocks under zero3 and under FSDP2 with AdamW, and save parameters and
+Processes with one thread each train the same blocks under zero3 and under FSDP2 with AdamW, and save parameters and
 optimizer state into a temporary folder, the ways in turns in one run. Time lost is what the steps from the call of a
 save on take (ten, or as many as it takes until the checkpoint is complete) beyond as many steps without a save, whose
 time is the median of the steps before. So it includes the call, what the writing takes away from the steps after it,
 and nothing that training does not wait for.
 
-    python -m bench.saves [--rounds 5] [--layers 8] [--folder DIR]
+    python -m bench.saves [--rounds 5] [--layers 8] [--ranks 2] [--folder DIR]
 
 The extra memory is the most resident memory during a save above that before it, without pages of mapped files.
 """
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-WORLD, STEPS_AFTER, STEPS_BEFORE = 2, 10, 6
+STEPS_AFTER, STEPS_BEFORE = 10, 6
 WIDTH, SAMPLES = 1024, 32
 WAYS = ("ours", "ours, asynchronous", "DCP", "DCP, async_save")
 
@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=2, help="1 leaves a core of two free, as a machine with GPUs does")
     parser.add_argument("--folder", type=Path, help="where to save (default: a temporary folder)")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
@@ -43,7 +44,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         own = ["--rounds", str(arguments.rounds), "--layers", str(arguments.layers), "--folder", folder]
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), "-m", "bench.saves"]
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks), "-m", "bench.saves"]
         subprocess.run([sys.executable, *words, *own], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

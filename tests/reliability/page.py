@@ -22,6 +22,9 @@ Score 2: as specified. 1: safe, but the message or the exit code is not as speci
 behind, or a failure without the block that says what happened, what is safe and what to do next. -5: a wrong number
 without an error. After a fault and its restart or resume, losses, parameters, optimizer state and the list of samples
 are compared with an uninterrupted run, bit for bit.
+
+What 200 random kills and a run of 300 steps that loses a rank every 50 came to is in
+[bench/results/2026-11-24-goodput.md](../bench/results/2026-11-24-goodput.md).
 """
 _BASELINE = """
 ## torchrun with FSDP2 and DCP
