@@ -44,7 +44,15 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         own = ["--rounds", str(arguments.rounds), "--layers", str(arguments.layers), "--folder", folder]
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks), "-m", "bench.saves"]
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(arguments.ranks),
+            "-m",
+            "bench.saves",
+        ]
         subprocess.run([sys.executable, *words, *own], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
