@@ -140,8 +140,8 @@ class SlurmCluster:
 
     def ends(self, job: str, limit_s: float = 300) -> dict[str, str]:
         """Wait for the end of a job; what Slurm says of it then."""
-        going = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}
-        wait_until(lambda: self.state(job).get("JobState") not in going, limit_s)
+        ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
+        wait_until(lambda: self.state(job).get("JobState") in ends, limit_s)
         return self.state(job)
 
     def logs(self) -> str:

@@ -35,6 +35,7 @@ In a pattern ``*`` stands for any part of a name without a dot.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -308,8 +309,13 @@ def translated(pattern: str, style: str) -> str:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether the pattern matches the name of a module or parameter."""
+    return _expression(pattern).fullmatch(name) is not None
+
+
+@functools.lru_cache(maxsize=4096)  # a table's patterns are compared with every module, stage by stage
+def _expression(pattern: str) -> re.Pattern[str]:
     parts = [re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")]
-    return re.fullmatch(r"\.".join(parts), name) is not None
+    return re.compile(r"\.".join(parts))
 
 
 def generalized(name: str) -> str:
