@@ -84,6 +84,7 @@ ABOUT = {
     "expert/test_expert_parallel.py": "expert.route engine.build",
     "api/test_export.py": "forms.attachment",
     "api/test_recipe.py": "checkpoint",
+    "train/test_offloaded_update.py": "train.build train.config",
     "engine/test_hybrid_ranks.py": "comm",
     "forms/test_offload_ranks.py": "comm.base engine.engine forms.attachment forms.host",
     "pipeline/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",

@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise as sw
 from shardwise.cost.hardware import gpus
 from shardwise.launch.stop_request import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable, size
-from shardwise.testing import run_on_ranks
 from shardwise.train import random_state
 from shardwise.train.build import TokenBatch, build_model, build_optimizer, objective_of, parameter_groups, set_lr
 from shardwise.train.config import OptimizerSection, read_config
@@ -53,28 +51,6 @@ def test_frozen_parameters_are_left_out_and_sgd_has_momentum() -> None:
     optimizer = build_optimizer(OptimizerSection(name="sgd", momentum=0.5), parameter_groups(OptimizerSection(), model))
     assert len(optimizer.param_groups) == 1
     assert optimizer.param_groups[0]["momentum"] == 0.5
-
-
-def fused_where(offload: str) -> tuple[list[bool | None], int, float]:
-    """What optimizers of a model, flat and by name, are told; tensors of the first; what its step changes."""
-    model = sw.parallelize(sw.models.gpt("gpt-nano"), sw.ParallelPlan(offload_policy=offload))
-    sections = OptimizerSection(), OptimizerSection(flat=False)
-    made = [build_optimizer(section, parameter_groups(section, model)) for section in sections]
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    tokens = torch.arange(9).view(1, 9)
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    made[0].step()
-    changes = [float((p.detach() - old).abs().sum()) for p, old in zip(model.parameters(), before, strict=True)]
-    return [each.defaults["fused"] for each in made], sum(len(g["params"]) for g in made[0].param_groups), sum(changes)
-
-
-def test_what_is_offloaded_is_updated_in_one_pass() -> None:
-    """In one tensor for each unit and weight-decay group, of which the kernel reads and writes every element once."""
-    for offload, fused in (("cpu", True), ("none", None)):
-        for told, num_tensors, change in run_on_ranks(fused_where, 2, offload):
-            assert told == [fused, fused]
-            assert num_tensors < len(list(sw.models.gpt("gpt-nano").parameters())) / 2
-            assert change > 0
 
 
 def test_the_host_reads_a_finding_that_its_kernels_would_get_too_late() -> None:
