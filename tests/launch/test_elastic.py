@@ -107,7 +107,7 @@ def test_a_killed_rank_gives_128_plus_the_signal(tmp_path, capfd):
     )
     shown = capfd.readouterr().err
     assert killed in shown
-    assert re.search(r"^  most memory held: rank 0 [\d.]+ MB, rank 1 [\d.]+ MB$", shown, re.MULTILINE)
+    assert re.search(r"^  most memory held: rank 0 [\d.]+ [MG]B, rank 1 [\d.]+ [MG]B$", shown, re.MULTILINE)
     assert not any(is_alive(pid) for pid in pids(tmp_path))
 
 
