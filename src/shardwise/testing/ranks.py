@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 #: How long the other ranks may take to notice that one has failed.
-_GRACE_S = 3.0
+_GRACE_S = 5.0
 #: Time for a stuck rank to write its stacks.
 _DUMP_S = 0.5
 #: Errors that a rank sees when a peer is gone: a consequence, not a cause.
