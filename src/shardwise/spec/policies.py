@@ -331,7 +331,8 @@ class RecomputePolicy:
 
     def __post_init__(self) -> None:
         if self.modules != "units":
-            object.__setattr__(self, "modules", _modules(self.modules))
+            modules = _named_modules(self.modules, "activation_checkpointing", _RECOMPUTE_USAGE)
+            object.__setattr__(self, "modules", modules)
         if not is_positive(self.every):
             raise PlanError(
                 f"RecomputePolicy(every={self.every!r}): expected a whole number of at least 1.\n"
@@ -352,6 +353,9 @@ class RecomputePolicy:
         return f"{self.modules}{every}{saved}"
 
 
+#: A policy that chooses modules.
+_OfModules = TypeVar("_OfModules", RecomputePolicy, "ActivationOffloadPolicy")
+
 _WORDS = {"none": None, "full": RecomputePolicy(), "selective": RecomputePolicy(save=OPERATOR_FAMILIES)}
 
 
@@ -363,19 +367,20 @@ def recompute_policy(value: object) -> RecomputePolicy | None:
     """
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]
-    if isinstance(value, RecomputePolicy):
+    return _policy_of_modules(RecomputePolicy, value, "activation_checkpointing", _RECOMPUTE_USAGE)
+
+
+def _policy_of_modules(kind: type[_OfModules], value: object, field: str, usage: str) -> _OfModules:
+    """A policy, or one of what a plan may give instead: a wrap policy, the policy's fields, a wrap policy's fields."""
+    if isinstance(value, kind):
         return value
     if isinstance(value, WrapPolicy):
-        return RecomputePolicy(modules=value)
+        return kind(modules=value)
     if not isinstance(value, Mapping):
-        raise PlanError(f"activation_checkpointing={value!r} is no policy.\n{_RECOMPUTE_USAGE}")
-    if any(key in field_names(RecomputePolicy) for key in value):
-        return from_fields(RecomputePolicy, value, "activation_checkpointing")
-    return RecomputePolicy(modules=_modules(value))
-
-
-def _modules(value: object) -> WrapPolicy:
-    return _named_modules(value, "activation_checkpointing", _RECOMPUTE_USAGE)
+        raise PlanError(f"{field}={value!r} is no policy.\n{usage}")
+    if any(key in field_names(kind) for key in value):
+        return from_fields(kind, value, field)
+    return kind(modules=_named_modules(value, field, usage))
 
 
 def _named_modules(value: object, field: str, usage: str) -> WrapPolicy:
@@ -439,15 +444,7 @@ def activation_offload_policy(value: object) -> ActivationOffloadPolicy | None:
     """
     if isinstance(value, bool):
         return ActivationOffloadPolicy() if value else None
-    if isinstance(value, ActivationOffloadPolicy):
-        return value
-    if isinstance(value, WrapPolicy):
-        return ActivationOffloadPolicy(modules=value)
-    if not isinstance(value, Mapping):
-        raise PlanError(f"offload_activations={value!r} is no policy.\n{_ACTIVATIONS_USAGE}")
-    if any(key in field_names(ActivationOffloadPolicy) for key in value):
-        return from_fields(ActivationOffloadPolicy, value, "offload_activations")
-    return ActivationOffloadPolicy(modules=_named_modules(value, "offload_activations", _ACTIVATIONS_USAGE))
+    return _policy_of_modules(ActivationOffloadPolicy, value, "offload_activations", _ACTIVATIONS_USAGE)
 
 
 # -- offloading
