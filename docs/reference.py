@@ -18,7 +18,7 @@ from typing import Any
 import shardwise as sw
 from shardwise.cli import main as shardwise_command
 from shardwise.cli.app import VERBS
-from shardwise.train.config import schema
+from shardwise.train.config.sections import schema
 
 ROOT = Path(__file__).parents[1]
 

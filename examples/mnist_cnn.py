@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.train.predict import PeakTensorBytes
+from shardwise.train.predicted.memory import PeakTensorBytes
 
 DEVICE = torch.device("cpu")
 if torch.cuda.is_available():

@@ -16,11 +16,11 @@ from shardwise.features.wrap import find_units
 from shardwise.models import gpt, gpt_config
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import WrapPolicy
-from shardwise.train import build
-from shardwise.train.build import to_tensors
-from shardwise.train.config import read_config
+from shardwise.train.config.resolve import RunConfig, resolve
+from shardwise.train.config.sections import read_config
 from shardwise.train.data.samples import RandomPart, open_data
-from shardwise.train.resolve import RunConfig, resolve
+from shardwise.train.model import build
+from shardwise.train.model.build import to_tensors
 
 
 class Workload:

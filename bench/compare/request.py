@@ -331,8 +331,8 @@ def _check_fair(path: Path, plan: ParallelPlan, peers: Sequence[str]) -> None:
 
 
 def _from_config(path: Path, num_ranks: int) -> tuple[ParallelPlan, Case]:
-    from shardwise.train.config import read_config
-    from shardwise.train.resolve import resolve
+    from shardwise.train.config.resolve import resolve
+    from shardwise.train.config.sections import read_config
 
     resolved = resolve(read_config(path, []), num_ranks, raises_masters=False)
     resolved.source.check(resolved.vocab_size)

@@ -82,7 +82,7 @@ _LAZY = {
     "summary": "shardwise.api.summary",
     "full_parameters": "shardwise.state.full_parameters",
     "join": "shardwise.api.join",
-    "from_pretrained": "shardwise.train.pretrained",
+    "from_pretrained": "shardwise.train.model.pretrained",
     "newest_checkpoint": "shardwise.checkpoint.store",
     "DataParallel": "shardwise.api.data_parallel",
     "DistributedSampler": "shardwise.train.data.sampler",
@@ -238,7 +238,7 @@ if TYPE_CHECKING:
     from shardwise.state.iterate import iterate_full_parameters
     from shardwise.state.model import full_state_dict, load_full_state_dict
     from shardwise.train.data.sampler import DistributedSampler
-    from shardwise.train.pretrained import from_pretrained
+    from shardwise.train.model.pretrained import from_pretrained
 
 
 def __getattr__(name: str) -> Any:

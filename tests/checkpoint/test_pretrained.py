@@ -21,11 +21,11 @@ from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut
 from shardwise.testing import run_on_ranks
-from shardwise.train.build import build_model, defer_model
-from shardwise.train.config import read_config
-from shardwise.train.predict import PeakTensorBytes
-from shardwise.train.random_state import seed_all
-from shardwise.train.resolve import RunConfig, resolve
+from shardwise.train.config.resolve import RunConfig, resolve
+from shardwise.train.config.sections import read_config
+from shardwise.train.model.build import build_model, defer_model
+from shardwise.train.predicted.memory import PeakTensorBytes
+from shardwise.train.saves.random_state import seed_all
 from tests.train.train_here import train_well
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import StorageError
-from shardwise.train.memory_tier import MemoryTier
+from shardwise.train.saves.memory_tier import MemoryTier
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "shardwise"

@@ -122,7 +122,7 @@ def test_two_ranks_train_as_one_plain_process(kind: str, strategy: str) -> None:
 
 
 def test_logits_take_no_memory() -> None:
-    from shardwise.train.predict import PeakTensorBytes
+    from shardwise.train.predicted.memory import PeakTensorBytes
 
     vocab, positions = 20_000, 2048
     peaks = []

@@ -23,8 +23,8 @@ import yaml
 from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint import open_checkpoint, write
 from shardwise.spec.errors import ShardwiseError
-from shardwise.train.config import read_config
-from shardwise.train.resolve import resolve
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import read_config
 from tests.checkpoint.threads import cut, even, run_in_threads, sample, whole
 
 KINDS = ("config", "manifest", "header")

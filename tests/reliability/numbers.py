@@ -10,9 +10,9 @@ import socket
 from pathlib import Path
 
 import shardwise
-from shardwise.train.config import read_config
+from shardwise.train.config.resolve import data_of, resolve
+from shardwise.train.config.sections import read_config
 from shardwise.train.data.sampler import Sampler
-from shardwise.train.resolve import data_of, resolve
 from tests.reliability.board import scenario
 from tests.reliability.box import ROOT, Box, Ended, Kind, Seen
 from tests.reliability.reads import ANY_WORLD, own_loop

@@ -71,9 +71,9 @@ def test_the_demo_says_why_it_does_not_compare() -> None:
     """The comparison comes after training, which must not fail for it."""
     import torch
 
-    from shardwise.train.config import read_config
+    from shardwise.train.config.resolve import resolve
+    from shardwise.train.config.sections import read_config
     from shardwise.train.proof import parity_line
-    from shardwise.train.resolve import resolve
 
     draft = read_config(
         None, ["parallel.mp_policy={param_dtype: bf16}"], base={"data": {"source": "random"}}, title="t"

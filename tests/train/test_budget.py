@@ -6,10 +6,10 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.spec.errors import MemoryBudgetError
-from shardwise.train.budget import Device, check_budget, find_device
-from shardwise.train.config import read_config
-from shardwise.train.resolve import RunConfig, resolve
-from shardwise.train.workload import flops_per_token, shape_of, workload_of
+from shardwise.train.config.resolve import RunConfig, resolve
+from shardwise.train.config.sections import read_config
+from shardwise.train.predicted.budget import Device, check_budget, find_device
+from shardwise.train.predicted.workload import flops_per_token, shape_of, workload_of
 
 GIB = 1 << 30
 A100 = Device("cuda", 40 * GIB)

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import ConfigError
-from shardwise.train.config import read_config
+from shardwise.train.config.resolve import RunConfig, data_of, resolve
+from shardwise.train.config.sections import read_config
 from shardwise.train.data.examples import Example, Examples, num_examples, write_examples
 from shardwise.train.data.packing import pack
 from shardwise.train.data.samples import Part
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import OfFolder
-from shardwise.train.resolve import RunConfig, data_of, resolve
 from tests.common.tokenizers import MARKED, TEMPLATE, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")

@@ -13,10 +13,10 @@ import pytest
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.plan import plan_fields
 from shardwise.spec.schedule import PipelinePolicy
-from shardwise.train.checkpoints import differences
-from shardwise.train.config import Config, read_config, schema
-from shardwise.train.hf import read_language_model
-from shardwise.train.resolve import RunConfig, resolve, stored_dtype
+from shardwise.train.config.hf import read_language_model
+from shardwise.train.config.resolve import RunConfig, resolve, stored_dtype
+from shardwise.train.config.sections import Config, read_config, schema
+from shardwise.train.saves.checkpoints import differences
 
 GOOD = "train: {steps: 10, micro_batch_size: 2, global_batch_size: 8}\ndata: {source: random}\n"
 
@@ -84,7 +84,7 @@ lr: 1
 
 def test_losses_are_logged_less_often_on_gpus_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved(tmp_path).config.log.every == 1
-    monkeypatch.setattr("shardwise.train.resolve._has_gpus", lambda: True)
+    monkeypatch.setattr("shardwise.train.config.resolve._has_gpus", lambda: True)
     assert resolved(tmp_path).config.log.every == 10
     assert resolved(tmp_path, GOOD, "log.every=1").config.log.every == 1
 
@@ -274,7 +274,7 @@ def test_samples_of_models_for_long_texts_are_2048_tokens_unless_told(
 
 
 def test_reading_a_configuration_loads_no_torch() -> None:
-    code = "import sys, shardwise.train.resolve, shardwise.train.data.samples; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.train.config.resolve, shardwise.train.data.samples; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

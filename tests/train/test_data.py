@@ -213,8 +213,8 @@ def test_text_beside_token_files_is_refused(tmp_path: Path) -> None:
 STARTED = """
 import json, sys
 from pathlib import Path
-from shardwise.train.resolve import resolve
-from shardwise.train.config import read_config
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import read_config
 from shardwise.train.data.samples import open_data
 
 def read_bytes():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import ConfigError
-from shardwise.train.document import Problem, parse_toml, parse_yaml, plain_scalar, read_document
+from shardwise.train.config.document import Problem, parse_toml, parse_yaml, plain_scalar, read_document
 
 
 @pytest.mark.parametrize(

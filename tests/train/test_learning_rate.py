@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.train.resolve import Schedule
+from shardwise.train.config.resolve import Schedule
 
 
 def test_warm_up_rises_linearly_and_never_trains_at_zero() -> None:

@@ -18,7 +18,7 @@ import pytest
 from shardwise.launch.starter import starter
 from shardwise.launch.world import World
 from shardwise.spec.errors import ConfigError
-from shardwise.train.config import RawConfig, read_config
+from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.new_world import keep_batch, note_starters
 from tests.train.train_here import CONFIG, losses, sets, train_well
 

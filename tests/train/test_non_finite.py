@@ -12,7 +12,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.launch import fault
-from shardwise.train import random_state, update
+from shardwise.train.saves import random_state
+from shardwise.train.steps import update
 from tests.train.train_here import metrics, sets, train_here
 
 

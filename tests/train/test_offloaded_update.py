@@ -7,8 +7,8 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from shardwise.train.build import build_optimizer, parameter_groups
-from shardwise.train.config import OptimizerSection
+from shardwise.train.config.sections import OptimizerSection
+from shardwise.train.model.build import build_optimizer, parameter_groups
 
 pytestmark = pytest.mark.slow
 

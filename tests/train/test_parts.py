@@ -17,13 +17,13 @@ from shardwise.cost.hardware import gpus
 from shardwise.launch.stop_request import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable, size
-from shardwise.train import random_state
-from shardwise.train.build import TokenBatch, build_model, build_optimizer, objective_of, parameter_groups, set_lr
-from shardwise.train.config import OptimizerSection, read_config
-from shardwise.train.log import peak_flops
-from shardwise.train.predict import measure_replicas
-from shardwise.train.resolve import resolve
-from shardwise.train.update import needs_host
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import OptimizerSection, read_config
+from shardwise.train.model.build import TokenBatch, build_model, build_optimizer, objective_of, parameter_groups, set_lr
+from shardwise.train.predicted.memory import measure_replicas
+from shardwise.train.saves import random_state
+from shardwise.train.steps.mfu import peak_flops
+from shardwise.train.steps.update import needs_host
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
-from shardwise.train.build import build_model
-from shardwise.train.config import read_config
-from shardwise.train.predict import PeakTensorBytes, measure_replicas
-from shardwise.train.resolve import resolve
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import read_config
+from shardwise.train.model.build import build_model
+from shardwise.train.predicted.memory import PeakTensorBytes, measure_replicas
 
 CPU = torch.device("cpu")
 

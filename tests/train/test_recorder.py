@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import StorageError
-from shardwise.train.config import Config, LogSection
-from shardwise.train.log import MetricsFile, Record, Recorder
+from shardwise.train.config.sections import Config, LogSection
+from shardwise.train.log.metrics import MetricsFile, Record
+from shardwise.train.log.recorder import Recorder
 
 CONFIG = Config(log=LogSection(tensorboard=False, wandb=True))
 

@@ -9,12 +9,12 @@ import pytest
 
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.checkpoints import check_config, find_checkpoint, pointer_problem
-from shardwise.train.config import Config, read_config
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import Config, read_config
 from shardwise.train.folder import create, read_run_id
-from shardwise.train.loop import begins_from, open_directory
 from shardwise.train.new_world import note_starters
-from shardwise.train.resolve import resolve
+from shardwise.train.rank import begins_from, open_directory
+from shardwise.train.saves.checkpoints import check_config, find_checkpoint, pointer_problem
 from tests.train.train_here import sets, train_well
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train import folder as rundir
-from shardwise.train.log import MetricsFile, Record, to_line
+from shardwise.train.log.metrics import MetricsFile, Record, to_line
 
 
 def begin(folder: Path) -> Path:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shardwise.cost.measured import FORMAT
-from shardwise.train.config import read_config
-from shardwise.train.resolve import RunConfig, resolve
-from shardwise.train.step_time import predict_step
+from shardwise.train.config.resolve import RunConfig, resolve
+from shardwise.train.config.sections import read_config
+from shardwise.train.predicted.time import predict_step
 
 CPU = torch.device("cpu")
 

@@ -6,12 +6,12 @@ import os
 import signal
 from pathlib import Path
 
-from shardwise.train import loop
+from shardwise.train import evaluation, loop
 from tests.train.train_here import metrics, train_here
 
 
 def asked_to_stop_in_the_first_evaluation() -> None:
-    loop._EVALUATED_AT_ONCE = 1
+    evaluation.MICROBATCHES_AT_ONCE = 1
     look = loop.Trainer._must_stop
 
     def asked(trainer: loop.Trainer) -> bool:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.config import read_config
+from shardwise.train.config.resolve import RunConfig, data_of, resolve
+from shardwise.train.config.sections import read_config
 from shardwise.train.data import stream as module
 from shardwise.train.data.stream import StreamSampler, stream_of
 from shardwise.train.data.token_files import DataError
-from shardwise.train.resolve import RunConfig, data_of, resolve
 from tests.common.tokenizers import TEMPLATE, TEXT, save_model, save_tokenizer
 from tests.train.train_here import losses, sets, train_here
 

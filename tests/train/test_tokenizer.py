@@ -11,12 +11,12 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
-from shardwise.train.config import read_config
+from shardwise.train.config.resolve import RunConfig, resolve
+from shardwise.train.config.sections import read_config
 from shardwise.train.data import tokenizer as module
 from shardwise.train.data.source import find_source
 from shardwise.train.data.token_files import DataError, map_tokens, read_header
 from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer, tokenize
-from shardwise.train.resolve import RunConfig, resolve
 from tests.common.tokenizers import TEXT, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shardwise.cli import main
-from shardwise.train.build import TokenBatch, objective
-from shardwise.train.config import read_config
-from shardwise.train.resolve import data_of, resolve
+from shardwise.train.config.resolve import data_of, resolve
+from shardwise.train.config.sections import read_config
+from shardwise.train.model.build import TokenBatch, objective
 from tests.train.chats import all_losses, cache_here, save_chats
 from tests.train.train_here import losses, sets, train_here
 

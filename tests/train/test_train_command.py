@@ -22,7 +22,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.launch import fault
 from shardwise.train import folder as rundir
-from shardwise.train.memory_tier import MemoryTier
+from shardwise.train.saves.memory_tier import MemoryTier
 from tests.train.job import command, environment, wait_for_step, workers
 from tests.train.train_here import losses, metrics, sets, summary, train_here, train_well
 

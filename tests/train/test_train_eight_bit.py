@@ -13,8 +13,8 @@ import torch
 from shardwise.cost.workload import OPTIMIZERS
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.memory.eight_bit import eight_bit_bytes
-from shardwise.train.config import read_config
-from shardwise.train.resolve import resolve
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import read_config
 from tests.common.blockwise import TORCHAO, torchao_adamw
 from tests.train.train_here import losses, sets, train_here
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardwise.spec.errors import ConfigError
-from shardwise.train.build import build_model, build_optimizer, parameter_groups, set_lr
-from shardwise.train.config import read_config
-from shardwise.train.resolve import RunConfig, resolve
+from shardwise.train.config.resolve import RunConfig, resolve
+from shardwise.train.config.sections import read_config
+from shardwise.train.model.build import build_model, build_optimizer, parameter_groups, set_lr
 from tests.train.train_here import losses, metrics, sets, summary, train_well
 
 CONFIG = """

@@ -13,8 +13,8 @@ import torch
 
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
-from shardwise.train.config import read_config
-from shardwise.train.resolve import data_of, resolve
+from shardwise.train.config.resolve import data_of, resolve
+from shardwise.train.config.sections import read_config
 from tests.common.tokenizers import TEXT, save_tokenizer
 from tests.train.train_here import sets, train_here
 

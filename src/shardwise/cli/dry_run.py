@@ -65,7 +65,7 @@ def dry_run(  # noqa: PLR0917  typer's form
 ) -> None:
     """Run dry."""
     from shardwise.api.dry_run import dry_run as run_dry
-    from shardwise.train.build import TokenBatch, objective
+    from shardwise.train.model.build import TokenBatch, objective
 
     for option, value in (
         ("--world-size", world_size),
@@ -148,8 +148,8 @@ def _from_preset(name: str) -> _Subject:
 
 
 def _from_folder(folder: Path) -> _Subject:
-    from shardwise.train.pretrained import model_from_folder
-    from shardwise.train.resolve import DEFAULT_SEQ_LEN, stored_dtype
+    from shardwise.train.config.resolve import DEFAULT_SEQ_LEN, stored_dtype
+    from shardwise.train.model.pretrained import model_from_folder
 
     stored = stored_dtype(folder)
     return _Subject(
@@ -163,9 +163,9 @@ def _from_folder(folder: Path) -> _Subject:
 def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
     import torch
 
-    from shardwise.train.build import build_model, build_optimizer, parameter_groups
-    from shardwise.train.config import read_config
-    from shardwise.train.resolve import resolve
+    from shardwise.train.config.resolve import resolve
+    from shardwise.train.config.sections import read_config
+    from shardwise.train.model.build import build_model, build_optimizer, parameter_groups
 
     resolved = resolve(read_config(path, overrides), world_size, local_size, checks_data=False)
     config = resolved.config

@@ -12,7 +12,7 @@ from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.launch.jobs.job import Job
-    from shardwise.train.config import RawConfig
+    from shardwise.train.config.sections import RawConfig
 
 #: The schedulers, and what starts a job in each.
 _START = {"--slurm": "sbatch", "--kubernetes": "kubectl apply -f", "--skypilot": "sky jobs launch"}
@@ -65,7 +65,7 @@ def launch(  # noqa: PLR0917  typer calls it by name
 ) -> None:
     """Write a job."""
     from shardwise.launch.jobs.job import Job, machines
-    from shardwise.train.config import read_config
+    from shardwise.train.config.sections import read_config
 
     named = [name for name, is_named in zip(_START, (slurm, kubernetes, skypilot), strict=True) if is_named]
     if len(named) != 1:
@@ -143,7 +143,7 @@ def _check(raw: RawConfig, num_nodes: int, ranks_per_node: int, *, reads_model: 
     Raises:
         ConfigError: Something in the configuration is wrong, or does not fit so many ranks.
     """
-    from shardwise.train.resolve import batch_in, resolve
+    from shardwise.train.config.resolve import batch_in, resolve
     from shardwise.train.start import rehearse
 
     num_ranks = num_nodes * ranks_per_node

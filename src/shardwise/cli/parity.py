@@ -12,7 +12,7 @@ from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
-    from shardwise.train.config import RawConfig
+    from shardwise.train.config.sections import RawConfig
 
 #: What is compared where --strategies does not say.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")

@@ -294,9 +294,9 @@ _TRAIN = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "acc
 def _from_file(path: Path) -> Subject:
     from shardwise.spec.precision import item_bytes
     from shardwise.spec.shape.gpt import gpt_config
-    from shardwise.train.config import read_config
-    from shardwise.train.hf import stored_dtype
-    from shardwise.train.workload import optimizer_of
+    from shardwise.train.config.hf import stored_dtype
+    from shardwise.train.config.sections import read_config
+    from shardwise.train.predicted.workload import optimizer_of
 
     raw = read_config(path)
     raw.raise_if_any()

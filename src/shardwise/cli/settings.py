@@ -37,8 +37,8 @@ def validate(
 ) -> None:
     """Check a configuration."""
     from shardwise.launch.elastic import num_workers
-    from shardwise.train.config import read_config
-    from shardwise.train.resolve import resolve
+    from shardwise.train.config.resolve import resolve
+    from shardwise.train.config.sections import read_config
     from shardwise.train.start import rehearse
 
     count = num_workers(nproc)
@@ -52,7 +52,7 @@ def validate(
 
 def config_schema() -> None:
     """Print the schema."""
-    from shardwise.train.config import schema
+    from shardwise.train.config.sections import schema
 
     show(json.dumps(schema(), indent=2))
 

@@ -23,8 +23,8 @@ from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
 from shardwise.state.extents import empty
 from shardwise.state.held import BUFFER, persistent_buffers
-from shardwise.train.build import defer_model
 from shardwise.train.data.tokenizer import BYTES, byte_tokenizer
+from shardwise.train.model.build import defer_model
 from shardwise.train.trained import Trained
 
 _GENERATION = "generation_config.json"

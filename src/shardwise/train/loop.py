@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
 import math
 import secrets
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,18 +16,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.api.save import drop_save
-from shardwise.comm import stall
-from shardwise.comm.axes import open_comms
 from shardwise.forms.attachment import engine_of
-from shardwise.launch import fault, heartbeat
-from shardwise.launch.cause import safe
+from shardwise.launch import fault
 from shardwise.launch.exit_codes import note_exit
-from shardwise.launch.hang import watch_own_rank
 from shardwise.launch.notice import tell_once
-from shardwise.launch.program import program
-from shardwise.launch.starter import starter
 from shardwise.launch.stop_request import StopRequest, exit_code
-from shardwise.launch.world import World, joined
 from shardwise.measure.profile import StepProfile, step_range
 from shardwise.measure.storage import held_bytes
 from shardwise.optim.scaler import needs_scaler
@@ -39,255 +29,44 @@ from shardwise.spec.errors import (
     CheckpointError,
     CommError,
     ConfigError,
-    NonFiniteError,
     RankDisagreement,
     ShardwiseError,
     StorageError,
 )
-from shardwise.spec.run_files import LOGS, PROFILE, REPORT
+from shardwise.spec.run_files import PROFILE, REPORT
 from shardwise.spec.text import printable
-from shardwise.train import folder, random_state
-from shardwise.train.build import (
-    TokenBatch,
-    build_optimizer,
-    defer_model,
-    objective_of,
-    parameter_groups,
-    set_lr,
-    to_tensors,
-)
-from shardwise.train.bundle import bundle_folder, write_bundle
-from shardwise.train.checkpoints import (
-    NEWEST,
-    Checkpoints,
-    check_config,
-    find_checkpoint,
-    is_empty,
-    saved_config,
-)
-from shardwise.train.config import Config
+from shardwise.train import folder
+from shardwise.train.config.resolve import RunConfig, data_of
+from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
 from shardwise.train.data.packing import PackedRows
-from shardwise.train.data.rows import Samples
 from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.stream import StreamSampler, stream_of
 from shardwise.train.data.token_files import DataError
+from shardwise.train.evaluation import Evaluation
 from shardwise.train.folder import replace_text
-from shardwise.train.lock import RunLock
-from shardwise.train.log import (
-    Outcome,
-    Progress,
-    Progressed,
-    Record,
-    Recorder,
-    Report,
-    Speed,
-    peak_flops,
-)
-from shardwise.train.lora import check_base, fingerprint
-from shardwise.train.memory_tier import check_one_machine
-from shardwise.train.new_world import is_started_again, note_starters
-from shardwise.train.owned import owned_units
-from shardwise.train.pace import Pace
-from shardwise.train.predict import PeakTensorBytes, predict
+from shardwise.train.log.metrics import Record
+from shardwise.train.log.owned import owned_units
+from shardwise.train.log.progress import Progress
+from shardwise.train.log.recorder import Recorder
+from shardwise.train.log.report import Outcome, Progressed, Report, Speed
+from shardwise.train.microbatches import Microbatches
+from shardwise.train.model.build import build_optimizer, defer_model, objective_of, parameter_groups, set_lr
+from shardwise.train.model.lora import check_base, fingerprint
+from shardwise.train.predicted.memory import PeakTensorBytes, predict
+from shardwise.train.predicted.time import predict_step
 from shardwise.train.proof import parity_line
-from shardwise.train.resolve import Batch, RunConfig, data_of
-from shardwise.train.saved_state import check_state
-from shardwise.train.spikes import LossSpikes
-from shardwise.train.step_time import predict_step
-from shardwise.train.unread import ReadStep, StepTime, UnreadStep, UnreadSteps, not_finite
-from shardwise.train.update import Update, with_true_gradient
-from shardwise.train.workload import flops_per_token
-
-#: torch's own time limit of a collective comes so much after ours, which says more.
-_LATER_S = 60.0
-
-#: A world that goes on with the run of an earlier one waits so long for the lock of a rank that is ending.
-_OLD_WORLD_ENDS_S = 60.0
-
-#: An evaluation asks after so many microbatches whether the run is to stop.
-_EVALUATED_AT_ONCE = 16
+from shardwise.train.saves import random_state
+from shardwise.train.saves.checkpoints import Checkpoints, check_config, find_checkpoint, resharded, saved_config
+from shardwise.train.saves.saved_state import check_state
+from shardwise.train.steps.health import Health
+from shardwise.train.steps.mfu import mfu_of_token
+from shardwise.train.steps.pace import Pace
+from shardwise.train.steps.unread import ReadStep, StepTime, UnreadStep, UnreadSteps
+from shardwise.train.steps.update import Update, with_true_gradient
 
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
 MEASURED_STEPS = 3
-
-
-def train(
-    resolved: RunConfig,
-    *,
-    world: World,
-    run_dir: Path | None,
-    resume: str | None,
-    takes_over: bool = False,
-    is_demo: bool = False,
-    profiled: range = range(0),
-) -> int:
-    """Train on this rank and return the exit code.
-
-    Args:
-        resolved: The checked configuration, the same on every rank.
-        world: This rank among the others.
-        run_dir: The run's folder; chosen from the run's name where it is ``None``.
-        resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
-        takes_over: Take the folder of a run on another machine that gives no sign of life.
-        is_demo: Compare with one process after training.
-        profiled: Steps of which a trace is written.
-
-    Raises:
-        ShardwiseError: Its ``exit_code`` is what the process should leave with.
-
-    Collective:
-        Every rank of the world must call.
-    """
-    pace = Pace(resolved.config.train.step_timeout_s)
-    pace.start()
-    with (
-        StopRequest() as stop,
-        joined(world, timeout_s=pace.long_limit_s + _LATER_S) as device,
-        contextlib.ExitStack() as stack,
-    ):
-        control = Control(open_comms(device, "control")[0])
-        control.check_same({**resolved.config.model_dump(mode="json"), **program()}, "configuration or program")
-        names = control.all_json(starter(world))
-        directory, is_again = control.on_first(
-            lambda: open_directory(resolved, run_dir, resume, world, names, takes_over=takes_over)
-        )
-        directory = Path(directory)
-        if resolved.config.checkpoint.memory_every is not None:
-            check_one_machine(world.num_nodes)
-        if world.num_nodes > 1:
-            _check_shared(control, directory, world)
-        if world.source != "launcher":  # our launcher holds the lock, and has read all of the data
-            lock = RunLock(directory, takes_over=takes_over or is_again)
-            stack.callback(lock.release)
-            note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_again else 0.0))
-            if note:
-                tell_once(note)
-            control.on_first(lambda: resolved.source.check(resolved.vocab_size))
-            control.on_first(lambda: note_starters(directory, names))
-        resume = control.on_first(lambda: begins_from(directory, resume, is_restart=is_again))
-        stack.callback(_watch(world, directory / LOGS, pace).set)
-        trainer = Trainer(resolved, control, directory, device, stop=stop, pace=pace)
-        trainer.profiled = profiled
-        return trainer.run(resume, is_demo=is_demo)
-
-
-def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
-    """Write this rank's heartbeat, and watch it where our launcher does not. Returns what ends the watch."""
-    ends = threading.Event()
-    with contextlib.suppress(OSError):
-        logs.mkdir(parents=True, exist_ok=True)
-        heart = heartbeat.begin(logs, world.rank)
-        heart.ask(stall.where)
-        if world.source != "launcher":
-            pace.start()
-            ends = watch_own_rank(logs, world.rank, world.size, safe=lambda: f"  safe: {safe(heart.beat, logs)}")
-    return ends
-
-
-def open_directory(
-    resolved: RunConfig,
-    run_dir: Path | None,
-    resume: str | None,
-    world: World,
-    names: Sequence[str | None],
-    *,
-    takes_over: bool = False,
-) -> tuple[str, bool]:
-    """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again.
-
-    Args:
-        resolved: The configuration.
-        run_dir: The folder that was asked for.
-        resume: The checkpoint that was asked for.
-        world: This world.
-        names: Who has started each rank (``launch.starter``).
-        takes_over: Whether the folder of a run that gives no sign of life may be taken.
-
-    Returns:
-        The folder, and whether the run in it was started again by its launcher and goes on by itself.
-    """
-    own = run_dir or folder.newest(resolved.config.name)
-    is_again = own is not None and is_started_again(own, names, world)
-    if run_dir is not None and world.source != "launcher" and not is_again:
-        RunLock(run_dir, takes_over=takes_over).check()
-    if own is not None and is_again and resume is None:
-        chosen = own
-    else:
-        chosen = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
-    folder.create(chosen)
-    return str(chosen), is_again
-
-
-def _check_shared(control: Control, directory: Path, world: World) -> None:
-    """Refuse a run's folder that is not the same one on all machines: one rank of each looks for a file of rank 0.
-
-    Raises:
-        StorageError: On every rank, naming the ranks that do not find it.
-
-    Collective:
-        Two all-gathers of small JSON.
-    """
-    name = control.on_first(lambda: folder.leave_probe(directory))
-    try:
-        has_found = world.local_rank != 0 or folder.finds(directory, name)
-        where = [None if has_found else str(directory.absolute())]
-        missing = {rank: path for rank, (path,) in enumerate(control.all_json(where)) if path is not None}
-    finally:
-        if control.is_first:
-            (directory / name).unlink(missing_ok=True)
-    if missing:
-        rank, path = next(iter(missing.items()))
-        ranks = f"rank {rank} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
-        raise StorageError(
-            f"the run's folder is not one folder for all machines: {ranks} not find in {printable(path)} what rank 0"
-            " wrote there. Checkpoints would be spread over the machines' own disks.\n"
-            "  Name a folder of a file system that all machines share, with --run-dir."
-        )
-
-
-def begins_from(directory: Path, resume: str | None, *, is_restart: bool) -> str | None:
-    """What the run goes on from: after a restart what it has saved itself by then, whatever it was started from."""
-    if is_restart and not is_empty(directory):
-        return "latest"
-    if resume in NEWEST and is_empty(directory):
-        tell_once(f"{printable(directory)} holds no checkpoint yet: the run starts from the beginning")
-        return None
-    return resume
-
-
-def _mfu_of_token(resolved: RunConfig, model: nn.Module, device: torch.device, num_ranks: int) -> float | None:
-    """The share of all devices' peaks that one token a second takes."""
-    peak, needed = _peak_flops(model, device), flops_per_token(resolved)
-    return None if peak is None or needed is None else needed / (peak * num_ranks)
-
-
-def _peak_flops(model: nn.Module, device: torch.device) -> float | None:
-    """The device's dense peak for the dtype that the model's matrix products run in."""
-    if device.type != "cuda":
-        return None
-    uses_tf32 = torch.get_float32_matmul_precision() != "highest"
-    return peak_flops(torch.cuda.get_device_name(device), product_dtype(model), uses_tf32=uses_tf32)
-
-
-def product_dtype(model: nn.Module) -> str:
-    """Short name of the dtype in which most of a parallelized model's weights of two or more dimensions compute."""
-    counts: collections.Counter[str] = collections.Counter()
-    for unit in sw.summary(model).units:
-        for group in unit.groups:
-            shapes = [shape for _, shape, _ in group.parameters]
-            counts[group.compute_dtype] += sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
-    return max(counts, key=counts.__getitem__, default="fp32")
-
-
-def held_out_samples(part: Samples, batch: Batch, num_batches: int) -> int:
-    """How many held-out samples an evaluation takes.
-
-    ``num_batches`` global batches, or all there are where that is less, cut to a multiple of what all ranks forward at
-    once. So the number does not depend on the world as long as the global batch does not.
-    """
-    at_once = batch.micro * batch.data_parallel_size
-    return min(part.num_samples // at_once * at_once, num_batches * batch.total)
 
 
 class Trainer:
@@ -313,6 +92,10 @@ class Trainer:
         share = config.train.seed, batch.micro, batch.accumulation, reader, batch.data_parallel_size
         self.sampler = Sampler(self.data.train.num_samples, *share) if stream is None else StreamSampler(stream, *share)
         self.model, self.optimizer = self._build()
+        self.microbatches = Microbatches(batch, device)
+        self.evaluation = Evaluation(
+            resolved, self.model, self.data.held_out, reader, self.microbatches, control, self._must_stop
+        )
         is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
         self.scaler = sw.GradScaler(device.type, enabled=is_scaled)
         if self.scaler.is_enabled() and config.optimizer.in_backward:
@@ -327,9 +110,8 @@ class Trainer:
             )
         stops = config.train.non_finite == "stop"
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
-        self.skipped_in_a_row = 0
-        self.spikes = None if config.log.loss_spikes is None else LossSpikes(config.log.loss_spikes)
-        self.mfu_of_token = _mfu_of_token(resolved, self.model, device, control.size)
+        self.health = Health(config, directory, control.rank)
+        self.mfu_of_token = mfu_of_token(resolved, self.model, device, control.size)
         decay = config.train.ema_decay
         self.average = None if decay is None else sw.ExponentialMovingAverage(self.model, decay)
         self.report = Report(
@@ -438,7 +220,7 @@ class Trainer:
             if self._base is not None:
                 self.control.on_first(lambda: check_base(self._base, state.get("base")))
             self.sampler.load_state(state["sampler"])
-            changes += self._resharded(state.get("mesh") or {})
+            changes += resharded(state.get("mesh") or {}, self.resolved.mesh.sizes)
             saved_hash = state["data"]
             self.done = Progressed(**{**state["progress"], "step": state["step"]})
             self._restore_random(state)
@@ -469,25 +251,13 @@ class Trainer:
                 raise
             raise CheckpointError(f"{error} --resume latest-good takes the newest one that is whole.") from None
 
-    def _resharded(self, before: dict[str, int]) -> list[str]:
-        """What is said of a checkpoint of another mesh."""
-        now = self.resolved.mesh.sizes
-        if not before or before == now:
-            return []
-        cuts = [" * ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) for sizes in (before, now)]
-        return [f"resharded: {' -> '.join(cut or 'one rank' for cut in cuts)}"]
-
     def _restore_random(self, state: dict[str, Any]) -> None:
         """Restore every rank's generators in a world of the same size; seed them by rank and step in any other."""
-        held = state.get("rank_state", {}).get("random")
-        everyones = state.get("random")  # of all ranks, in checkpoints of earlier versions
-        if held is None and isinstance(everyones, list) and len(everyones) == self.control.size:
-            held = everyones[self.control.rank]
+        held = random_state.of_rank(state, self.control.rank, self.control.size)
         if held is not None:
             random_state.restore(held, self.device)
         else:
-            seed = random_state.rank_seed(self.config.train.seed, self.reader, self.done.step)
-            random_state.seed_all(seed)
+            random_state.seed_all(random_state.rank_seed(self.config.train.seed, self.reader, self.done.step))
 
     def _loop(self) -> Outcome:
         train, saving = self.config.train, self.config.checkpoint
@@ -588,7 +358,7 @@ class Trainer:
                 update=update,
                 lr=lr,
                 scale=scale,
-                data_s=self.speed.data_s,
+                data_s=self.microbatches.data_s,
                 sent_bytes=sum(event.sent_bytes for event in events),
                 samples=samples,
                 generators=generators,
@@ -622,11 +392,10 @@ class Trainer:
         """
         losses: list[Tensor] = []
         objective = objective_of(self.config)
-        self.speed.data_s = 0.0
-        count = self.resolved.batch.total
+        self.microbatches.data_s = 0.0
         sw.train_step(
             self.model,
-            self._microbatches(self.data.train, samples, everyones, count),
+            self.microbatches.read(self.data.train, samples, everyones, self.resolved.batch.total),
             lambda output, batch: with_true_gradient(objective.loss_fn(output, batch)),
             self.resolved.batch.accumulation,
             scaler=self.scaler,
@@ -634,19 +403,6 @@ class Trainer:
             losses=losses,
         )
         return sum(losses, torch.zeros((), device=self.device)) if losses else None
-
-    def _microbatches(
-        self, part: Samples, samples: Iterable[Sequence[int]], everyones: Iterable[int], count: int
-    ) -> Iterator[TokenBatch]:
-        """This rank's microbatches, of a step (or an evaluation) over ``count`` samples, ``everyones``."""
-        learned = part.num_targets(everyones)
-        share = None if learned is None else learned * self.resolved.batch.micro / count
-        for each in samples:
-            heartbeat.move()
-            started = time.perf_counter()
-            batch = to_tensors(part, each, self.device, share)
-            self.speed.data_s += time.perf_counter() - started
-            yield batch
 
     # --- what the steps have found -----------------------------------------------------------------------------------
 
@@ -665,8 +421,8 @@ class Trainer:
             self.progress.say(self.unread.warning)
         is_evaluated = False
         for index, values in enumerate(found):
-            self._check_finite(values)
-            self._report_spike(values)
+            for warning in self.health.warnings(self.done.step + 1, values, safe=self._safe):
+                self.progress.say(warning)
             record = self._take(values, made_steps=self.speed.made_steps - len(found) + index + 1)
             self.progress.step(record)
             if evaluates and index == len(found) - 1:
@@ -675,46 +431,6 @@ class Trainer:
             if self.recorder is not None:
                 self.recorder.step(record)
         assert is_evaluated == evaluates
-
-    def _check_finite(self, values: ReadStep) -> None:
-        """Look at the loss and the norm of the step after those that are done.
-
-        Raises:
-            NonFiniteError: One is not finite, and such steps are not skipped, or too many of them were.
-        """
-        problem = not_finite(values)
-        if problem is None:
-            self.skipped_in_a_row = 0
-            return
-        step, train, directory = self.done.step + 1, self.config.train, self.report.directory
-        self.skipped_in_a_row += 1
-        write_bundle(directory, self.control.rank, step, problem, values)
-        about = f"Its samples, losses and random states are in {printable(bundle_folder(directory, step))}."
-        if train.non_finite == "skip" and self.skipped_in_a_row <= train.max_skipped_steps:
-            self.progress.say(f"WARNING: step {step} was left out: {problem}. {about}")
-            return
-        if train.non_finite == "skip":
-            problem += f", as in the {train.max_skipped_steps} steps before (train.max_skipped_steps)"
-        update = " Parameters are as before that step." if values.norm is not None else ""
-        raise NonFiniteError(
-            f"step {step}: {problem}.{update} Nothing was saved since; safe: {self._safe}.\n"
-            f"  {about} Lower optimizer.lr, lengthen schedule.warmup_steps, or set train.non_finite=skip. A resume"
-            " takes another rate by --set optimizer.lr=..."
-        )
-
-    def _report_spike(self, values: ReadStep) -> None:
-        """Warn of a loss that stands out, and keep its samples, losses and random states."""
-        loss = sum(values.losses.values()) / len(values.losses)
-        found = None if self.spikes is None else self.spikes.look(loss)
-        if found is None:
-            return
-        step, directory = self.done.step + 1, self.report.directory
-        write_bundle(directory, self.control.rank, step, found, values)
-        rank = max(values.losses, key=values.losses.__getitem__)
-        self.progress.say(
-            f"WARNING: step {step}: {found}; the highest is {values.losses[rank]:.4f}, of rank {rank}. Its samples are"
-            f" in {printable(bundle_folder(directory, step))}."
-        )
 
     @property
     def peak_bytes(self) -> int:
@@ -729,7 +445,7 @@ class Trainer:
         """Count a step that was read, the ``made_steps``-th of this process."""
         done, step = self.done, values.step
         tokens = self.resolved.batch.total * self.resolved.seq_len
-        loss, step_s = sum(values.losses.values()) / len(values.losses), step.time.seconds()
+        loss, step_s = values.loss, step.time.seconds()
         done.step += 1
         done.tokens += tokens
         if math.isfinite(loss):
@@ -764,10 +480,9 @@ class Trainer:
     def _evaluate(self) -> float | None:
         """The held-out loss, of the averaged weights where there are any; ``None`` after a request to stop."""
         begin = time.perf_counter()
-        count = held_out_samples(self.data.held_out, self.resolved.batch, self.config.train.eval_batches)
         swapped = self.average.swapped_in() if self.average is not None else contextlib.nullcontext()
         with self.pace.long("evaluation"), swapped:
-            loss = self._held_out_loss(count)
+            loss = self.evaluation.loss()
         if loss is None:
             self.progress.say(f"step {self.done.step}  the evaluation was left: a stop was requested")
             return None
@@ -776,7 +491,7 @@ class Trainer:
         done.eval_loss_final = loss
         if self.recorder is not None:
             self.recorder.held_out(done.step, loss)
-        self.progress.say(f"step {done.step}  held-out loss {loss:.4f} ({count} samples)")
+        self.progress.say(f"step {done.step}  held-out loss {loss:.4f} ({self.evaluation.num_samples} samples)")
         self.speed.eval_s += time.perf_counter() - begin
         return loss
 
@@ -784,42 +499,6 @@ class Trainer:
         """Whether any rank has been asked to stop meanwhile. One all-gather of eight bytes per rank."""
         self.unread.signal_number = int(max(row[0] for row in self.control.rows([float(self.stop.signal_number)])))
         return self.unread.signal_number > 0
-
-    def _held_out_loss(self, count: int) -> float | None:
-        """The mean loss over ``count`` held-out samples, spread evenly over their part; the same value on every rank.
-
-        ``None`` where a request to stop has come before its end. A pipeline evaluates to the end.
-
-        Collective:
-            The model's forwards, then one all-gather of 16 bytes per rank; and one of eight bytes every
-            ``_EVALUATED_AT_ONCE`` microbatches.
-        """
-        batch, part, objective = self.resolved.batch, self.data.held_out, objective_of(self.config)
-        at_once, stride = batch.micro * batch.data_parallel_size, part.num_samples // count
-        starts = range(self.reader * batch.micro, count, at_once)
-        samples = [[index * stride for index in range(start, start + batch.micro)] for start in starts]
-        losses: list[Tensor] = []
-        microbatches = self._microbatches(part, samples, range(0, count * stride, stride), count)
-        at_once = len(samples) if self.resolved.plan.pp > 1 else _EVALUATED_AT_ONCE
-        self.model.eval()
-        try:
-            for first in range(0, len(samples), at_once):
-                if first and self._must_stop():
-                    return None
-                number = min(at_once, len(samples) - first)
-                sw.eval_step(
-                    self.model,
-                    itertools.islice(microbatches, number),
-                    objective.loss_fn,
-                    number,
-                    forward=objective.forward,
-                    losses=losses,
-                )
-            found = torch.stack(losses).tolist() if losses else []  # read once, when all have been computed
-        finally:
-            self.model.train()
-        rows = [row for row in self.control.rows([sum(found), float(bool(found))]) if row[1]]
-        return sum(row[0] for row in rows) * batch.micro / count / (len(rows) / batch.data_parallel_size)
 
     def _check_replicas(self, step: int, *, after_backward: bool = False) -> None:
         """Compare what several ranks hold a copy of.

@@ -18,8 +18,8 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.run_files import CONFIG, LOGS
 from shardwise.spec.text import printable
 from shardwise.train import folder
-from shardwise.train.config import RawConfig, read_config
-from shardwise.train.resolve import batch_in
+from shardwise.train.config.resolve import batch_in
+from shardwise.train.config.sections import RawConfig, read_config
 
 STARTERS = "starters.json"
 #: Worlds of so many machines are tried for a message.

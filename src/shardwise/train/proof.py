@@ -16,11 +16,11 @@ from shardwise.spec.errors import PlanError
 from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import check_offload
-from shardwise.train.build import build_model, build_optimizer, parameter_groups, to_tensors
-from shardwise.train.config import RawConfig
+from shardwise.train.config.resolve import RunConfig, data_of, resolve
+from shardwise.train.config.sections import RawConfig
 from shardwise.train.data.samples import Data
-from shardwise.train.random_state import seed_all
-from shardwise.train.resolve import RunConfig, data_of, resolve
+from shardwise.train.model.build import build_model, build_optimizer, parameter_groups, to_tensors
+from shardwise.train.saves.random_state import seed_all
 
 #: What says how the model is cut and what is done to its modules: nothing where one process runs copies of it.
 _OF_UNITS = ("auto_wrap_policy", "merge_units", "activation_checkpointing", "compile")

@@ -16,11 +16,11 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.run_files import CONFIG, LOGS
 from shardwise.spec.text import printable
 from shardwise.train import folder
-from shardwise.train.budget import check_budget, find_device
-from shardwise.train.config import RawConfig, read_config
+from shardwise.train.config.resolve import RunConfig, resolve
+from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.lock import RunLock
 from shardwise.train.new_world import keep_batch
-from shardwise.train.resolve import RunConfig, resolve
+from shardwise.train.predicted.budget import check_budget, find_device
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -88,7 +88,7 @@ def launch_training(
     Returns:
         The exit code.
     """
-    from shardwise.train.log import check_extras
+    from shardwise.train.log.recorder import check_extras
 
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
@@ -99,7 +99,7 @@ def launch_training(
     directory = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
     RunLock(directory, takes_over=takes_over).check()
     if resume is not None:
-        from shardwise.train.checkpoints import NEWEST, check_config, find_checkpoint, is_empty, saved_config
+        from shardwise.train.saves.checkpoints import NEWEST, check_config, find_checkpoint, is_empty, saved_config
 
         if resume not in NEWEST or not is_empty(directory):
             check_config(saved_config(find_checkpoint(directory, resume)), resolved.config, resolved.asked)
@@ -146,7 +146,7 @@ def _launch(
         next_words=f"continue with `{_resuming(words)}`",
     )
     if resolved.config.checkpoint.memory_every is not None:
-        from shardwise.train.memory_tier import MemoryTier
+        from shardwise.train.saves.memory_tier import MemoryTier
 
         rescued = MemoryTier(directory).rescue()
         if rescued is not None:
@@ -157,7 +157,7 @@ def _launch(
 def _restart_point(directory: Path, resume: str | None) -> str:
     """What a restart of the run continues from: its newest step in memory or on disk, else what it was started from."""
     from shardwise.checkpoint import find_latest
-    from shardwise.train.memory_tier import MemoryTier
+    from shardwise.train.saves.memory_tier import MemoryTier
 
     step = max(find_latest(place).step or 0 for place in (MemoryTier(directory).root, directory))
     if step:
@@ -218,8 +218,8 @@ def work(
     from shardwise.launch.exit_codes import run_worker
 
     def train_here() -> int:
-        from shardwise.train.log import check_extras
-        from shardwise.train.loop import train
+        from shardwise.train.log.recorder import check_extras
+        from shardwise.train.rank import train
 
         given = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
         resolved = resolve(given, world.size, world.ranks_per_machine)
@@ -270,7 +270,7 @@ def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None
     import torch
 
     from shardwise.api.dry_run import rehearse as apply
-    from shardwise.train.build import build_model
+    from shardwise.train.model.build import build_model
 
     try:
         apply(

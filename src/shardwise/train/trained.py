@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.text import printable
-from shardwise.train.checkpoints import find_checkpoint, saved_config
-from shardwise.train.config import LoraSection, RawConfig, read_config
+from shardwise.train.config.hf import check_weights
+from shardwise.train.config.resolve import RunConfig, resolve
+from shardwise.train.config.sections import LoraSection, RawConfig, read_config
 from shardwise.train.data.source import BYTE_VOCAB, find_source
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
-from shardwise.train.hf import check_weights
-from shardwise.train.resolve import RunConfig, resolve
+from shardwise.train.saves.checkpoints import find_checkpoint, saved_config
 from shardwise.train.task import NEXT
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Trained:
 
         import shardwise as sw
         from shardwise.launch.world import joined
-        from shardwise.train.build import defer_model
+        from shardwise.train.model.build import defer_model
 
         check_continues(resolved)
         with joined(world) as device:
@@ -194,7 +194,7 @@ def find_trained(path: Path) -> Trained:
         config = saved_config(checkpoint)
         if LoraSection(**config.get("lora") or {}).is_used:
             from shardwise.checkpoint import open_checkpoint
-            from shardwise.train.lora import check_base
+            from shardwise.train.model.lora import check_base
 
             check_base(Path(config["model"]["hf"]).expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
         parallel = config.get("parallel", {})

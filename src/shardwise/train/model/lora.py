@@ -13,8 +13,8 @@ from torch import nn
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.text import printable
-from shardwise.train.config import LoraSection
-from shardwise.train.hf import read_language_model
+from shardwise.train.config.hf import read_language_model
+from shardwise.train.config.sections import LoraSection
 from shardwise.train.task import ANSWER, NEXT
 
 #: Names of tasks in peft.

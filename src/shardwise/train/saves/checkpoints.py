@@ -20,12 +20,12 @@ from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, 
 from shardwise.spec.run_files import CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.state.average import ExponentialMovingAverage
-from shardwise.train import random_state
-from shardwise.train.config import CheckpointSection, Config
+from shardwise.train.config.sections import CheckpointSection, Config
 from shardwise.train.control import Control
 from shardwise.train.differences import differences
 from shardwise.train.folder import read_run_id, read_small, replace_text
-from shardwise.train.memory_tier import MemoryTier
+from shardwise.train.saves import random_state
+from shardwise.train.saves.memory_tier import MemoryTier
 
 #: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
 _FREE = (
@@ -92,6 +92,14 @@ def pointer_problem(run_dir: Path, path: Path) -> str | None:
 _LONG_WAIT_S = 1.0
 
 _NEW_LENGTH = " (from here on the learning rate is that of a schedule of the new length)"
+
+
+def resharded(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+    """What is said of a checkpoint that was saved on another mesh: sizes by axis then and now."""
+    if not before or before == now:
+        return []
+    cuts = [" * ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) for sizes in (before, now)]
+    return [f"resharded: {' -> '.join(cut or 'one rank' for cut in cuts)}"]
 
 
 def find_checkpoint(run_dir: Path, wanted: str, *, say: Callable[[str], object] = len) -> Path:

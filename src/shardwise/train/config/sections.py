@@ -1,8 +1,8 @@
 """The configuration of a run: sections, fields, and a reader that reports every mistake at once.
 
 Reading goes in three steps, none of which starts a process or imports torch: files to plain values that remember lines
-(``train.document``), ``extends:`` and ``--set`` laid on top of each other; the values to the sections below, by
-pydantic; checks across sections, against the world, the model and the data (``train.resolve``).
+(``train.config.document``), ``extends:`` and ``--set`` laid on top of each other; the values to the sections below, by
+pydantic; checks across sections, against the world, the model and the data (``train.config.resolve``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.spec.placement import Placements
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import did_you_mean
-from shardwise.train.document import Document, Problem, parse_yaml, read_document
+from shardwise.train.config.document import Document, Problem, parse_yaml, read_document
 
 Positive = Annotated[int, Field(ge=1, le=10**12)]
 Count = Annotated[int, Field(ge=0, le=10**12)]

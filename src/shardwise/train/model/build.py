@@ -18,12 +18,12 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.forms.attachment import attachment_of
 from shardwise.forms.flat_parameters import group_of
 from shardwise.spec.errors import ConfigError, StateError
-from shardwise.train.config import Config, LoraSection, OptimizerSection
+from shardwise.train.config.hf import read_language_model
+from shardwise.train.config.resolve import RunConfig
+from shardwise.train.config.sections import Config, LoraSection, OptimizerSection
 from shardwise.train.data.rows import Samples
-from shardwise.train.hf import read_language_model
-from shardwise.train.lora import adapt, renamed
-from shardwise.train.pretrained import NotNamedError, deferred_from_folder, model_from_folder, tell_whole
-from shardwise.train.resolve import RunConfig
+from shardwise.train.model.lora import adapt, renamed
+from shardwise.train.model.pretrained import NotNamedError, deferred_from_folder, model_from_folder, tell_whole
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, Task
 
 

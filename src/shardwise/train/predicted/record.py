@@ -10,9 +10,9 @@ from shardwise.report.streams import simulated_spans
 from shardwise.sim.step import SimulatedStep
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.text import printable
-from shardwise.train.resolve import RunConfig
-from shardwise.train.step_time import PredictedStep
-from shardwise.train.workload import resolved_plan, shape_of, workload_of
+from shardwise.train.config.resolve import RunConfig
+from shardwise.train.predicted.time import PredictedStep
+from shardwise.train.predicted.workload import resolved_plan, shape_of, workload_of
 
 
 def describe(resolved: RunConfig, device_type: str, step: PredictedStep) -> dict[str, Any]:

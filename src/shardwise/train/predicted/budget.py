@@ -19,8 +19,8 @@ from shardwise.spec.errors import MemoryBudgetError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import size
-from shardwise.train.resolve import RunConfig
-from shardwise.train.workload import resolved_plan, shape_of, workload_of
+from shardwise.train.config.resolve import RunConfig
+from shardwise.train.predicted.workload import resolved_plan, shape_of, workload_of
 
 #: Bytes of a process on a CPU besides tensors: 240 MiB are resident once torch (2.13) and the trainer are loaded.
 PROCESS_BYTES = 240 << 20

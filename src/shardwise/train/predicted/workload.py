@@ -12,8 +12,8 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import RecomputePolicy
 from shardwise.spec.shape import ModelShape
-from shardwise.train.config import OptimizerSection
-from shardwise.train.resolve import RunConfig
+from shardwise.train.config.resolve import RunConfig
+from shardwise.train.config.sections import OptimizerSection
 
 
 def shape_of(resolved: RunConfig) -> ModelShape:

@@ -8,9 +8,9 @@ from typing import Any
 
 from shardwise.spec.errors import StorageError
 from shardwise.spec.run_files import ODD_STEPS
-from shardwise.train import random_state
 from shardwise.train.folder import replace_json
-from shardwise.train.unread import ReadStep
+from shardwise.train.saves import random_state
+from shardwise.train.steps.unread import ReadStep
 
 
 def bundle_folder(directory: Path, step: int) -> Path:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shardwise.train.control import Control
-from shardwise.train.random_state import Generators
-from shardwise.train.slow import SlowRanks
+from shardwise.train.saves.random_state import Generators
+from shardwise.train.steps.slow import SlowRanks
 
 #: Values are read this often at least (in seconds), so that a request to stop or a loss of NaN is noticed in time.
 LONGEST_UNREAD_S = 10.0
@@ -93,6 +93,11 @@ class ReadStep:
     losses: dict[int, float]
     norm: float | None
     step: UnreadStep
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the ranks that have one."""
+        return sum(self.losses.values()) / len(self.losses)
 
 
 def not_finite(values: ReadStep) -> str | None:

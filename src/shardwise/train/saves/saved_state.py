@@ -15,9 +15,9 @@ from shardwise.checkpoint import open_checkpoint
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable
-from shardwise.train.build import peak_lr
-from shardwise.train.config import Config
-from shardwise.train.resolve import schedule_of
+from shardwise.train.config.resolve import schedule_of
+from shardwise.train.config.sections import Config
+from shardwise.train.model.build import peak_lr
 
 _Natural = Annotated[int, Field(ge=0, lt=2**60)]
 #: Settings of an optimizer that the configuration does not give: the rate, which is compared with the schedule's, and

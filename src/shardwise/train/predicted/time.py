@@ -9,8 +9,8 @@ from shardwise.launch.world import read_world
 from shardwise.planner import Estimate, estimate
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.text import printable
-from shardwise.train.resolve import RunConfig
-from shardwise.train.workload import shape_of, workload_of
+from shardwise.train.config.resolve import RunConfig
+from shardwise.train.predicted.workload import shape_of, workload_of
 
 if TYPE_CHECKING:
     import torch

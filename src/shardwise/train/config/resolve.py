@@ -20,7 +20,8 @@ from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule.builders import PipelinePolicy
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_config
-from shardwise.train.config import Config, DataSection, RawConfig
+from shardwise.train.config.hf import LanguageModel, NotTrainedError, read_language_model, stored_dtype
+from shardwise.train.config.sections import Config, DataSection, RawConfig
 from shardwise.train.data.chat import COMPLETION, PROMPT, TEXT, Chat, column_of
 from shardwise.train.data.pairs import Pairs
 from shardwise.train.data.records import first_row
@@ -28,7 +29,6 @@ from shardwise.train.data.samples import Data, check_size, open_data
 from shardwise.train.data.source import Source, find_source
 from shardwise.train.data.stream import open_stream
 from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer, tokenized
-from shardwise.train.hf import LanguageModel, NotTrainedError, read_language_model, stored_dtype
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, NEXT, Task
 
 

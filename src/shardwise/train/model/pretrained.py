@@ -21,7 +21,7 @@ from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StateError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import printable
-from shardwise.train.hf import NotTrainedError, read_language_model
+from shardwise.train.config.hf import NotTrainedError, read_language_model
 from shardwise.train.task import ANSWER, CLASS, MASKED, NEXT
 
 _MOST_SHOWN = 3

@@ -29,10 +29,10 @@ from shardwise.spec.memory.activations import Activations
 from shardwise.spec.memory.eight_bit import eight_bit_bytes
 from shardwise.spec.memory.footprint import StateBytes
 from shardwise.state.average import ExponentialMovingAverage
-from shardwise.train.build import blank_batch, build_model, objective_of
-from shardwise.train.config import OptimizerSection
+from shardwise.train.config.resolve import RunConfig
+from shardwise.train.config.sections import OptimizerSection
 from shardwise.train.control import Control
-from shardwise.train.resolve import RunConfig
+from shardwise.train.model.build import blank_batch, build_model, objective_of
 
 
 class PeakTensorBytes:

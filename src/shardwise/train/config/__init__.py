@@ -1,0 +1,1 @@
+"""What a run is: sections and fields, files, checks across sections."""

@@ -1,0 +1,94 @@
+"""The loss on held-out samples."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.train.config.resolve import Batch, RunConfig
+from shardwise.train.control import Control
+from shardwise.train.data.rows import Samples
+from shardwise.train.microbatches import Microbatches
+from shardwise.train.model.build import objective_of
+
+#: An evaluation asks after this many microbatches whether the run is to stop.
+MICROBATCHES_AT_ONCE = 16
+
+
+def held_out_samples(part: Samples, batch: Batch, num_batches: int) -> int:
+    """How many held-out samples an evaluation takes.
+
+    ``num_batches`` global batches, or all there are where that is less, cut to a multiple of what all ranks forward at
+    once. So the number does not depend on the world as long as the global batch does not.
+    """
+    at_once = batch.micro * batch.data_parallel_size
+    return min(part.num_samples // at_once * at_once, num_batches * batch.total)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Takes the held-out loss of a model.
+
+    Attributes:
+        resolved: The run's configuration.
+        model: The parallelized model.
+        part: The held-out samples.
+        reader: This rank among those that read different samples.
+        microbatches: Reads them.
+        control: The ranks' channel.
+        must_stop: Asks all ranks whether one has been told to stop. Collective.
+    """
+
+    resolved: RunConfig
+    model: nn.Module
+    part: Samples
+    reader: int
+    microbatches: Microbatches
+    control: Control
+    must_stop: Callable[[], bool]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one evaluation, over all ranks."""
+        return held_out_samples(self.part, self.resolved.batch, self.resolved.config.train.eval_batches)
+
+    def loss(self) -> float | None:
+        """The mean loss over ``num_samples`` samples, spread evenly over their part; the same value on every rank.
+
+        ``None`` where a request to stop has come before its end. A pipeline evaluates to the end.
+
+        Collective:
+            The model's forwards, then one all-gather of 16 bytes per rank; and one of eight bytes every
+            ``MICROBATCHES_AT_ONCE`` microbatches.
+        """
+        batch, objective, count = self.resolved.batch, objective_of(self.resolved.config), self.num_samples
+        taken, stride = batch.micro * batch.data_parallel_size, self.part.num_samples // count
+        starts = range(self.reader * batch.micro, count, taken)
+        samples = [[index * stride for index in range(start, start + batch.micro)] for start in starts]
+        losses: list[Tensor] = []
+        microbatches = self.microbatches.read(self.part, samples, range(0, count * stride, stride), count)
+        at_once = len(samples) if self.resolved.plan.pp > 1 else MICROBATCHES_AT_ONCE
+        self.model.eval()
+        try:
+            for first in range(0, len(samples), at_once):
+                if first and self.must_stop():
+                    return None
+                number = min(at_once, len(samples) - first)
+                sw.eval_step(
+                    self.model,
+                    itertools.islice(microbatches, number),
+                    objective.loss_fn,
+                    number,
+                    forward=objective.forward,
+                    losses=losses,
+                )
+            found = torch.stack(losses).tolist() if losses else []  # read once, when all have been computed
+        finally:
+            self.model.train()
+        rows = [row for row in self.control.rows([sum(found), float(bool(found))]) if row[1]]
+        return sum(row[0] for row in rows) * batch.micro / count / (len(rows) / batch.data_parallel_size)

@@ -1,0 +1,261 @@
+"""What a run says of itself: plan.json, summary.json and other files of its folder, first and last lines."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.launch.environment import environment
+from shardwise.report import read_run, run_page
+from shardwise.report.scale import thin
+from shardwise.spec.errors import StorageError
+from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, MODEL, PLAN, PREDICTED, REPORT, SUMMARY
+from shardwise.spec.text import printable, size
+from shardwise.train.config.resolve import RunConfig
+from shardwise.train.folder import replace_json, replace_text
+from shardwise.train.log.progress import Progress
+from shardwise.train.predicted.record import describe
+from shardwise.train.predicted.time import PredictedStep
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class Progressed:
+    """How far a run has come: what checkpoints hold beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    first_loss: float | None = None
+    final_loss: float | None = None
+    eval_loss_first: float | None = None
+    eval_loss_final: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Speed:
+    """What this process has measured of its steps.
+
+    Attributes:
+        tokens: Tokens of the steps that are timed, over all ranks.
+        seconds: Time of these steps.
+        timed_steps: How many they are.
+        made_steps: Steps of this process.
+        timed_from: The first so many of them are not timed.
+        own_peak_bytes: The most bytes of tensors that this rank has held.
+        steps_s: Seconds of all steps, those that are not timed included.
+        eval_s: Seconds between steps that held-out losses took.
+        checkpoint_s: Seconds between steps that saves took.
+        began_at: When this process began, by ``time.perf_counter``.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    timed_steps: int = 0
+    made_steps: int = 0
+    timed_from: int = 0
+    own_peak_bytes: int = 0
+    steps_s: float = 0.0
+    eval_s: float = 0.0
+    checkpoint_s: float = 0.0
+    began_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """``None`` before the first timed step."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def step_time_s(self) -> float | None:
+        """The mean time of the timed steps; ``None`` before the first one."""
+        return self.seconds / self.timed_steps if self.timed_steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The facts of a run, and how they are told. Files are rank 0's.
+
+    Attributes:
+        resolved: The run's configuration.
+        directory: The run's folder.
+        world_size: Number of ranks.
+        device: This rank's device.
+        model: What ``sw.summary`` says of the model.
+        predicted_bytes: Bytes by category on the rank that holds most.
+        units: Each unit's name, class and elements, and how many of these each rank owns.
+        predicted_step: The predicted time of a step, or why there is none.
+    """
+
+    resolved: RunConfig
+    directory: Path
+    world_size: int
+    device: torch.device
+    model: str
+    predicted_bytes: dict[str, int]
+    units: list[dict[str, Any]]
+    predicted_step: PredictedStep
+
+    @property
+    def predicted_total(self) -> int:
+        """Predicted bytes of what is measured: on CUDA only what the device holds."""
+        return sum(held for name, held in self.predicted_bytes.items() if name != "host" or self.device.type == "cpu")
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """The predicted peak; ``None`` where the model's activations are not known beforehand."""
+        return self.predicted_total if "activations" in self.predicted_bytes else None
+
+    def write_start(self) -> None:
+        """Write config.yaml, model.txt, environment.json, predicted.json and plan.json."""
+        config, batch = self.resolved.config, self.resolved.batch
+        replace_text(self.directory / CONFIG, config.to_yaml())
+        replace_text(self.directory / MODEL, f"{self.model}\n")
+        replace_json(self.directory / ENVIRONMENT, environment())
+        replace_json(self.directory / PREDICTED, describe(self.resolved, self.device.type, self.predicted_step))
+        replace_json(
+            self.directory / PLAN,
+            {
+                "world_size": self.world_size,
+                "mesh": self.resolved.mesh.sizes,
+                "parallel": config.parallel.model_dump(mode="json"),
+                "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "global": batch.total},
+                "predicted_bytes_per_rank": self.predicted_bytes,
+                "predicted_peak_memory_bytes": self.predicted_peak,
+                "predicted_step_time_s": self.predicted_step.seconds,
+                "units": self.units,
+            },
+        )
+
+    def write_summary(
+        self, done: Progressed, outcome: Outcome, speed: Speed, *, peak_bytes: int, failed_saves: list[str]
+    ) -> None:
+        """Write summary.json, if the disk allows it: the run's own outcome is what matters by then."""
+        values = {
+            "steps": done.step,
+            "first_loss": done.first_loss,
+            "final_loss": done.final_loss,
+            "eval_loss_first": done.eval_loss_first,
+            "eval_loss_final": done.eval_loss_final,
+            "tokens_per_s": speed.tokens_per_s,
+            "peak_memory_bytes": peak_bytes or None,
+            "predicted_peak_memory_bytes": self.predicted_peak,
+            "step_time_s": speed.step_time_s,
+            "timed_steps": speed.timed_steps,
+            "predicted_step_time_s": self.predicted_step.seconds,
+            "world_size": self.world_size,
+            "strategy": self.resolved.config.parallel.strategy,
+            "exit_code": outcome.exit_code,
+            "reason": outcome.reason,
+            "failed_saves": failed_saves,
+            "wall_time_s": time.perf_counter() - speed.began_at,
+            "steps_time_s": speed.steps_s,
+            "eval_time_s": speed.eval_s,
+            "checkpoint_time_s": speed.checkpoint_s,
+        }
+        with contextlib.suppress(StorageError):
+            replace_json(self.directory / SUMMARY, values)
+
+    def write_memory(self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int]) -> None:
+        """Write memory.json: the bytes of tensors of this rank over one step, and what the engine holds all the time.
+
+        Args:
+            step: Its number.
+            history: Moments and bytes.
+            held: Bytes by category at its end.
+        """
+        begin = history[0][0]
+        points = thin([moment - begin for moment, _ in history], [held for _, held in history], columns=150)
+        kept = [point for point in points if point is not None]
+        values = {
+            "step": step,
+            "held_bytes": dict(held),
+            "seconds": [round(moment, 6) for moment, _ in kept],
+            "bytes": [int(count) for _, count in kept],
+        }
+        with contextlib.suppress(StorageError):
+            replace_json(self.directory / MEMORY, values)
+
+    def write_page(self) -> None:
+        """Write report.html from the run's files. Whatever goes wrong there does not change how the run ends."""
+        try:
+            replace_text(self.directory / REPORT, run_page(read_run(self.directory)))
+        except Exception as error:  # noqa: BLE001
+            sys.stderr.write(f"{REPORT} was not written: {printable(error)}\n")
+
+    def introduce(self, progress: Progress) -> None:
+        """Say what is trained, on what, with which data."""
+        batch, source, config, mesh = (
+            self.resolved.batch,
+            self.resolved.source,
+            self.resolved.config,
+            self.resolved.mesh,
+        )
+        import torch
+
+        kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        name = config.model.preset or config.model.hf
+        axes = f" on {mesh}" if mesh.ep > 1 or mesh.dp_shard != mesh.world_size else ""
+        where = printable(self.directory)
+        progress.say(f"run {where}: {name} on {self.world_size} x {kind}, {config.parallel.strategy}{axes}")
+        tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
+        if source.streams:
+            tokens = f"{source.num_tokens:,} bytes in {len(source.files)} files, tokenized on the way"
+        seq_len, longer = self.resolved.seq_len, self.resolved.positions or 0
+        more = f" (data.seq_len; the model takes up to {longer:,})" if longer > seq_len else ""
+        progress.say(f"model {self.model.splitlines()[0]}; more in {printable(self.directory / MODEL)}")
+        progress.say(f"data {printable(source.name)}: {tokens}; samples of {seq_len:,} tokens{more}")
+        progress.say(str(batch))
+        if (stored := self.resolved.raised_from) is not None:
+            progress.say(
+                f"weights are stored in {stored}: the optimizer updates fp32 masters"
+                f" (parallel.mp_policy.master_dtype; {stored} there keeps 16 bit)"
+            )
+
+    def conclude(self, progress: Progress, done: Progressed, speed: Speed, *, peak_bytes: int) -> None:
+        """Say how fast it went, what the loss became, and which peak was predicted and measured."""
+        pace = speed.tokens_per_s
+        progress.say(f"finished {done.step} steps" + (f", {pace:,.0f} tokens/s" if pace else ""))
+        if done.eval_loss_first and done.eval_loss_final is not None:
+            fall = 100 * (1 - done.eval_loss_final / done.eval_loss_first)
+            losses = f"{done.eval_loss_first:.4f} -> {done.eval_loss_final:.4f}"
+            progress.say(f"held-out loss {losses} ({fall:.0f}% lower)")
+        names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
+        total = self.predicted_total
+        ratio = f"{peak_bytes / total:.2f} of the prediction" if total and peak_bytes else "not measured"
+        if self.predicted_peak is None:
+            names += "; activations of this model are not known beforehand"
+            ratio = "activations included"
+        progress.say("peak memory of tensors, per rank")
+        progress.say(f"  predicted  {size(total):>9}  {names}")
+        progress.say(f"  measured   {size(peak_bytes):>9}  {ratio}")
+        self._say_time(progress, speed)
+
+    def _say_time(self, progress: Progress, speed: Speed) -> None:
+        """Say which time of a step was predicted and measured."""
+        found = self.predicted_step
+        progress.say("time of a step")
+        if found.seconds is None:
+            progress.say(f"  predicted        n/a  {found.reason}")
+        else:
+            progress.say(f"  predicted  {found.seconds * 1e3:>6,.0f} ms  {found.reason}")
+        if speed.step_time_s is not None:
+            ratio = "" if not found.seconds else f"  {speed.step_time_s / found.seconds:.2f} of the prediction"
+            progress.say(f"  measured   {speed.step_time_s * 1e3:>6,.0f} ms{ratio}")

@@ -1,0 +1,49 @@
+"""The microbatches of this rank, read while the step or the evaluation that takes them goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.launch import heartbeat
+from shardwise.train.config.resolve import Batch
+from shardwise.train.data.rows import Samples
+from shardwise.train.model.build import TokenBatch, to_tensors
+
+
+@dataclass(slots=True)
+class Microbatches:
+    """Reads microbatches, and times the reading.
+
+    Attributes:
+        batch: How a step's samples are divided.
+        device: Where the tensors are put.
+        data_s: Seconds that this rank's host has spent on it. The caller may set it back to zero.
+    """
+
+    batch: Batch
+    device: torch.device
+    data_s: float = 0.0
+
+    def read(
+        self, part: Samples, samples: Iterable[Sequence[int]], everyones: Iterable[int], count: int
+    ) -> Iterator[TokenBatch]:
+        """Yield one microbatch for each entry of ``samples``.
+
+        Args:
+            part: Training data or held-out data.
+            samples: Indices of the samples of each of this rank's microbatches.
+            everyones: Indices of the samples of all ranks: the loss is a mean over the targets of all of them.
+            count: How many samples ``everyones`` names.
+        """
+        learned = part.num_targets(everyones)
+        share = None if learned is None else learned * self.batch.micro / count
+        for each in samples:
+            heartbeat.move()
+            started = time.perf_counter()
+            batch = to_tensors(part, each, self.device, share)
+            self.data_s += time.perf_counter() - started
+            yield batch

@@ -1,0 +1,1 @@
+"""The model and the optimizer that a configuration describes."""

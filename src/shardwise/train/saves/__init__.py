@@ -1,0 +1,1 @@
+"""Checkpoints of a run, and what they hold beside tensors."""

@@ -1,0 +1,1 @@
+"""What steps leave, find and take: values, times, updates, odd losses."""
