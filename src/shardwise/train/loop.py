@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,8 @@ from shardwise.launch import fault
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
 from shardwise.launch.stop_request import StopRequest, exit_code
-from shardwise.measure.profile import StepProfile, step_range
 from shardwise.measure.storage import held_bytes
 from shardwise.optim.scaler import needs_scaler
-from shardwise.sim.chrome import chrome_trace
 from shardwise.spec.errors import (
     CheckpointError,
     CommError,
@@ -44,7 +42,6 @@ from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.stream import StreamSampler, stream_of
 from shardwise.train.data.token_files import DataError
 from shardwise.train.evaluation import Evaluation
-from shardwise.train.folder import replace_text
 from shardwise.train.log.metrics import Record
 from shardwise.train.log.owned import owned_units
 from shardwise.train.log.progress import Progress
@@ -62,6 +59,7 @@ from shardwise.train.saves.saved_state import check_state
 from shardwise.train.steps.health import Health
 from shardwise.train.steps.mfu import mfu_of_token
 from shardwise.train.steps.pace import Pace
+from shardwise.train.steps.trace import StepTrace
 from shardwise.train.steps.unread import ReadStep, StepTime, UnreadStep, UnreadSteps
 from shardwise.train.steps.update import Update, with_true_gradient
 
@@ -81,11 +79,11 @@ class Trainer:
         *,
         stop: StopRequest,
         pace: Pace,
+        profiled: range = range(0),
     ) -> None:
         self.resolved, self.control, self.device, self.stop, self.pace = resolved, control, device, stop, pace
         self.done, self.speed = Progressed(), Speed()
         self.save_s = 0.0  # of the last save that training waited for
-        self.profiled, self.traced = range(0), cast("StepProfile | None", None)
         config, batch = resolved.config, resolved.batch
         self.data = data_of(resolved)
         stream, reader = stream_of(self.data.train), resolved.mesh.data_parallel_rank(control.rank)
@@ -110,6 +108,8 @@ class Trainer:
             )
         stops = config.train.non_finite == "stop"
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
+        profiled = range(profiled.start, min(profiled.stop, config.train.steps + 1))
+        self.trace = StepTrace(profiled, device, directory / PROFILE / f"rank-{control.rank}.json", control.rank)
         self.health = Health(config, directory, control.rank)
         self.mfu_of_token = mfu_of_token(resolved, self.model, device, control.size)
         decay = config.train.ema_decay
@@ -267,9 +267,7 @@ class Trainer:
         while step < train.steps:
             self.pace.step(step + 1, saved_step=self.saves.saved_step)
             self._fault_at("step_begin", step + 1)
-            if step + 1 in self.profiled:
-                self._profile(step + 1)
-            else:
+            with self.trace.step(step + 1, self.progress.say):
                 self._step(step)
             step += 1
             self._fault_at("after_step", step)
@@ -296,21 +294,6 @@ class Trainer:
             )
         return Outcome(0, "finished")
 
-    def _profile(self, number: int) -> None:
-        """Make step ``number`` and time what it does; after the last of them write this rank's trace."""
-        if self.traced is None:
-            self.traced = StepProfile(self.device)
-            self.traced.__enter__()
-        with step_range(number):
-            self._step(number - 1)
-        if number in (self.profiled[-1], self.config.train.steps):
-            self.traced.__exit__(None, None, None)
-            path = self.report.directory / PROFILE / f"rank-{self.control.rank}.json"
-            path.parent.mkdir(exist_ok=True)
-            replace_text(path, chrome_trace({f"rank {self.control.rank}, measured": self.traced.slices}))
-            self.traced = None
-            self.progress.say(f"trace of steps {self.profiled[0]} to {number}: {printable(path)}, for ui.perfetto.dev")
-
     def _step(self, step: int) -> None:
         """Make the step after ``step`` of them. What it finds stays on the device.
 
@@ -335,7 +318,7 @@ class Trainer:
                 self._check_replicas(step + 1, after_backward=True)
             fault.at("before_update", step + 1, self._gradients)
             update = None if self.config.optimizer.in_backward else StepTime(self.device)
-            with step_range(step + 1, "optimizer") if self.traced is not None else contextlib.nullcontext():
+            with self.trace.optimizer(step + 1):
                 norm, is_skipped = (None, False) if update is None else self.update.make(self.scaler)
             if update is not None:
                 update.stop()

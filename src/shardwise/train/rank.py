@@ -92,8 +92,7 @@ def train(
             control.on_first(lambda: note_starters(directory, names))
         resume = control.on_first(lambda: begins_from(directory, resume, is_restart=is_again))
         stack.callback(_watch(world, directory / LOGS, pace).set)
-        trainer = Trainer(resolved, control, directory, device, stop=stop, pace=pace)
-        trainer.profiled = profiled
+        trainer = Trainer(resolved, control, directory, device, stop=stop, pace=pace, profiled=profiled)
         return trainer.run(resume, is_demo=is_demo)
 
 
