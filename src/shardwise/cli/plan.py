@@ -255,15 +255,16 @@ def find_subject(model: str | None) -> Subject:
     Raises:
         ConfigError: Nothing has that name.
     """
+    from shardwise.spec.hub import how_to_fetch, is_hub_name, local_folder
     from shardwise.spec.shape.gpt import PRESETS
-    from shardwise.spec.shape.names import KNOWN
+    from shardwise.spec.shape.names import KNOWN, is_known, plain_name
 
     if model is None:
         raise ConfigError(
             f"plan: no model was named.\n  Name one of {', '.join([*list(KNOWN)[:6], *PRESETS])}, ..., a folder with a"
             " config.json, or a run configuration."
         )
-    path = Path(model).expanduser()
+    path = local_folder(model)
     if model.lower().endswith(CONFIG_ENDINGS):
         return _from_file(path)
     if path.is_dir() or path.suffix == ".json":
@@ -271,13 +272,14 @@ def find_subject(model: str | None) -> Subject:
         return Subject(_shape(path), {"hf": str(folder.resolve())})
     if model in PRESETS:
         return Subject(_shape(model), {"preset": model})
-    if model.lower() in KNOWN:
-        return Subject(_shape(model), config=KNOWN[model.lower()])
+    if is_known(model):
+        return Subject(_shape(model), config=KNOWN[plain_name(model)])
     known = [*KNOWN, *PRESETS]
-    hint = did_you_mean(model.lower(), known) or f" Known are: {', '.join(known)}."
+    hint = did_you_mean(plain_name(model), known) or f" Known are: {', '.join(known)}."
+    other = f" ({how_to_fetch(model)})" if is_hub_name(model) else ""
     raise ConfigError(
         f"{model!r} is no model that is known, and no file or folder that is there.\n {hint}\n"
-        "  Any other model: the path of its folder with a config.json."
+        f"  Any other model: the path of its folder with a config.json, or its name on the Hugging Face hub{other}."
     )
 
 

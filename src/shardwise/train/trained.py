@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.spec.hub import folder_name, how_to_fetch, is_hub_name, local_folder
 from shardwise.spec.text import printable
 from shardwise.train.config.hf import check_weights
 from shardwise.train.config.resolve import RunConfig, resolve
@@ -210,6 +211,8 @@ def find_trained(path: Path) -> Trained:
             tokens_by=config["data"].get("tokenizer"),
             chat_template=config["data"].get("chat_template"),
         )
+    if not path.exists():
+        path = local_folder(path)
     if (path / "config.json").is_file():
         check_weights(path)
         if not any(path.glob("*.safetensors")):  # they would be drawn
@@ -217,7 +220,9 @@ def find_trained(path: Path) -> Trained:
                 f"{printable(path)} has a config.json and no weights.\n  Name a folder with *.safetensors beside it."
             )
         return Trained(None, path, {"hf": str(path)})
-    what = "there is no such folder" if not path.is_dir() else "it holds no checkpoints, no manifest and no config.json"
+    what = "it holds no checkpoints, no manifest and no config.json"
+    if not path.is_dir():
+        what = "there is no such folder" + (f" ({how_to_fetch(str(path))})" if is_hub_name(str(path)) else "")
     raise CheckpointError(
         f"{printable(path)} is no run, checkpoint or Hugging Face folder: {what}.\n"
         "  Name a run's folder (runs/demo), a step-* folder in its checkpoints, or a folder with config.json."
@@ -229,4 +234,4 @@ def model_name(path: Path) -> str:
     from shardwise.checkpoint import CHECKPOINTS
 
     whole = path.resolve()
-    return whole.parents[1].name if whole.parent.name == CHECKPOINTS else whole.name
+    return whole.parents[1].name if whole.parent.name == CHECKPOINTS else folder_name(local_folder(path))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.hub import folder_name, local_folder
 from shardwise.spec.shape.decoder import gpt_shape
 from shardwise.spec.shape.families import from_config
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig
@@ -45,8 +46,9 @@ def _from_word(word: str, name: str) -> ModelShape:
         return gpt_shape(PRESETS[preset], name or preset)
     if is_known(word):
         return known_shape(word)
-    if Path(word).exists():
-        return _from_path(Path(word), name)
+    folder = local_folder(word)
+    if folder.exists():
+        return _from_path(folder, name)
     names = [*PRESETS, *KNOWN]
     hint = did_you_mean(preset.rpartition("/")[2], names) or f" Known are: {', '.join(dict.fromkeys(names))}."
     raise ConfigError(
@@ -67,4 +69,4 @@ def _from_path(path: Path, name: str) -> ModelShape:
         raise ConfigError(f"{file} cannot be read as JSON: {error}\n  Give the config.json of a model.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds a {type(content).__name__}, expected the fields of a model's configuration.")
-    return from_config(content, name or file.resolve().parent.name)
+    return from_config(content, name or folder_name(file.absolute().parent))

@@ -168,9 +168,19 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
+#: Endings of names on the hub that say how a model was trained on, or in which form it is kept: its shape is the same.
+_ENDINGS = ("-hf", "-instruct", "-chat", "-it", "-base", "-v0.1")
+
+
 def plain_name(name: str) -> str:
-    """The name in lower case, without the organisation before it and without ``-hf``."""
-    return name.lower().rpartition("/")[2].removesuffix("-hf")
+    """The name in lower case, without the organisation before it and without what does not change the shape.
+
+    ``meta-llama/Meta-Llama-3-8B-Instruct`` and ``meta-llama/Llama-2-7b-chat-hf`` are ``llama-3-8b`` and ``llama-2-7b``.
+    """
+    plain = name.lower().rpartition("/")[2].removeprefix("meta-")
+    while plain not in KNOWN and plain.endswith(_ENDINGS):
+        plain = plain[: -len(next(ending for ending in _ENDINGS if plain.endswith(ending)))]
+    return plain
 
 
 def is_known(name: str) -> bool:

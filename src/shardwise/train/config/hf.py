@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import CheckpointError, ShardwiseError
+from shardwise.spec.hub import how_to_fetch
 from shardwise.spec.precision import dtype_name
 from shardwise.spec.text import printable
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, Task
@@ -85,7 +86,7 @@ def read_language_model(folder: Path) -> LanguageModel:
         held = json.loads(path.read_text("utf-8"))
     except OSError:
         raise NotTrainedError(
-            f"no readable {path}; name a folder with a Hugging Face model (nothing is downloaded)"
+            f"no readable {path}; name a folder with a Hugging Face model ({how_to_fetch(str(folder))})"
         ) from None
     except (ValueError, RecursionError):
         raise NotTrainedError(f"{path} is not JSON") from None

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.hub import hub_name, local_folder
 from shardwise.spec.placement import Placements
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape.gpt import GPTConfig
@@ -44,13 +45,28 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+def _local(name: str) -> str:
+    """The folder of a name on the hub that is in the cache; any other word is left as it is."""
+    found = local_folder(name)
+    return str(found) if hub_name(found) is not None else name
+
+
+#: A Hugging Face folder, or the name on the hub of one that is in the cache. A run notes the folder, which is of one
+#: revision: a resume, and every rank, sees the same files or is refused.
+Folder = Annotated[str, AfterValidator(_local)]
+
+
 class ModelSection(Section):
     """What is trained: a built-in GPT (``preset`` and overrides of its fields), or a Hugging Face folder."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     preset: str | None = Field(None, description="built-in model, for example gpt-tiny; gpt-tiny where hf is not given")
-    hf: str | None = Field(None, description="folder of a Hugging Face model; read offline, its own code is never run")
+    hf: Folder | None = Field(
+        None,
+        description="folder of a Hugging Face model, or its name on the hub if it is in the cache; read offline, never"
+        " with code of its own",
+    )
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -69,7 +85,7 @@ class DataSection(Section):
     seq_len: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
         None, description="tokens per sample; the longest that the model takes, but at most 2,048"
     )
-    tokenizer: str | None = Field(
+    tokenizer: Folder | None = Field(
         None,
         description="how text becomes tokens: 'bytes' (one token per byte), or a Hugging Face folder with a tokenizer;"
         " by default the model's own where model.hf is given, else bytes",

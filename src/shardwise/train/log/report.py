@@ -14,6 +14,7 @@ from shardwise.launch.environment import environment
 from shardwise.report import read_run, run_page
 from shardwise.report.scale import thin
 from shardwise.spec.errors import StorageError
+from shardwise.spec.hub import hub_name
 from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, MODEL, PLAN, PREDICTED, REPORT, SUMMARY
 from shardwise.spec.text import printable, size
 from shardwise.train.config.resolve import RunConfig
@@ -211,7 +212,7 @@ class Report:
         import torch
 
         kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        name = config.model.preset or config.model.hf
+        name = config.model.preset or hub_name(Path(config.model.hf or "")) or config.model.hf
         axes = f" on {mesh}" if mesh.ep > 1 or mesh.dp_shard != mesh.world_size else ""
         where = printable(self.directory)
         progress.say(f"run {where}: {name} on {self.world_size} x {kind}, {config.parallel.strategy}{axes}")

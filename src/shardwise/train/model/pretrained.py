@@ -19,6 +19,7 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import torch_dtype
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StateError
+from shardwise.spec.hub import local_folder
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import printable
 from shardwise.train.config.hf import NotTrainedError, read_language_model
@@ -47,7 +48,8 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
 
     Args:
         folder: Holds ``config.json`` and ``*.safetensors`` of a language model (next token, masked, sequence to
-            sequence or classification); without weights they are drawn, the same on every rank.
+            sequence or classification); without weights they are drawn, the same on every rank. Also the name of a
+            model on the Hugging Face hub that ``hf download`` has fetched.
         plan: As ``sw.parallelize`` takes it.
         **fields: As ``sw.parallelize`` takes them.
 
@@ -62,7 +64,7 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
         CheckpointError: A file is missing or damaged.
         PlanError, MeshError: As ``sw.parallelize``.
     """
-    path = Path(folder).expanduser()
+    path = local_folder(os.fspath(folder))
     generator = torch.get_rng_state()
     try:
         model, files = deferred_from_folder(path)
