@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -98,3 +100,22 @@ def test_a_request_for_stacks_that_comes_after_the_end_does_no_harm(tmp_path):
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert ended.stdout == "alive\n", ended
     assert signal_name(heartbeat.STACKS_SIGNAL) == f"signal {heartbeat.STACKS_SIGNAL}"
+
+
+def test_ranks_that_all_wait_are_said_to_be_cut_off_from_each_other(tmp_path: Path) -> None:
+    for rank in range(2):
+        beat = heartbeat.Beat(rank, pid=7, host=f"node{rank}", step=13, phase="step", limit_s=60.0, is_waiting=True)
+        beat.collective, beat.time_s = "waiting in a gather", time.time()
+        heartbeat.path_of(tmp_path, rank).write_text(json.dumps(dataclasses.asdict(beat)))
+    late = heartbeat.read(tmp_path, 0)
+    assert late is not None
+    text = explain(tmp_path, range(2), late).text
+    assert "\n  every rank waits for others, on 2 machines: see whether these reach each other" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much memory a process has held")
+def test_the_memory_that_a_process_has_held_is_not_that_of_its_parent() -> None:
+    ballast = bytearray(b"x" * (200 << 20))
+    code = "from shardwise.launch.process import peak_rss_bytes; print(peak_rss_bytes())"
+    peak = int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    assert 1 << 20 < peak < len(ballast)

@@ -128,6 +128,9 @@ def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
         lines.append(f"  rank {beat.rank} (pid {beat.pid}): step {beat.step}, phase '{beat.phase}', {where}")
     if len(others) >= _MOST_LINES:
         lines.append(f"  and {len(others) - _MOST_LINES + 1} more ranks")
+    num_hosts = len({beat.host for beat in beats})
+    if num_hosts > 1 and set(states.values()) == {WAITING}:
+        lines.append(f"  every rank waits for others, on {num_hosts} machines: see whether these reach each other")
     _await_recorders(directory, [beat.rank for beat in here if states[beat.rank] not in (GONE, STOPPED, LOCKED)])
     lines += flight_recorder.summary(directory, [beat.rank for beat in beats])
     lines += ras.summary(directory, _by_pid(beats))

@@ -15,10 +15,8 @@ import contextlib
 import faulthandler
 import json
 import os
-import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.launch import flight_recorder
+from shardwise.launch.process import peak_rss_bytes
 
 #: A real-time signal that neither Python nor torch, NCCL, Slurm or torch elastic uses.
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -35,9 +34,6 @@ INTERVAL_S = 0.5
 
 RECORD_BYTES = 1024
 _LONGEST_COLLECTIVE = 300
-
-#: ru_maxrss is in KiB on Linux, in bytes on macOS.
-_RSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(slots=True)
@@ -55,7 +51,7 @@ class Beat:
         saved_step: The newest step of this run that is in a checkpoint; 0 for none.
         collective: The collective that the main thread waits in, or the last one.
         is_waiting: Whether the main thread, or the device, waits in that collective.
-        peak_rss_bytes: The most memory of the host that the process has held.
+        peak_rss_bytes: The most memory of the host that the process has held; 0 where that is not known.
         time_s: Time of the record, in seconds since the epoch.
     """
 
@@ -113,7 +109,7 @@ class Heart:
         if self._where is not None:
             collective, self.beat.is_waiting = self._where()
             self.beat.collective = collective[:_LONGEST_COLLECTIVE]
-        self.beat.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES
+        self.beat.peak_rss_bytes = peak_rss_bytes()
 
     def ask(self, where: Callable[[], tuple[str, bool]]) -> None:
         """Let ``where`` say which collective the main thread is in, and whether it waits there."""

@@ -1,4 +1,4 @@
-"""Processes by names that are used once only: numbers of processes, and names of machines, come again."""
+"""What the system says of processes, and names for them that are used once only: process numbers come again."""
 
 from __future__ import annotations
 
@@ -38,3 +38,15 @@ def stat(pid: int) -> list[str]:
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return []
+
+
+def peak_rss_bytes() -> int:
+    """The most memory of the host that this process has held; 0 where the system does not say.
+
+    Not ``ru_maxrss``, which a process inherits from the one that has started it.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
