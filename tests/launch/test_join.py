@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import sys
 
 import pytest
 from torch import distributed
 
-from shardwise.launch.world import World, init_process_group, read_world, shutdown
-from shardwise.spec.errors import CommError
+from shardwise.launch.world import World, address_of, init_process_group, read_world, shutdown
+from shardwise.spec.errors import CommError, ConfigError
 from shardwise.testing import run_on_ranks
 from tests.launch.test_elastic import LOOPBACK, listeners
 
@@ -119,6 +120,21 @@ def test_rank_0_of_several_machines_listens_on_its_own_address_or_says_why_not(a
     (message,) = run_on_ranks(far_away, 1, address, process_group=False)
     assert text in message
     assert "MASTER_ADDR" in message
+
+
+def test_a_machine_that_others_cannot_reach_by_its_name_is_refused_at_once(monkeypatch):
+    """As with Debian's /etc/hosts, which gives the machine's own name to 127.0.1.1."""
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    world = dataclasses.replace(World(), size=2, num_nodes=2, master_addr="node-a", master_port=29555)
+    with pytest.raises(ConfigError, match=r"stands for 127\.0\.1\.1 here .*\n  Set GLOO_SOCKET_IFNAME"):
+        init_process_group(world, timeout_s=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for an address")
+def test_an_interface_has_an_address():
+    assert address_of("lo") == "127.0.0.1"
 
 
 def free_port():

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.launch.world import World, expand_nodelist, read_world
+from shardwise.launch.world import World, expand_nodelist, own_device, read_world
 from shardwise.spec.errors import ConfigError, MeshError
 
 TORCHRUN = {
@@ -20,6 +21,7 @@ TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
 SLURM = {
+    "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "8",
     "SLURM_LOCALID": "1",
@@ -106,6 +108,56 @@ def test_kubeflow_pods_of_several_processes_need_torchrun(change):
 
 def test_slurm():
     assert read_world(SLURM) == World(5, 8, 1, 4, 2, "gpu07", 15000 + 4242, "slurm", 0)
+
+
+def test_steps_of_one_slurm_job_do_not_share_a_port():
+    ports = [read_world(SLURM | {"SLURM_STEP_ID": str(step)}).master_port for step in range(100)]
+    assert len(set(ports)) == 100
+    assert all(15000 <= port < 32768 for port in ports)  # from there on the system gives ports away
+
+
+@pytest.mark.parametrize("shell", [{"SLURM_STEP_ID": ""}, {"SLURM_NTASKS": "1", "SLURM_PTY_PORT": "43349"}])
+def test_a_batch_script_and_a_shell_of_slurm_are_no_ranks(shell):
+    assert read_world(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"} | shell) == World()
+
+
+def test_a_step_that_a_shell_of_slurm_starts_has_ranks():
+    world = read_world(SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "43349"})
+    assert (world.rank, world.size) == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("world", "visible", "index"),
+    [
+        (World(3, 8, 3, 8, source="torchrun"), 8, 3),
+        (World(3, 8, 3, 8, source="slurm"), 8, 3),
+        (World(3, 8, 3, 8, source="slurm"), 1, 0),
+        (World(source="slurm"), 8, 0),
+    ],
+)
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_that_its_task_sees(
+    monkeypatch, capsys, world, visible, index
+):
+    taken = see_gpus(monkeypatch, visible)
+    own_device(world)
+    assert [device.index for device in taken] == [index]
+    shown = "8 GPUs are visible, but Slurm has started 1 task here" in capsys.readouterr().err
+    assert shown == (visible > world.local_size)
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    see_gpus(monkeypatch, 4)
+    with pytest.raises(MeshError, match="8 ranks on this machine need 8 GPUs, but rank 5 sees 4"):
+        own_device(World(5, 8, 5, 8, source="slurm"))
+
+
+def see_gpus(monkeypatch, count):
+    """Let torch see so many GPUs. Returns the list of those that are made the current one."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    return taken
 
 
 def test_slurm_on_one_machine_stays_on_loopback():

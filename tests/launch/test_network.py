@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -35,7 +36,7 @@ class Machines:
         self.folder = folder
         self.names = [f"sw{os.getpid()}{letter}" for letter in "ab"]
 
-    def __enter__(self) -> Machines:
+    def __enter__(self) -> Self:
         try:
             for name in self.names:
                 ip("netns", "add", name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.launch import stop_request
+from shardwise.launch.stop_request import REQUESTS, StopRequest
 from shardwise.spec.errors import ConfigError
 from shardwise.train.start import step_range_of
 
@@ -107,3 +110,34 @@ def test_the_folder_is_the_run_s_own_from_before_its_workers_start(
     assert codes == [84]
     assert f"run belongs to another run: process {os.getpid()} on " in capsys.readouterr().err
     assert not Path("run/run.lock").exists()
+
+
+#: What srun gives a step of one task.
+ONE_TASK = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+
+
+def test_a_signal_of_slurm_that_comes_before_the_ranks_take_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_args: object, **_options: object) -> int:
+        os.kill(os.getpid(), signal.SIGUSR1)  # which comes once, and ends a process that does not catch it
+        with StopRequest() as stop:
+            return stop_request.exit_code(stop.signal_number) if stop.signal_number else 0
+
+    for name, value in ONE_TASK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shardwise.train.start.work", work)
+    monkeypatch.setattr(stop_request, "_early", [])
+    kept = {number: signal.getsignal(number) for number in REQUESTS}
+    try:
+        assert main(["train", "run.yaml"]) == 75
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def test_one_task_of_slurm_starts_the_ranks_that_nproc_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("shardwise.launch.elastic.launch", lambda _entry, _args, nproc, **_: started.append(nproc) or 0)
+    for name, value in ONE_TASK.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "run.yaml", "--nproc", "2"]) == 0
+    assert started == [2]

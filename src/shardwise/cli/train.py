@@ -54,11 +54,16 @@ def train(  # noqa: PLR0917  typer calls it by name
 ) -> None:
     """Train."""
     from shardwise.launch.elastic import num_workers
-    from shardwise.launch.world import read_world
+    from shardwise.launch.stop_request import catch_early
+    from shardwise.launch.world import World, read_world
     from shardwise.train.start import launch_training, named_config, step_range_of, work
 
     profiled = step_range_of(profile_steps)
     world = read_world()
+    if world.source == "slurm" and world.size == 1 and nproc is not None:
+        world = World()  # one task of srun, which starts the ranks
+    if world.source == "slurm":  # whose signal before the time limit comes once, also while torch is being loaded
+        catch_early()
     raw, is_demo = named_config(config, overrides or [], run_dir=run_dir, resume=resume)
     if world.source != "alone":
         if nproc is not None and world.source != "launcher":

@@ -23,5 +23,5 @@ def tell_once(text: str) -> None:
     if text in _told:
         return
     _told.add(text)
-    if os.environ.get("RANK", "0") == "0":
+    if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")) == "0":
         sys.stderr.write(f"shardwise: {text}\n")

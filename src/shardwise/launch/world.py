@@ -10,7 +10,7 @@ The sources of a world, in the order in which they are tried:
 ``torchrun``   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_*
 ``kubeflow``   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT or PET_*, one process in each pod of a PyTorchJob
 ``variables``  RANK and WORLD_SIZE from anywhere else
-``slurm``      SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST: tasks of ``srun``
+``slurm``      SLURM_STEP_ID, SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST: tasks of ``srun``
 ``alone``      none of them: a world of one
 =============  =======================================================================================================
 
@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import fcntl
 import itertools
 import logging
 import os
 import re
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.launch import watchdog
+from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import CommError, ConfigError, MeshError
 
 if TYPE_CHECKING:
@@ -52,6 +55,10 @@ RESTART_COUNT = "SHARDWISE_RESTART_COUNT"
 
 DEFAULT_TIMEOUT_S = 300.0
 _LOOPBACK = "127.0.0.1"
+#: Names the network that Gloo listens on; without it that is the one to which the machine's own name belongs.
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+#: Asks Linux for the address of an interface.
+_SIOCGIFADDR = 0x8915
 _DEFAULT_PORT = 29500
 #: How often rank 0 looks who of a world of torchrun has come.
 _ANSWERS_EVERY_S = 0.02
@@ -105,7 +112,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> World:
     variables = _Variables(dict(os.environ if environ is None else environ))
     if variables.has("RANK") or variables.has("WORLD_SIZE"):
         world = _from_rank_variables(variables)
-    elif variables.has("SLURM_PROCID"):
+    elif _is_task_of_slurm(variables):
         world = _from_slurm(variables)
     elif variables.has("PET_NODE_RANK"):
         world = _from_pet(variables)
@@ -237,6 +244,16 @@ def _from_pet(variables: _Variables) -> World:
     )
 
 
+def _is_task_of_slurm(variables: _Variables) -> bool:
+    """Whether ``srun`` has started this process as one of the ranks.
+
+    A batch script has the variables of a task 0 too, but no step; a shell of ``srun --pty`` is a step of one task.
+    """
+    is_in_step = variables.has("SLURM_PROCID") and variables.has("SLURM_STEP_ID")
+    is_shell = variables.has("SLURM_PTY_PORT") and variables.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == "1"
+    return is_in_step and not is_shell
+
+
 def _from_slurm(variables: _Variables) -> World:
     rank = variables.required("SLURM_PROCID", beside="SLURM_PROCID")
     size = variables.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", beside="SLURM_PROCID", minimum=1)
@@ -258,7 +275,7 @@ def _from_slurm(variables: _Variables) -> World:
             )
         address = hosts[0] if num_nodes > 1 else _LOOPBACK
     if port is None:
-        port = 15000 + (variables.number("SLURM_JOB_ID", "SLURM_JOBID") or 0) % 20000 if size > 1 else 0
+        port = _port_of_step(variables) if size > 1 else 0
     return World(
         rank=rank,
         size=size,
@@ -270,6 +287,12 @@ def _from_slurm(variables: _Variables) -> World:
         source="slurm",
         restart_count=variables.number("SLURM_RESTART_COUNT") or 0,
     )
+
+
+def _port_of_step(variables: _Variables) -> int:
+    """A port that jobs and steps on the same machine do not share, below those that the system gives away itself."""
+    job, step = variables.number("SLURM_JOB_ID", "SLURM_JOBID") or 0, variables.number("SLURM_STEP_ID") or 0
+    return 15000 + (job + 97 * step) % 17000
 
 
 def _slurm_local_size(variables: _Variables, size: int, num_nodes: int) -> int:
@@ -387,6 +410,7 @@ def init_process_group(
 
     Raises:
         CommError: The ranks did not find each other, or rank 0 cannot listen where it should.
+        ConfigError: Other machines cannot reach this one by its name, and nothing says which network they share.
 
     Collective:
         All ranks of the world must call.
@@ -397,6 +421,7 @@ def init_process_group(
 
     if distributed.is_initialized():
         return
+    _check_own_name(world)
     timeout = dt.timedelta(seconds=timeout_s)
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda:
@@ -424,12 +449,30 @@ def init_process_group(
 
 
 def own_device(world: World) -> torch.device:
-    """The device of this rank, made the current one: a GPU of its own, or the CPU where there is none."""
+    """The device of this rank, made the current one: a GPU of its own, or the CPU where there is none.
+
+    Raises:
+        MeshError: There are GPUs, but fewer than ranks.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", world.local_rank)
+    num_gpus, index = torch.cuda.device_count(), world.local_rank
+    if num_gpus == 1 and world.source == "slurm":
+        index = 0  # --gpus-per-task: each task sees its own GPU alone
+    if index >= num_gpus:
+        raise MeshError(
+            f"{world.local_size} ranks on this machine need {world.local_size} GPUs, but rank {world.rank} sees"
+            f" {num_gpus}.\n  Start as many ranks as GPUs; under Slurm with --gpus-per-node={world.local_size}."
+        )
+    if num_gpus > world.local_size and world.source == "slurm":
+        tell_once(
+            f"{num_gpus} GPUs are visible, but Slurm has started {world.local_size} task{'s' * (world.local_size > 1)}"
+            f" here, so that the others stay idle. Use them with srun --ntasks-per-node={num_gpus}"
+            f"{f', or --nproc {num_gpus}' if world.size == 1 else ''}"
+        )
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
@@ -578,17 +621,50 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
+def _check_own_name(world: World) -> None:
+    """Refuse a machine of several whose own name stands for loopback, as in Debian's /etc/hosts.
+
+    Gloo listens where that name leads, and no other machine would reach it: all ranks would wait for the time limit.
+    """
+    if world.is_single_node or _is_loopback(world.master_addr) or os.environ.get(_GLOO_INTERFACE):
+        return
+    name, address = socket.gethostname(), "no address"
+    with contextlib.suppress(OSError):
+        address = _resolved(name)
+        if not _is_loopback(address):
+            return
+    interfaces = ", ".join(each for _, each in socket.if_nameindex() if each != loopback_interface())
+    raise ConfigError(
+        f"this machine's own name, {name}, stands for {address} here (see /etc/hosts): other machines cannot reach it."
+        f"\n  Set {_GLOO_INTERFACE} (and NCCL_SOCKET_IFNAME) to the network between the machines: {interfaces}."
+    )
+
+
+def _resolved(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
 def _own_address(address: str) -> str:
     """The numeric address on which rank 0 of several machines listens: the one it was given, never all interfaces."""
     if _is_loopback(address):  # some launchers tell rank 0 "localhost" and the others its name
         address = socket.gethostname()
     try:
-        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        found = _resolved(address)
+        interface = os.environ.get(_GLOO_INTERFACE, "").split(",")[0]
+        is_right = not _is_loopback(found) or interface in {"", loopback_interface()}
+        return found if is_right else address_of(interface)
     except OSError as error:
         raise CommError(
             f"the address {address!r} of rank 0 is not known here: {error}.\n  Set MASTER_ADDR to a name or number "
             "that every machine can resolve."
         ) from error
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of this machine (``netdevice(7)``)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _is_loopback(address: str) -> bool:
@@ -598,15 +674,14 @@ def _is_loopback(address: str) -> bool:
 @contextlib.contextmanager
 def gloo_on_loopback() -> Iterator[None]:
     """Have Gloo listen on loopback while a group is made whose ranks are all on this machine."""
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ:
+    if _GLOO_INTERFACE in os.environ:
         yield
         return
-    os.environ[name] = loopback_interface()
+    os.environ[_GLOO_INTERFACE] = loopback_interface()
     try:
         yield
     finally:
-        del os.environ[name]
+        del os.environ[_GLOO_INTERFACE]
 
 
 def loopback_interface() -> str:
