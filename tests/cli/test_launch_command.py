@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -40,16 +41,36 @@ def launch(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 # -- Slurm
 
 
-def test_a_slurm_job_has_a_task_for_each_gpu(launch: Callable[..., str]) -> None:
+def test_a_slurm_job_has_a_task_for_each_gpu(launch: Callable[..., str], tmp_path: Path) -> None:
     text = launch("--slurm", "--gpus", "16", "--time", "2:00:00", "--set", "optimizer.lr=1e-4")
     options = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert options == [
-        "job-name=first", "nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "exclusive", "mem=0", "time=2:00:00",
-        "signal=USR1@300", "requeue", "open-mode=append", "output=%x-%j.out",
+        "job-name=first", f"chdir={tmp_path}", "nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "exclusive",
+        "mem=0", "time=2:00:00", "signal=USR1@300", "requeue", "open-mode=append", "output=%x-%j.out",
     ]  # fmt: skip
-    assert 'shardwise train first.yaml --set optimizer.lr=1e-4 --run-dir "$run_dir" "$@"' in text
+    words = "--set optimizer.lr=1e-4 --set train.grace_s=120"
+    assert f'shardwise train first.yaml {words} --run-dir "$run_dir" "$@"' in text
     assert "run_dir=runs/first-$SLURM_JOB_ID\n" in text
     assert "NCCL_SOCKET_IFNAME" in text
+
+
+def test_the_grace_time_of_the_configuration_is_what_the_ranks_get(launch: Callable[..., str]) -> None:
+    words = ("--gpus", "8", "--set", "train.grace_s=400")
+    assert "#SBATCH --signal=USR1@460\n" in launch("--slurm", *words)
+    _, job = yaml.safe_load_all(launch("--kubernetes", *words, *CLUSTER))
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": "400"} in pod["containers"][0]["env"]
+    assert pod["terminationGracePeriodSeconds"] > 400
+
+
+def test_the_ranks_of_a_slurm_job_run_in_a_container(launch: Callable[..., str], tmp_path: Path) -> None:
+    text = launch("--slurm", "--gpus", "8", "--image", "nvcr.io#x:1", "--volume", "/raid/data:/data")
+    (step,) = [line for line in text.replace("\\\n", "").splitlines() if "srun --kill" in line]
+    mounts = f"--container-mounts={tmp_path}:{tmp_path},/raid/data:/data"
+    assert shlex.split(step)[4:8] == [
+        "--container-image=nvcr.io#x:1", mounts, f"--container-workdir={tmp_path}", "shardwise",
+    ]  # fmt: skip
+    assert "command -v shardwise" not in text  # it need not be outside
 
 
 def test_a_slurm_job_on_cpus_asks_for_no_gpus(launch: Callable[..., str]) -> None:
@@ -75,10 +96,10 @@ exit "$code"
 
 
 def run_script(
-    launch: Callable[..., str], folder: Path, codes: list[int], *words: str, gpus: str = "2"
+    launch: Callable[..., str], folder: Path, codes: list[int], *words: str, gpus: str = "2", age_s: int = 600
 ) -> tuple[int, str]:
-    """The script's exit code, and the calls that it has made, where the steps end with ``codes``."""
-    script = launch("--slurm", "--gpus", gpus, "--gpus-per-node", "2", "--cpu", *words)
+    """The exit code of a script of this age, and the calls that it has made, where the steps end with ``codes``."""
+    script = f"SECONDS={age_s}\n" + launch("--slurm", "--gpus", gpus, "--gpus-per-node", "2", "--cpu", *words)
     (folder / "bin").mkdir()
     for name, text in {
         "srun": SRUN,
@@ -125,6 +146,10 @@ def test_on_several_nodes_a_restart_needs_an_answer_of_all(launch: Callable[...,
     assert run_script(launch, tmp_path, [81, 0, 81, 1], gpus="4") == (0, calls)
 
 
+def test_a_job_whose_steps_cannot_be_made_is_not_requeued_for_ever(launch: Callable[..., str], tmp_path: Path) -> None:
+    assert run_script(launch, tmp_path, [1, 1], gpus="4", age_s=0) == (1, "srun restart=; srun restart=")
+
+
 def test_no_restarts_means_none(launch: Callable[..., str], tmp_path: Path) -> None:
     assert run_script(launch, tmp_path, [81], "--max-restarts", "0") == (81, "srun restart=")
 
@@ -163,6 +188,7 @@ PYTORCHJOB = {
                                 "resources": {"limits": {"nvidia.com/gpu": str}},
                             }
                         ],
+                        "tolerations": [{"key": str, "operator": {"Exists", "Equal"}}],
                         "volumes": [
                             {
                                 "name": str,
@@ -219,6 +245,7 @@ def test_a_kubernetes_job_has_the_fields_of_a_pytorchjob(launch: Callable[..., s
     assert yaml.safe_load(held["data"]["run.yaml"]) == yaml.safe_load(CONFIG) | {
         "name": "first",
         "optimizer": {"lr": 1e-4},
+        "train": yaml.safe_load(CONFIG)["train"] | {"grace_s": 120},
     }
 
 
@@ -284,6 +311,11 @@ def test_a_command_that_runs_again_goes_on_with_the_run(
         (("--slurm", "--gpus", "24"), "samples are not a multiple of"),
         (("--slurm", "--gpus", "8", "--set", "parallel.tp=3"), "tp=3"),
         (("--slurm", "--gpus", "8", "--max-restarts", "-1"), "--max-restarts -1"),
+        (("--slurm", "--gpus", "8", "--time", "24h"), "--time 24h: expected minutes"),
+        (("--slurm", "--gpus", "8", "--time", "5:00"), "asked to save 300 s before the limit"),
+        (("--slurm", "--gpus", "8", "--volume", "/a:/b", "--gpu", "H100"), "--gpu and --volume would change nothing"),
+        (("--slurm", "--gpus", "8", "--image", "x", "--run-dir", "/elsewhere"), "is not in the container"),
+        (("--kubernetes", "--gpus", "8", *CLUSTER, "--time", "5"), "--time would change nothing"),
         (("--kubernetes", "--gpus", "8"), "--image registry/shardwise --volume runs:/runs"),
         (("--skypilot", "--gpus", "8", *CLUSTER), "Set for example --gpu H100"),
         (("--kubernetes", "--gpus", "24", *CLUSTER), "does not fit 24 ranks"),

@@ -16,6 +16,12 @@ from tests.train.job import environment, is_running, wait_until
 
 MISSING = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "scontrol") if shutil.which(name) is None]
 
+#: Jobs of the partition ``urgent`` preempt those of ``main``.
+_PARTITIONS = """
+PartitionName=main Nodes=ALL Default=YES OverSubscribe=NO MaxTime=INFINITE PriorityTier=1 State=UP
+PartitionName=urgent Nodes=ALL OverSubscribe=NO MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
+"""
+
 #: No munge and no groups of processes: any user can start it, in a container too. A requeued job waits for 5 s, which
 #: is the least that Slurm takes for ``cred_expire`` (usual: 120 s), and a node is given up after 10 s (300 s).
 _CONFIGURATION = """
@@ -41,6 +47,8 @@ SwitchType=switch/none
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=60
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 MailProg=/bin/true
@@ -69,7 +77,7 @@ class SlurmCluster:
             f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} State=UNKNOWN\n"
             for number, port in enumerate(ports[1:], 1)
         ]
-        lines.append("PartitionName=main Nodes=ALL Default=YES OverSubscribe=NO MaxTime=INFINITE State=UP\n")
+        lines.append(_PARTITIONS)
         (self.folder / "slurm.conf").write_text("".join(lines))
         self._start("slurmctld", "-D")
         for number in range(1, self.num_nodes + 1):
@@ -97,6 +105,7 @@ class SlurmCluster:
             "PATH": path,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "MASTER_ADDR": socket.gethostname(),  # the nodes' names are this cluster's alone
+            "GLOO_SOCKET_IFNAME": "lo",
         }
 
     def start_node(self, name: str) -> None:
@@ -114,17 +123,17 @@ class SlurmCluster:
         for pid in {*steps, *(pid for pid in parents if b"slurmstepd" in _read(pid, "cmdline"))}:
             os.kill(pid, 9)
 
-    def ask(self, *words: str, cwd: Path | None = None) -> str:
+    def ask(self, *words: str) -> str:
         """The output of one of Slurm's commands."""
-        done = subprocess.run(words, env=self.environ, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=60, check=False)
         return (done.stdout + done.stderr).strip()
 
     def submit(self, script: Path, *words: str, **variables: str) -> str:
-        """Submit a job from the folder of its script; its number."""
+        """Submit a job from a folder that is not its own; its number."""
         done = subprocess.run(
-            ["sbatch", "--parsable", script.name, *words],
+            ["sbatch", "--parsable", str(script), *words],
             env=self.environ | variables,
-            cwd=script.parent,
+            cwd=self.folder,
             capture_output=True,
             text=True,
             timeout=60,

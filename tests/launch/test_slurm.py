@@ -16,6 +16,7 @@ from tests.train.train_here import losses
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: no {', '.join(MISSING)} (Debian: slurm-wlm)"),
 ]
 
@@ -35,9 +36,10 @@ SLOW = "step_begin@attempt=any:sleep=0.15"
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of the configuration."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.yaml").write_text(CONFIG)
-    return tmp_path / "run"
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(CONFIG)
+    return folder
 
 
 @pytest.fixture
@@ -73,6 +75,16 @@ def equal(folder: Path, job: str, whole: str) -> None:
     assert content(one, 60) == content(other, 60)
 
 
+def urgent_script(folder: Path) -> Path:
+    """A job that preempts the others. Its script starts no step, and says of which world it takes itself to be."""
+    script = folder / "urgent.sbatch"
+    code = "from shardwise.launch.world import read_world; print(read_world().source)"
+    options = ["chdir='" + str(folder) + "'", "partition=urgent", "exclusive", "ntasks=2", "output=urgent.out"]
+    head = "".join(f"#SBATCH --{option}\n" for option in options)
+    script.write_text(f"#!/bin/bash\n{head}python -c '{code}' > world\n")
+    return script
+
+
 def test_a_job_that_is_preempted_and_loses_a_rank_goes_on_with_the_bits_of_an_uninterrupted_one(
     cluster: SlurmCluster, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,10 +96,12 @@ def test_a_job_that_is_preempted_and_loses_a_rank_goes_on_with_the_bits_of_an_un
     reaches(run, job, 13)
     cluster.ask("scancel", "--signal=USR1", job)  # as Slurm's --signal before the time limit
     reaches(run, job, 27)
-    cluster.ask("scontrol", "requeue", job)  # as Slurm does for a preemption
+    urgent = cluster.submit(urgent_script(run))
+    assert cluster.ends(urgent)["JobState"] == "COMPLETED"
     state = cluster.ends(job)
     text = text_of(run, job)
 
+    assert (run / "world").read_text() == "alone\n"
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), text
     assert re.search(
         rf"^shardwise: the run was asked to stop and has saved; job {job} is requeued$", text, re.MULTILINE

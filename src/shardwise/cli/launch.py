@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,14 +49,20 @@ def launch(  # noqa: PLR0917  typer calls it by name
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 8,
     cpu: Annotated[bool, typer.Option("--cpu", help="Processes on CPUs, as many as --gpus says.")] = False,  # noqa: FBT002  typer's form
     time: Annotated[
-        str, typer.Option(help="Slurm's time limit; the run goes on when the job is requeued.")
-    ] = "24:00:00",
+        str | None,
+        typer.Option(help="Slurm's time limit, 24:00:00 by default; the run goes on when the job is requeued."),
+    ] = None,
     image: Annotated[
-        str | None, typer.Option(help="Kubernetes, SkyPilot: the container image, with shardwise in it.")
+        str | None,
+        typer.Option(help="The container image, with shardwise in it; for Slurm, where ranks run in one (pyxis)."),
     ] = None,
     volume: Annotated[
         str | None,
-        typer.Option(metavar="NAME:/path", help="Kubernetes, SkyPilot: the shared volume that holds the run's folder."),
+        typer.Option(
+            metavar="NAME:/path",
+            help="Kubernetes, SkyPilot: the shared volume that holds the run's folder. Slurm with --image: a folder of"
+            " the nodes, and where the container has it.",
+        ),
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="SkyPilot: its name of the GPU, such as H100.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Start all ranks again this often after one was lost.")] = 3,
@@ -64,7 +71,7 @@ def launch(  # noqa: PLR0917  typer calls it by name
     out: Annotated[Path | None, typer.Option(help="The file to write; by default the job is printed.")] = None,
 ) -> None:
     """Write a job."""
-    from shardwise.launch.jobs.job import Job, machines
+    from shardwise.launch.jobs.job import GRACE_S, Job, machines
     from shardwise.train.config.sections import read_config
 
     named = [name for name, is_named in zip(_START, (slurm, kubernetes, skypilot), strict=True) if is_named]
@@ -74,7 +81,12 @@ def launch(  # noqa: PLR0917  typer calls it by name
         )
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
-    raw = read_config(config, overrides or [])
+    _check_options(named[0], is_in_container=image is not None, cpu=cpu, time=time, volume=volume, gpu=gpu)
+    settings = list(overrides or [])
+    raw = read_config(config, settings)
+    if "grace_s" not in raw.given("train"):
+        settings.append(f"train.grace_s={GRACE_S}")
+        raw = read_config(config, settings)
     num_nodes, each = machines(num_ranks_of(raw, gpus), gpus_per_node)
     _check(raw, num_nodes, each, reads_model=slurm)
     job = Job(
@@ -84,8 +96,9 @@ def launch(  # noqa: PLR0917  typer calls it by name
         ranks_per_node=each,
         has_gpus=not cpu,
         max_restarts=max_restarts,
+        grace_s=math.ceil(raw.config.train.grace_s),
         run_dir=run_dir,
-        overrides=tuple(overrides or ()),
+        overrides=tuple(settings),
         content={"name": raw.config.name, **raw.document.values},
     )
     text = _written(job, named[0], time=time, image=image, volume=volume, gpu=gpu)
@@ -96,12 +109,30 @@ def launch(  # noqa: PLR0917  typer calls it by name
         show(f"written to {out}; start it with\n  {_START[named[0]]} {out}")
 
 
-def _written(job: Job, scheduler: str, *, time: str, image: str | None, volume: str | None, gpu: str | None) -> str:
+def _check_options(
+    scheduler: str, *, is_in_container: bool, cpu: bool, time: str | None, volume: str | None, gpu: str | None
+) -> None:
+    """Refuse options that the job would not have anything of."""
+    without = {
+        "--time": time is not None and scheduler != "--slurm",
+        "--gpu": gpu is not None and (scheduler != "--skypilot" or cpu),
+        "--volume": volume is not None and scheduler == "--slurm" and not is_in_container,
+    }
+    unused = [name for name, is_unused in without.items() if is_unused]
+    if unused:
+        more = f"{scheduler}{' --cpu' if cpu else ''}"
+        raise ConfigError(f"launch {more}: {' and '.join(unused)} would change nothing.\n  Leave it out.")
+
+
+def _written(
+    job: Job, scheduler: str, *, time: str | None, image: str | None, volume: str | None, gpu: str | None
+) -> str:
     from shardwise.launch.jobs import kubernetes, skypilot, slurm
     from shardwise.launch.jobs.job import Volume
 
     if scheduler == "--slurm":
-        return slurm.script(job, time=time)
+        place = Volume.parse(volume) if volume is not None else None
+        return slurm.script(job, folder=str(Path.cwd()), time=time or "24:00:00", image=image, volume=place)
     missing = {"--image registry/shardwise": image is None, "--volume runs:/runs": volume is None}
     missing["--gpu H100"] = scheduler == "--skypilot" and gpu is None and job.has_gpus
     if image is None or volume is None or any(missing.values()):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardwise.launch import heartbeat
 from shardwise.launch.cause import Cause, describe
-from shardwise.launch.exit_codes import PEER_LOST, PEER_LOST_TEXTS
+from shardwise.launch.exit_codes import is_consequence
 from shardwise.launch.world import World
 from shardwise.spec.errors import ShardwiseError
 
@@ -56,7 +56,6 @@ def _write(path: Path, error: Exception, rank: int, logs: Path | None, next_word
     text = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
     if logs is not None:
         text = describe(Cause(code, rank, text), logs, next_words=next_words)
-    is_consequence = code == PEER_LOST or any(words in text for words in PEER_LOST_TEXTS)
-    when = {"timestamp": str(int(time.time()) + is_consequence)}
+    when = {"timestamp": str(int(time.time()) + is_consequence(code, text))}
     with contextlib.suppress(OSError):
         path.write_text(json.dumps({"message": {"message": text, "extraInfo": when}}))

@@ -86,7 +86,12 @@ class ExitNote:
     @property
     def is_consequence(self) -> bool:
         """Whether this rank ended because another one had."""
-        return self.code == PEER_LOST or any(text in self.reason for text in PEER_LOST_TEXTS)
+        return is_consequence(self.code, self.reason)
+
+
+def is_consequence(code: int, reason: str) -> bool:
+    """Whether a rank that ends with this code and this reason does so because another one has ended."""
+    return code == PEER_LOST or any(text in reason for text in PEER_LOST_TEXTS)
 
 
 def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool = False) -> None:

@@ -13,7 +13,10 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.run_files import CONFIG
 from shardwise.spec.text import printable
 
-__all__ = ["Job", "Volume", "goes_on", "machines", "text_of_yaml"]
+__all__ = ["GRACE_S", "Job", "Volume", "goes_on", "machines", "text_of_yaml"]
+
+#: ``train.grace_s`` of a job whose configuration leaves it open: what a large checkpoint takes.
+GRACE_S = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Job:
         ranks_per_node: Processes on each of them.
         has_gpus: Whether each process has a GPU; otherwise it computes on CPUs.
         max_restarts: How often all ranks are started again in the same job after one was lost.
+        grace_s: Seconds that the ranks have to save after they were asked to stop.
         run_dir: The run's folder; ``None``: chosen by the writer of the job.
         overrides: What ``--set`` gave.
         content: The configuration with what it extends and the overrides, for jobs that carry it.
@@ -65,6 +69,7 @@ class Job:
     ranks_per_node: int
     has_gpus: bool = True
     max_restarts: int = 3
+    grace_s: int = GRACE_S
     run_dir: str | None = None
     overrides: tuple[str, ...] = ()
     content: Mapping[str, Any] = field(default_factory=dict)
@@ -108,6 +113,7 @@ class Job:
         """Environment variables of torchrun's agents and their ranks."""
         return {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/launching.md: machines that come back
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.grace_s),
             **({"NCCL_DEBUG": "WARN"} if self.has_gpus else {"OMP_NUM_THREADS": "1"}),
         }
 

@@ -24,8 +24,8 @@ from shardwise.spec.text import printable
 _FOLDER = "/etc/shardwise"
 #: The longest name of a pod's host is 63 characters, and the operator adds ``-worker-`` and a number.
 _LONGEST_NAME = 48
-#: Seconds that the ranks of a pod have to save when it is evicted.
-_GRACE_S = 120
+#: Seconds that torchrun has to end after its ranks.
+_LATER_S = 30
 
 
 def manifest(job: Job, *, image: str, volume: Volume) -> str:
@@ -56,10 +56,8 @@ def manifest(job: Job, *, image: str, volume: Volume) -> str:
             {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108  NCCL's place, not a file of ours
         ],
     }
-    if job.has_gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": str(job.ranks_per_node)}}
-    pod = {
-        "terminationGracePeriodSeconds": _GRACE_S,
+    pod: dict[str, Any] = {
+        "terminationGracePeriodSeconds": job.grace_s + _LATER_S,
         "containers": [container],
         "volumes": [
             {"name": "configuration", "configMap": {"name": name}},
@@ -67,6 +65,9 @@ def manifest(job: Job, *, image: str, volume: Volume) -> str:
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    if job.has_gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(job.ranks_per_node)}}
+        pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists"}]  # such nodes often take no other pods
     spec = {
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.num_nodes * job.max_restarts},
         "elasticPolicy": {
@@ -95,6 +96,7 @@ def manifest(job: Job, *, image: str, volume: Volume) -> str:
     head = (
         f"# {job}, written by `shardwise launch --kubernetes`.\n"
         "# Needs Kubeflow's training operator (v1) in the cluster. Start it: kubectl apply -f THIS_FILE\n"
+        "# Once more, when it is over: kubectl delete -f THIS_FILE, then apply; the run in the volume goes on.\n"
     )
     return head + "---\n".join(text_of_yaml(document) for document in documents)
 

@@ -45,5 +45,5 @@ def task(job: Job, *, gpu: str | None, image: str, volume: Volume) -> str:
         "envs": job.variables(),
         "run": run,
     }
-    head = f"# {job}, written by `shardwise launch --skypilot`.\n# Start it: sky jobs launch THIS_FILE\n"
+    head = f"# {job}, written by `shardwise launch --skypilot`.\n# Start it: sky jobs launch [--use-spot] THIS_FILE\n"
     return head + text_of_yaml(content_of_task)
