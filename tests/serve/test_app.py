@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from shardwise.serve.app import MOST_BYTES, make_app
-from shardwise.serve.job import Queue
+from shardwise.serve.completion import Queue
 from shardwise.serve.protocol import Served
 from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.server import _listening, bind
@@ -210,8 +210,8 @@ def test_a_client_that_leaves_frees_its_place(make):
         (entry,) = hand.turn().new
         hand.turn()
         next(iter(stream))
-    (job,) = hand.scheduler._lanes[0].values()
-    assert soon(lambda: job.is_cancelled)
+    (completion,) = hand.scheduler._lanes[0].values()
+    assert soon(lambda: completion.is_cancelled)
     assert hand.turn().gone == [entry.number]
     assert not hand.scheduler.num_running
     with pytest.raises(openai.APITimeoutError):

@@ -8,37 +8,39 @@ import time
 import pytest
 
 from shardwise.generation.sample import Sampling
-from shardwise.serve.job import Event, Job, Queue, QueueClosedError, QueueFullError
+from shardwise.serve.completion import Completion, Event, Queue, QueueClosedError, QueueFullError
 from shardwise.serve.scheduler import Scheduler
 
 END = 9
 
 
 class Client:
-    """Jobs, and what they are told."""
+    """Completions, and what they are told."""
 
     def __init__(self, queue):
         self.queue, self.told = queue, {}
 
-    def job(self, length=3, count=5):
+    def completion(self, length=3, count=5):
         events = []
-        job = Job([1] * length, max_new_tokens=count, sampling=Sampling(), seed=0, ends=(END,), tell=events.append)
-        self.told[job.entry.number] = events
-        return job
+        completion = Completion(
+            [1] * length, max_new_tokens=count, sampling=Sampling(), seed=0, ends=(END,), on_event=events.append
+        )
+        self.told[completion.entry.number] = events
+        return completion
 
-    def add(self, *jobs):
-        self.queue.add(jobs)
-        return [job.entry.number for job in jobs]
+    def add(self, *completions):
+        self.queue.add(completions)
+        return [completion.entry.number for completion in completions]
 
 
 def numbers(order):
     return [entry.number for entry in order.new]
 
 
-def test_jobs_begin_in_their_order_and_leave_with_their_last_token():
+def test_completions_begin_in_their_order_and_leave_with_their_last_token():
     queue = Queue(9)
     client, scheduler = Client(queue), Scheduler(queue, 1, 2)
-    first, second, third = (client.job(count=count) for count in (2, 5, 5))
+    first, second, third = (client.completion(count=count) for count in (2, 5, 5))
     one, two, three = client.add(first, second, third)
     assert numbers(scheduler(0, {})) == [one, two]  # the most at a time
     order = scheduler(0, {one: 4, two: 5})
@@ -51,21 +53,21 @@ def test_jobs_begin_in_their_order_and_leave_with_their_last_token():
     assert scheduler.num_running == 1
 
 
-def test_new_jobs_do_not_begin_in_two_turns_after_each_other_beside_others():
+def test_new_completions_do_not_begin_in_two_turns_after_each_other_beside_others():
     queue = Queue(9)
     client, scheduler = Client(queue), Scheduler(queue, 1, 8)
-    (one,) = client.add(client.job())
+    (one,) = client.add(client.completion())
     assert numbers(scheduler(0, {})) == [one]
-    (two,) = client.add(client.job())
+    (two,) = client.add(client.completion())
     assert numbers(scheduler(0, {one: 1})) == []
-    (three,) = client.add(client.job())
+    (three,) = client.add(client.completion())
     assert numbers(scheduler(0, {one: 1})) == [two, three]
 
 
 def test_long_prompts_begin_one_after_the_other():
     queue = Queue(9)
     client, scheduler = Client(queue), Scheduler(queue, 1, 8)
-    added = client.add(client.job(3000), client.job(10), client.job(3000))
+    added = client.add(client.completion(3000), client.completion(10), client.completion(3000))
     assert numbers(scheduler(0, {})) == added[:1]
     scheduler(0, {})
     assert numbers(scheduler(0, {})) == added[1:2]
@@ -74,15 +76,15 @@ def test_long_prompts_begin_one_after_the_other():
 def test_lanes_of_a_pipeline_have_about_equally_many():
     queue = Queue(9)
     client, scheduler = Client(queue), Scheduler(queue, 2, 8)
-    added = client.add(*(client.job() for _ in range(5)))
+    added = client.add(*(client.completion() for _ in range(5)))
     assert numbers(scheduler(0, {})) == added[:3]
     assert numbers(scheduler(1, {})) == added[3:]
 
 
-def test_a_job_that_nobody_wants_leaves_the_lane_or_the_queue_and_is_told_nothing():
+def test_a_completion_that_nobody_wants_leaves_the_lane_or_the_queue_and_is_told_nothing():
     queue = Queue(2)
     client, scheduler = Client(queue), Scheduler(queue, 1, 1)
-    running, waiting, other = (client.job() for _ in range(3))
+    running, waiting, other = (client.completion() for _ in range(3))
     (one,) = client.add(running)
     scheduler(0, {})
     client.add(waiting, other)
@@ -96,27 +98,27 @@ def test_a_job_that_nobody_wants_leaves_the_lane_or_the_queue_and_is_told_nothin
 def test_a_full_queue_refuses_all_of_what_does_not_fit():
     queue = Queue(2)
     client = Client(queue)
-    first = client.job()
+    first = client.completion()
     client.add(first)
     with pytest.raises(QueueFullError):
-        client.add(client.job(), client.job())
+        client.add(client.completion(), client.completion())
     assert len(queue) == 1
     first.is_cancelled = True
-    client.add(client.job(), client.job())
+    client.add(client.completion(), client.completion())
     assert len(queue) == 2
 
 
-def test_the_end_waits_for_jobs_while_there_is_time_and_tells_the_others():
+def test_the_end_waits_for_completions_while_there_is_time_and_tells_the_others():
     queue, left = Queue(9), [None]
     client, scheduler = Client(queue), Scheduler(queue, 2, 2, lambda: left[0])
-    one, two = client.add(client.job(count=1), client.job())
+    one, two = client.add(client.completion(count=1), client.completion())
     scheduler(0, {}), scheduler(1, {})
-    (three,) = client.add(client.job())
+    (three,) = client.add(client.completion())
     left[0] = 5.0
     order = scheduler(0, {one: 1})
     assert numbers(order) == [three]  # it had been taken before
     with pytest.raises(QueueClosedError):
-        client.add(client.job())
+        client.add(client.completion())
     assert not scheduler(1, {two: 1}).is_last
     left[0] = 0.0
     assert scheduler(0, {three: 1}).gone == [three]
@@ -132,7 +134,7 @@ def test_a_server_without_work_waits_and_begins_at_once_when_there_is_some(monke
     queue = Queue(9)
     client, scheduler = Client(queue), Scheduler(queue, 1, 2)
     begun = time.monotonic()
-    threading.Timer(0.2, lambda: client.add(client.job())).start()
+    threading.Timer(0.2, lambda: client.add(client.completion())).start()
     assert len(scheduler(0, {}).new) == 1
     assert 0.15 < time.monotonic() - begun < 10
     waits = Scheduler(Queue(1), 1, 1)

@@ -1,6 +1,7 @@
 """A server that answers OpenAI's requests for completions and chats with a model over one process, ``tp`` or ``pp``.
 
-``job`` is a prompt under way and the queue before the model, ``scheduler`` decides between two steps which rows leave
-and which begin, ``protocol`` reads requests and writes answers, ``text`` makes text of tokens as they come, ``app`` is
-what HTTP reaches, and ``server`` joins them: HTTP in a thread, the model in the main thread of every rank.
+``protocol`` reads requests and writes answers. ``completion`` holds the continuation of one prompt, and the queue in
+which completions wait for the model. ``scheduler`` decides between two steps which of them leave the model and which
+begin. ``text`` turns tokens into text as they come. ``app`` answers HTTP, ``server`` runs it in a thread beside the
+model, and ``triton`` and ``repository`` do the same for Triton.
 """

@@ -1,4 +1,4 @@
-"""What HTTP reaches: OpenAI's paths, over a queue of jobs."""
+"""What HTTP reaches: OpenAI's paths, over a queue of completions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from shardwise.serve.job import Event, Job, Queue, QueueClosedError, QueueFullError
+from shardwise.serve.completion import Completion, Event, Queue, QueueClosedError, QueueFullError
 from shardwise.serve.protocol import (
     Answer,
     Asked,
@@ -34,8 +34,8 @@ MOST_BYTES = 4 << 20
 _RETRY_AFTER_S = 1
 
 
-class _JobFailedError(Exception):
-    """The model cannot go on with a job."""
+class _CompletionFailedError(Exception):
+    """The model cannot go on with a completion."""
 
 
 def make_app(
@@ -50,8 +50,8 @@ def make_app(
 
     Args:
         served: What is served.
-        queue: Where jobs are put.
-        num_running: How many jobs are under way.
+        queue: Where completions are put.
+        num_running: How many completions are under way.
         hosts: Values of the header ``Host`` that are answered: a page of a browser that reaches a loopback address by a
             name of its own is not.
         api_key: What clients must show, where anything.
@@ -140,10 +140,10 @@ def _broken(_request: Request, _error: Exception) -> Response:
 
 async def _answer(request: Request, asked: Asked, served: Served, queue: Queue) -> Response:
     under_way = _UnderWay(asked, served)
-    if len(under_way.jobs) > queue.most:
-        raise RequestError(f"{len(under_way.jobs)} prompts: at most {queue.most} fit the queue", param="prompt")
+    if len(under_way.completions) > queue.most:
+        raise RequestError(f"{len(under_way.completions)} prompts: at most {queue.most} fit the queue", param="prompt")
     try:
-        queue.add(under_way.jobs)
+        queue.add(under_way.completions)
     except QueueFullError:
         raise RequestError(
             f"{len(queue)} prompts wait already, of at most {queue.most}",
@@ -164,7 +164,7 @@ async def _answer(request: Request, asked: Asked, served: Served, queue: Queue) 
     try:
         await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
         return JSONResponse(whole.result()) if whole.done() else Response(status_code=499)  # which nobody reads
-    except _JobFailedError as error:
+    except _CompletionFailedError as error:
         raise RequestError(str(error), status=500, kind="server_error") from None
     finally:
         under_way.cancel()
@@ -179,7 +179,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class _UnderWay:
-    """A request whose jobs are with the model."""
+    """A request whose completions are with the model."""
 
     def __init__(self, asked: Asked, served: Served) -> None:
         self._asked, self._form = asked, Answer(asked, served)
@@ -188,26 +188,26 @@ class _UnderWay:
         self._texts = [Text(served.tokenizer, prompt, asked.stops) for prompt in asked.prompts]
         self._num_new = 0
         ends = served.tokenizer.ends
-        self.jobs = [
-            Job(
+        self.completions = [
+            Completion(
                 prompt,
                 max_new_tokens=asked.max_new_tokens,
                 sampling=asked.sampling,
                 seed=asked.seed,
                 ends=ends,
-                tell=self._teller(index),
+                on_event=self._listener(index),
             )
             for index, prompt in enumerate(asked.prompts)
         ]
 
     def cancel(self) -> None:
-        """Let the model go on with other jobs."""
-        for job in self.jobs:
-            job.is_cancelled = True
+        """Let the model go on with other completions."""
+        for completion in self.completions:
+            completion.is_cancelled = True
 
     async def whole(self) -> dict[str, Any]:
         """The answer at once."""
-        found = [Choice(index) for index in range(len(self.jobs))]
+        found = [Choice(index) for index in range(len(self.completions))]
         async for piece in self._pieces():
             found[piece.index].text += piece.text
             found[piece.index].finish = piece.finish or found[piece.index].finish
@@ -222,7 +222,7 @@ class _UnderWay:
             if self._asked.has_usage:
                 yield _line(self._form.last_piece(self._num_new))
             yield "data: [DONE]\n\n"
-        except _JobFailedError as error:
+        except _CompletionFailedError as error:
             yield _line(RequestError(str(error), status=500, kind="server_error").body)
         finally:
             self.cancel()
@@ -230,11 +230,11 @@ class _UnderWay:
     async def _pieces(self) -> AsyncIterator[Choice]:
         """Pieces of all answers as they come."""
         begun: set[int] = set()
-        left = set(range(len(self.jobs)))
+        left = set(range(len(self.completions)))
         while left:
             index, event = await self._events.get()
             if event.finish == "error":
-                raise _JobFailedError(event.error)
+                raise _CompletionFailedError(event.error)
             if index not in left:  # a stop string has ended it
                 continue
             piece = self._piece(index, event)
@@ -253,16 +253,16 @@ class _UnderWay:
             said += text.end()
         finish = event.finish
         if text.is_stopped:
-            self.jobs[index].is_cancelled = True
+            self.completions[index].is_cancelled = True
             finish = "stop"
         return Choice(index, said, finish)
 
-    def _teller(self, index: int) -> Callable[[Event], None]:
-        def tell(event: Event) -> None:
+    def _listener(self, index: int) -> Callable[[Event], None]:
+        def listen(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-        return tell
+        return listen
 
 
 def _line(value: Any) -> str:

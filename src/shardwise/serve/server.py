@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.generation.conveyor import Conveyor
 from shardwise.launch.stop_request import StopRequest
 from shardwise.serve.app import make_app
-from shardwise.serve.job import Queue
+from shardwise.serve.completion import Queue
 from shardwise.serve.protocol import Served
 from shardwise.serve.scheduler import Scheduler
 from shardwise.spec.errors import ConfigError, ShardwiseError

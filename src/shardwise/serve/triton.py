@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.generation.conveyor import Conveyor
 from shardwise.launch.world import World
-from shardwise.serve.job import Event, Job, Queue, QueueClosedError, QueueFullError
+from shardwise.serve.completion import Completion, Event, Queue, QueueClosedError, QueueFullError
 from shardwise.serve.protocol import RequestError, Served, read_completion
 from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.text import Text
@@ -111,7 +111,7 @@ class _Answer:
 
         self._utils, self._sender = triton_python_backend_utils, sender
         self._text: Text | None = None
-        self._job: Job | None = None
+        self._completion: Completion | None = None
         self._is_stream = False
         self._said = ""
 
@@ -136,30 +136,30 @@ class _Answer:
         asked = read_completion({**parameters, "model": served.name, "prompt": prompt}, served)
         self._text = Text(served.tokenizer, asked.prompts[0], asked.stops)
         self._said = "" if excludes else prompt
-        self._job = Job(
+        self._completion = Completion(
             asked.prompts[0],
             max_new_tokens=asked.max_new_tokens,
             sampling=asked.sampling,
             seed=asked.seed,
             ends=served.tokenizer.ends,
-            tell=self._tell,
+            on_event=self._send_event,
         )
-        queue.add([self._job])
+        queue.add([self._completion])
 
     def refuse(self, why: str) -> None:
         """End with an error."""
         error = self._utils.TritonError(why)
         self._send(self._utils.InferenceResponse(error=error), is_last=True)
 
-    def _tell(self, event: Event) -> None:
-        """Send what an event of the job makes certain, in the model's thread."""
+    def _send_event(self, event: Event) -> None:
+        """Send what an event of the completion makes certain, in the model's thread."""
         assert self._text is not None
-        assert self._job is not None
+        assert self._completion is not None
         if event.finish == "error":
             self.refuse(event.error)
             return
         if self._sender.is_cancelled():
-            self._job.is_cancelled = True
+            self._completion.is_cancelled = True
             self._send(None, is_last=True)
             return
         if event.token is not None and event.finish != "stop":
@@ -168,7 +168,7 @@ class _Answer:
             self._said += self._text.end()
         is_last = event.finish is not None or self._text.is_stopped
         if self._text.is_stopped:
-            self._job.is_cancelled = True
+            self._completion.is_cancelled = True
         if is_last or (self._is_stream and self._said):
             text = np.array([self._said.encode()], dtype=np.object_)
             self._said = ""

@@ -1,4 +1,4 @@
-"""Prompts on their way to the model: jobs, and the bounded queue in which they wait. Any thread may use both."""
+"""Completions, and the bounded queue in which they wait for the model. Any thread may use both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _numbers = itertools.count()
 
 
 class Event(NamedTuple):
-    """What happens to a job.
+    """What happens to a completion.
 
     Attributes:
         token: A new token.
-        finish: Why the job is over: ``stop`` (``token`` ends a text), ``length``, or ``error``.
+        finish: Why the completion is over: ``stop`` (``token`` ends a text), ``length``, or ``error``.
         error: What went wrong.
     """
 
@@ -28,21 +28,21 @@ class Event(NamedTuple):
     error: str = ""
 
 
-class Job:
-    """A prompt that is to be continued.
+class Completion:
+    """The continuation of one prompt, from the queue to its last token.
 
     Args:
         prompt: Token ids.
         max_new_tokens: The most new tokens.
-        sampling: How they are chosen.
+        sampling: How the new tokens are chosen.
         seed: Seed of the draws.
         ends: Ids that end the text.
-        tell: Called with every event, in the thread of the model; does not wait.
+        on_event: Called with every event, in the model's thread. It must return at once.
 
     Attributes:
-        entry: What the model is told.
+        entry: The row that the model continues.
         ends: As given.
-        is_cancelled: Nobody wants the answer any more. Any thread may set it.
+        is_cancelled: The client has left, or needs no more tokens. Any thread may set it.
         num_new: New tokens so far.
     """
 
@@ -54,30 +54,31 @@ class Job:
         sampling: Sampling,
         seed: int,
         ends: Collection[int],
-        tell: Callable[[Event], None],
+        on_event: Callable[[Event], None],
     ) -> None:
         self.entry = Entry(next(_numbers), prompt, max_new_tokens, sampling, seed)
         self.ends = ends
         self.is_cancelled = False
         self.num_new = 0
-        self._tell = tell
+        self._on_event = on_event
 
     def add(self, token: int) -> bool:
-        """Hand on a new token. Returns whether it was the last one."""
+        """Report a new token. Returns whether it was the last one."""
         self.num_new += 1
         finish = "stop" if token in self.ends else "length" if self.num_new == self.entry.max_new_tokens else None
         if not self.is_cancelled:
-            self._tell(Event(token, finish))
+            self._on_event(Event(token, finish))
         return finish is not None
 
     def fail(self, why: str) -> None:
-        """End the job."""
+        """End the completion with an error."""
         if not self.is_cancelled:
-            self._tell(Event(finish="error", error=why))
+            self._on_event(Event(finish="error", error=why))
+        self.is_cancelled = True
 
 
 class QueueFullError(Exception):
-    """As many jobs wait as may."""
+    """The completions do not fit the queue."""
 
 
 class QueueClosedError(Exception):
@@ -85,53 +86,54 @@ class QueueClosedError(Exception):
 
 
 class Queue:
-    """Jobs that wait for the model.
+    """Completions that wait for the model.
 
     Args:
-        most: The most that may wait.
+        most: The most completions that may wait.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[Completion] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many completions wait."""
         return len(self._waiting)
 
     @property
     def is_closed(self) -> bool:
-        """Whether no further jobs are taken."""
+        """Whether no further completions are taken."""
         return self._is_closed
 
-    def add(self, jobs: Sequence[Job]) -> None:
-        """Let all of these jobs wait, or none.
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Put all of these completions into the queue, or none.
 
         Raises:
-            QueueFullError: They do not fit.
-            QueueClosedError: The queue takes none any more.
+            QueueFullError: The completions do not fit.
+            QueueClosedError: The queue is closed.
         """
         with self._changed:
             if self._is_closed:
                 raise QueueClosedError
             self._drop_cancelled()
-            if len(self._waiting) + len(jobs) > self.most:
+            if len(self._waiting) + len(completions) > self.most:
                 raise QueueFullError
-            self._waiting.extend(jobs)
+            self._waiting.extend(completions)
             self._changed.notify()
 
-    def take(self, most: int, max_tokens: float) -> list[Job]:
-        """The next jobs, in the order in which they came.
+    def take(self, most: int, max_tokens: float) -> list[Completion]:
+        """The next completions, in the order in which they came.
 
         Args:
-            most: The most jobs.
-            max_tokens: The most tokens of their prompts, all as long as the longest; one job is taken in any case.
+            most: The most completions.
+            max_tokens: The most tokens of their prompts, each padded to the longest. One completion is taken in any
+                case.
         """
         with self._changed:
             self._drop_cancelled()
-            taken: list[Job] = []
+            taken: list[Completion] = []
             longest = 0
             while self._waiting and len(taken) < most:
                 longest = max(longest, len(self._waiting[0].entry.prompt))
@@ -141,16 +143,16 @@ class Queue:
             return taken
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a job is there or the queue is closed, but no longer than ``timeout_s``."""
+        """Wait until a completion is there or the queue is closed, but no longer than ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed, timeout_s)
 
     def close(self) -> None:
-        """Take no further jobs."""
+        """Take no further completions."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
 
     def _drop_cancelled(self) -> None:
-        if any(job.is_cancelled for job in self._waiting):
-            self._waiting = deque(job for job in self._waiting if not job.is_cancelled)
+        if any(completion.is_cancelled for completion in self._waiting):
+            self._waiting = deque(completion for completion in self._waiting if not completion.is_cancelled)
