@@ -107,6 +107,8 @@ def test_the_distribution_is_that_of_temperature_top_k_and_top_p():
     edge = torch.tensor([1 - 2.0**-53, 0.0], dtype=torch.float64)
     assert Sampling(1.0, top_k=1).choose(logits, edge).tolist() == [1, 0]
     assert Sampling(1.0).choose(logits, edge).tolist() == [3, 0]
+    assert Sampling(5e-324).choose(logits, edge).tolist() == [1, 0]  # the smallest number divides by nothing infinite
+    assert Sampling(1.0).choose(logits * float("nan"), edge).max() < 4
 
 
 def test_draws_have_the_frequencies_of_the_distribution():

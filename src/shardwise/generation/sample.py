@@ -54,7 +54,8 @@ class Sampling:
         logits_BV = logits_BV.double()
         if self.temperature == 0:
             return torch.zeros_like(logits_BV).scatter_(-1, logits_BV.argmax(dim=-1, keepdim=True), 1.0)
-        p_BV = (logits_BV / self.temperature).softmax(dim=-1)
+        below_BV = logits_BV - logits_BV.amax(dim=-1, keepdim=True)  # so that a tiny temperature makes no infinity
+        p_BV = (below_BV / self.temperature).softmax(dim=-1)
         if self.top_k is None and self.top_p is None:
             return p_BV
         sorted_BV, ids_BV = p_BV.sort(dim=-1, descending=True, stable=True)
@@ -67,7 +68,7 @@ class Sampling:
         return torch.zeros_like(p_BV).scatter_(-1, ids_BV, sorted_BV)
 
     def choose(self, logits_BV: Tensor, draws_B: Tensor | None = None) -> Tensor:
-        """The next token of each row, (B,).
+        """The next token of each row, (B,): of the vocabulary in any case, even where logits are not numbers.
 
         Args:
             logits_BV: Logits of each row's last position.
@@ -80,7 +81,7 @@ class Sampling:
         total_B = edges_BV[:, -1]
         below_B = torch.nextafter(total_B, torch.zeros_like(total_B))  # the product may be rounded up to the total
         at_B = torch.minimum(draws_B.to(total_B.device) * total_B, below_B)
-        return torch.searchsorted(edges_BV, at_B[:, None], right=True).squeeze(-1)
+        return torch.searchsorted(edges_BV, at_B[:, None], right=True).squeeze(-1).clamp_(max=edges_BV.shape[-1] - 1)
 
 
 class RngStreams:
