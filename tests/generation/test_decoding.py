@@ -123,8 +123,8 @@ def test_draws_have_the_frequencies_of_the_distribution():
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([[1] * 25], {}, "prompt 0 has 25 tokens, the model 24 positions"),
-        ([[1] * 20], {"max_new_tokens": 6}, "take 25 positions; the model has 24.*5 or less"),
+        ([[1] * 25], {}, "prompt 0 has 25 tokens, and there are 24 positions"),
+        ([[1] * 20], {"max_new_tokens": 6}, "take 25 positions, and there are 24.*5 or less"),
         ([[1], [2, 31]], {}, "prompt 1: token 1 is 31, the model knows 0 to 30"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([], {}, "no prompts"),

@@ -73,7 +73,7 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
         ([str(tmp_path), PROMPTS[0]], 65, "no run, checkpoint or Hugging Face folder: it holds no checkpoints"),
         ([str(tmp_path / "nothing"), PROMPTS[0]], 65, "there is no such folder"),
         ([str(tmp_path / run)], 78, "there is no prompt"),
-        ([str(tmp_path / run), "--prompt=" + "x" * 999, "--nproc=2"], 78, "prompt 0 has 999 tokens, the model"),
+        ([str(tmp_path / run), "--prompt=" + "x" * 999, "--nproc=2"], 78, "prompt 0 has 999 tokens, and there are"),
         ([str(tmp_path / run), "--tokens=1 256"], 78, "token 1 is 256, the model knows 0 to 255"),
         ([str(tmp_path / run), "--tokens=a"], 78, "expected numbers"),
         ([str(tmp_path / run), *PROMPTS, "--stream"], 78, "several prompts"),

@@ -15,6 +15,7 @@ from shardwise.serve.completion import Queue
 from shardwise.serve.protocol import Served
 from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.server import _listening, bind
+from shardwise.spec.errors import ConfigError
 from shardwise.train.data.tokenizer import Bytes, OfFolder
 from tests.common.tokenizers import TEMPLATE, save_tokenizer
 
@@ -41,7 +42,7 @@ class Hand:
         self.says = tokenizer.encode(SAID)
         self._held = bind("127.0.0.1", 0)
         self.port = self._held.getsockname()[1]
-        served = Served("hand", tokenizer, 300, POSITIONS, created=7)
+        served = Served("hand", tokenizer, 300, POSITIONS, created=7, max_answers=max_waiting)
         hosts = ["127.0.0.1", "localhost"]
         app = make_app(served, self.queue, lambda: self.scheduler.num_running, hosts=hosts, api_key=api_key)
         self.listening = _listening(app, self._held)
@@ -106,7 +107,7 @@ def complete(client, **given):
 
 
 def test_completions_come_at_once_or_in_pieces_and_count_tokens(make):
-    _, client = make()
+    hand, client = make()
     whole = complete(client)
     assert whole.choices[0].text == SAID
     assert (whole.object, whole.model, whole.choices[0].finish_reason) == ("text_completion", "hand", "length")
@@ -118,9 +119,13 @@ def test_completions_come_at_once_or_in_pieces_and_count_tokens(make):
     assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * 11 + ["length"]
     assert usage.items() <= pieces[-1].usage.model_dump().items()
     assert pieces[-1].choices == []
-    several = complete(client, prompt=["a", "bc"], max_tokens=5)
-    assert [(choice.index, choice.text) for choice in several.choices] == [(0, SAID[:5]), (1, SAID[:5])]
-    assert several.usage.prompt_tokens == 3
+    several = complete(client, prompt=["a", "bc"], n=2, max_tokens=5, temperature=1, seed=3)
+    assert [(choice.index, choice.text) for choice in several.choices] == [(index, SAID[:5]) for index in range(4)]
+    assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (3, 20)
+    begun = [entry for order in hand.orders for entry in order.new][-4:]
+    assert [(bytes(entry.prompt), entry.seed, entry.stream) for entry in begun] == [
+        (b"a", 3, 0), (b"a", 3, 1), (b"bc", 3, 2), (b"bc", 3, 3)
+    ]  # fmt: skip
     assert complete(client, prompt=[1, 2, 3], stop=["wör"]).choices[0].text == "hello "
     stopped = list(complete(client, stream=True, stop="o"))
     assert "".join(piece.choices[0].text for piece in stopped) == "hell"
@@ -140,13 +145,18 @@ def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tm
     assert tokenizer.held.decode(given.prompt) == "<|user|>hi<end>\n<|assistant|>"
     assert given.max_new_tokens == POSITIONS - len(given.prompt) + 1
     assert given.sampling.temperature == 1
+    again = {**whole.choices[0].message.model_dump(), "content": "a"}  # its other fields are null
     deltas = [piece.choices[0].delta for piece in client.chat.completions.create(
-        model="hand", messages=messages, max_completion_tokens=40, stream=True, seed=5, top_p=0.5
+        model="hand", messages=[*messages, again], max_completion_tokens=24, stream=True, seed=5, top_p=0.5
     )]  # fmt: skip
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == SAID
     given = [order.new[0] for order in hand.orders if order.new][-1]
-    assert (given.seed, given.sampling.top_p, given.max_new_tokens) == (5, 0.5, 40)
+    assert (given.seed, given.sampling.top_p, given.max_new_tokens) == (5, 0.5, 24)
+    options = {"max_tokens": 40, "extra_body": {"ignore_eos": True}}
+    assert (
+        client.chat.completions.create(model="hand", messages=messages, **options).choices[0].finish_reason == "length"
+    )
 
 
 def test_a_tokenizer_without_a_template_is_told_for_chats(make):
@@ -159,7 +169,9 @@ def test_a_tokenizer_without_a_template_is_told_for_chats(make):
     ("given", "kind", "message"),
     [
         ({"model": "gpt"}, openai.NotFoundError, "no model gpt here: this server has hand"),
-        ({"n": 2}, openai.BadRequestError, "n is not supported"),
+        ({"best_of": 2}, openai.BadRequestError, "best_of is not supported"),
+        ({"n": 3, "prompt": ["a", "b"]}, openai.BadRequestError, r"6 answers are asked for \(prompts: 2, n=3\)"),
+        ({"prompt": [1, 2.5]}, openai.BadRequestError, "prompt: expected a text, a list of token ids"),
         ({"logprobs": 0}, openai.BadRequestError, "logprobs is not supported"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty is not supported"),
         ({"extra_body": {"beams": 3}}, openai.BadRequestError, "beams: there is no such field"),
@@ -168,9 +180,8 @@ def test_a_tokenizer_without_a_template_is_told_for_chats(make):
         ({"temperature": 1, "top_p": 2}, openai.BadRequestError, "top_p=2.0: expected above 0"),
         ({"prompt": ""}, openai.BadRequestError, "prompt 0 is empty"),
         ({"prompt": [1, 300]}, openai.BadRequestError, "token 1 is 300, the model knows 0 to 299"),
-        ({"prompt": "x" * 65}, openai.BadRequestError, "prompt 0 has 65 tokens, the model 64 positions"),
-        ({"max_tokens": 65}, openai.BadRequestError, "Set max_new_tokens to 64 or less"),
-        ({"prompt": ["a"] * 5}, openai.BadRequestError, "5 prompts: at most 4 fit the queue"),
+        ({"prompt": "x" * 65}, openai.BadRequestError, "prompt 0 has 65 tokens, and there are 64 positions"),
+        ({"max_tokens": 65}, openai.BadRequestError, "Set max_tokens to 64 or less"),
         ({"stop": ["", "a"]}, openai.BadRequestError, "expected at most 4 strings, none of them empty"),
     ],
 )
@@ -185,6 +196,7 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(make, given, kind, m
 def test_values_that_ask_for_nothing_are_no_reason_to_refuse(make):
     _, client = make()
     given = {"n": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "a"}
+    given["extra_body"] = {"top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "beams": None}
     assert complete(client, **given, top_p=0.5).choices[0].text == SAID
 
 
@@ -244,6 +256,7 @@ def test_paths_and_bodies_that_are_none_of_ours_get_errors_of_openai_s_form(make
         ("GET", path, None, {}, 405, "Method Not Allowed"),
         ("POST", path, "{", {}, 400, "the body is no JSON"),
         ("POST", path, "[" * 100_000, {}, 400, "the body is no JSON"),
+        ("POST", path, '{"model": "hand", "prompt": "\\ud800"}', {}, 400, "surrogates not allowed"),
         ("POST", path, "[]", {}, 400, "the body is list, expected a JSON object"),
         ("POST", path, "{}", {}, 400, "model: Field required"),
         ("POST", path, "{}", {"Content-Type": "text/plain"}, 415, "the content type is not application/json"),
@@ -254,6 +267,13 @@ def test_paths_and_bodies_that_are_none_of_ours_get_errors_of_openai_s_form(make
         assert message in told["error"]["message"]
     answer, _ = hand.request("GET", "/health", Host="rebound.example")  # a page of a browser, by a name of its own
     assert answer.status == 400
+
+
+def test_a_port_that_another_program_has_begun_to_listen_on_since_is_refused():
+    with bind("127.0.0.1", 0) as ours, bind(*ours.getsockname()) as other:
+        other.listen()
+        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
+            _listening(None, ours).__enter__()
 
 
 def test_a_key_is_asked_for_where_there_is_one(make):

@@ -55,7 +55,7 @@ def served(folder, *arguments):
     watchdog.start()
     try:
         for line in process.stdout:
-            found = re.match(r"serving tiny at (http://127\.0\.0\.1:\d+/v1)", line)
+            found = re.match(r"serving tiny at (http://127\.0\.0\.[12]:\d+/v1)", line)
             if found:
                 yield process, found[1]
                 break
@@ -114,7 +114,7 @@ def texts_of_five(client, folder):
     [
         pytest.param(("--set=parallel.tp=2",), id="tp"),
         pytest.param(("--set=parallel.pp=2",), id="pp", marks=pytest.mark.long),
-        pytest.param((), id="one"),
+        pytest.param(("--host=127.0.0.2", "--max-length=110"), id="one"),
     ],
 )
 def test_a_client_streams_while_four_others_ask_and_all_get_the_text_of_generate(folder, generated, plan):
@@ -122,6 +122,8 @@ def test_a_client_streams_while_four_others_ask_and_all_get_the_text_of_generate
         found, num_pieces = texts_of_five(client, folder)
         assert found == [row["text"] for row in generated]
         assert num_pieces > 3
+        with pytest.raises(openai.BadRequestError, match="110" if "--max-length=110" in plan else str(SEQ)):
+            ask(client, "def", max_tokens=SEQ + 1)
         begun, told = threading.Event(), []
 
         def stream():
@@ -136,7 +138,7 @@ def test_a_client_streams_while_four_others_ask_and_all_get_the_text_of_generate
         last.join(30)
         assert told[-1].finish_reason in {"stop", "length"}  # an answer under way is completed
         assert process.wait(40) == 0
-        if plan:
+        if plan[0].startswith("--set"):
             assert "SIGTERM: no more requests are taken, and those under way have 30 s" in process.stdout.read()
 
 
@@ -162,6 +164,7 @@ def test_what_can_be_known_beforehand_is_refused_before_any_process_starts(folde
         ([str(folder), "--nproc=2"], "2 processes hold 2 copies of the model under tp=1 and pp=1"),
         ([str(folder), "--host=192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
         ([str(folder), "--chat-template=nothing.jinja"], "chat template nothing.jinja: "),
+        ([str(folder), "--max-length=129"], "the model has 128 positions"),
         ([str(folder), "--average"], "a Hugging Face folder holds no averaged weights"),
         ([str(folder), "--set=optimizer.lr=1"], "Set fields of parallel only"),
     ]:

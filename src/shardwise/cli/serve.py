@@ -51,6 +51,7 @@ class _Asked:
     name: str
     max_rows: int
     max_waiting: int
+    max_length: int | None
     grace_s: float
     chat_template: str | None
     overrides: list[str]
@@ -70,6 +71,9 @@ def serve(  # noqa: PLR0917  typer calls it by name
     name: Annotated[str | None, typer.Option(help="The model's name in requests; by default the folder's.")] = None,
     max_rows: Annotated[int, typer.Option(help="Continue at most so many prompts at a time.", min=1)] = 32,
     max_waiting: Annotated[int, typer.Option(help="Let at most so many prompts wait; more get 429.", min=1)] = 128,
+    max_length: Annotated[
+        int | None, typer.Option(help="Positions that a prompt and its answer may take; by default the model's.", min=2)
+    ] = None,
     grace: Annotated[float, typer.Option(help="Seconds for answers under way when the server ends.", min=0)] = 30.0,
     chat_template: Annotated[Path | None, typer.Option(help="File with the template that makes a chat text.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as tp and pp need.")] = None,
@@ -89,7 +93,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
     if average:
         trained.check_average()
     template = _template(chat_template, trained)
-    limits = (max_rows, max_waiting, grace)
+    limits = (max_rows, max_waiting, max_length, grace)
     asked = _Asked(path, host, port, name or model_name(path), *limits, template, overrides or [], average)
     count = 1
     if world.source == "alone":
@@ -136,6 +140,7 @@ def _check(asked: _Asked, trained: Trained, count: int) -> None:
 
     resolved = trained.resolve(asked.overrides, count)
     check_continues(resolved)
+    _check_length(asked, resolved.positions)
     section = resolved.config.parallel
     if section.tp * section.pp != count:
         raise ConfigError(
@@ -147,12 +152,21 @@ def _check(asked: _Asked, trained: Trained, count: int) -> None:
     bind(asked.host, asked.port).close()
 
 
+def _check_length(asked: _Asked, positions: int | None) -> None:
+    if asked.max_length is not None and positions is not None and asked.max_length > positions:
+        raise ConfigError(
+            f"--max-length {asked.max_length}: the model has {positions} positions.\n"
+            f"  Set it to {positions} or less, or leave it out."
+        )
+
+
 def _serve(asked: _Asked, trained: Trained, world: World) -> int:
     from shardwise.generation.conveyor import Conveyor
     from shardwise.launch.stop_request import StopRequest
     from shardwise.serve.server import bind, is_loopback, serve
 
     resolved = trained.resolve(asked.overrides, world.size, world.ranks_per_machine)
+    _check_length(asked, resolved.positions)
     is_first = world.rank == 0
     with StopRequest() as stop:
         held = bind(asked.host, asked.port) if is_first else None
@@ -176,6 +190,7 @@ def _serve(asked: _Asked, trained: Trained, world: World) -> int:
                 host=asked.host,
                 max_rows=asked.max_rows,
                 max_waiting=asked.max_waiting,
+                max_length=asked.max_length,
                 grace_s=asked.grace_s,
                 chat_template=asked.chat_template,
                 api_key=api_key,

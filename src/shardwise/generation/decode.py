@@ -328,14 +328,14 @@ def check_fit(rows: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size:
             raise ConfigError(f"prompt {number} is empty.\n  Begin with at least one token.")
         if positions is not None and len(row) > positions:
             raise ConfigError(
-                f"prompt {number} has {len(row)} tokens, the model {positions} positions.\n  Shorten the prompt."
+                f"prompt {number} has {len(row)} tokens, and there are {positions} positions.\n  Shorten the prompt."
             )
         check_ids(row, vocab_size, f"prompt {number}")
     longest = max(map(len, rows))
     if positions is not None and longest + max_new_tokens - 1 > positions:
         raise ConfigError(
             f"{longest} tokens of prompt and max_new_tokens={max_new_tokens}, of which the last needs no position, take"
-            f" {longest + max_new_tokens - 1} positions; the model has {positions}.\n"
+            f" {longest + max_new_tokens - 1} positions, and there are {positions}.\n"
             f"  Set max_new_tokens to {positions - longest + 1} or less, or shorten the prompt."
         )
 

@@ -33,6 +33,7 @@ class Entry:
         max_new_tokens: The most new tokens.
         sampling: How its tokens are chosen.
         seed: Seed of its draws.
+        stream: Number of the stream of draws that the seed gives to this row.
     """
 
     number: int
@@ -40,18 +41,19 @@ class Entry:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
+    stream: int = 0
 
     def to_json(self) -> list[Any]:
         """All of it, for :meth:`from_json`."""
         sampling = self.sampling
-        options = [sampling.temperature, sampling.top_k, sampling.top_p, self.seed]
+        options = [sampling.temperature, sampling.top_k, sampling.top_p, self.seed, self.stream]
         return [self.number, [*self.prompt], self.max_new_tokens, *options]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Entry:
         """See :meth:`to_json`."""
-        number, prompt, max_new_tokens, temperature, top_k, top_p, seed = value
-        return cls(number, prompt, max_new_tokens, Sampling(temperature, top_k, top_p), seed)
+        number, prompt, max_new_tokens, temperature, top_k, top_p, seed, stream = value
+        return cls(number, prompt, max_new_tokens, Sampling(temperature, top_k, top_p), seed, stream)
 
 
 class Order(NamedTuple):
@@ -85,7 +87,7 @@ class _Row:
         self.entry = entry
         self.newest = 0
         self.num_left = entry.max_new_tokens
-        self._draws = RngStreams(entry.seed, [0])
+        self._draws = RngStreams(entry.seed, [entry.stream])
 
     def choose(self, logits_1V: Tensor) -> Tensor:
         sampling = self.entry.sampling

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -74,11 +75,11 @@ def make_app(
 
     async def completions(request: Request) -> Response:
         _check_key(request, api_key)
-        return await _answer(request, read_completion(await _body(request), served), served, queue)
+        return await _answer(request, await _read(request, read_completion, served), served, queue)
 
     async def chat(request: Request) -> Response:
         _check_key(request, api_key)
-        return await _answer(request, read_chat(await _body(request), served), served, queue)
+        return await _answer(request, await _read(request, read_chat, served), served, queue)
 
     return Starlette(
         routes=[
@@ -103,8 +104,14 @@ def _check_key(request: Request, api_key: str | None) -> None:
         raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
 
-async def _body(request: Request) -> Any:
-    """The JSON of a request. Other content types are refused: a page in a browser may send those to any server."""
+async def _read(request: Request, read: Callable[[Any, Served], Asked], served: Served) -> Asked:
+    """What a request asks for. A long text takes seconds to become tokens: in a thread, beside which others stream."""
+    body = await _body(request)
+    return await run_in_threadpool(lambda: read(_parsed(body), served))
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request. Other content types are refused: a page in a browser may send those to any server."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("the content type is not application/json", status=415)
     body = bytearray()
@@ -112,10 +119,16 @@ async def _body(request: Request) -> Any:
         body += piece
         if len(body) > MOST_BYTES:
             raise RequestError(f"the body has more than {MOST_BYTES:,} bytes", status=413)
+    return bytes(body)
+
+
+def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        value = json.loads(body)
+        json.dumps(value, ensure_ascii=False).encode()  # refuses half characters, which no tokenizer takes
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from None
+    return value
 
 
 def _refused(_request: Request, error: Exception) -> Response:
@@ -140,8 +153,6 @@ def _broken(_request: Request, _error: Exception) -> Response:
 
 async def _answer(request: Request, asked: Asked, served: Served, queue: Queue) -> Response:
     under_way = _UnderWay(asked, served)
-    if len(under_way.completions) > queue.most:
-        raise RequestError(f"{len(under_way.completions)} prompts: at most {queue.most} fit the queue", param="prompt")
     try:
         queue.add(under_way.completions)
     except QueueFullError:
@@ -185,19 +196,20 @@ class _UnderWay:
         self._asked, self._form = asked, Answer(asked, served)
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._texts = [Text(served.tokenizer, prompt, asked.stops) for prompt in asked.prompts]
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.num_answers)]
+        self._texts = [Text(served.tokenizer, prompt, asked.stops) for prompt in prompts]
         self._num_new = 0
-        ends = served.tokenizer.ends
         self.completions = [
             Completion(
                 prompt,
                 max_new_tokens=asked.max_new_tokens,
                 sampling=asked.sampling,
                 seed=asked.seed,
-                ends=ends,
+                index=index,
+                ends=asked.ends,
                 on_event=self._listener(index),
             )
-            for index, prompt in enumerate(asked.prompts)
+            for index, prompt in enumerate(prompts)
         ]
 
     def cancel(self) -> None:

@@ -36,6 +36,7 @@ class Completion:
         max_new_tokens: The most new tokens.
         sampling: How the new tokens are chosen.
         seed: Seed of the draws.
+        index: Number of the completion among those of its request: each has draws of its own.
         ends: Ids that end the text.
         on_event: Called with every event, in the model's thread. It must return at once.
 
@@ -53,10 +54,11 @@ class Completion:
         max_new_tokens: int,
         sampling: Sampling,
         seed: int,
+        index: int = 0,
         ends: Collection[int],
         on_event: Callable[[Event], None],
     ) -> None:
-        self.entry = Entry(next(_numbers), prompt, max_new_tokens, sampling, seed)
+        self.entry = Entry(next(_numbers), prompt, max_new_tokens, sampling, seed, index)
         self.ends = ends
         self.is_cancelled = False
         self.num_new = 0

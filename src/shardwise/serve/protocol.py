@@ -9,9 +9,9 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.generation.decode import check_fit
 from shardwise.generation.sample import Sampling
@@ -21,7 +21,6 @@ from shardwise.train.data.tokenizer import Tokenizer
 
 #: Fields that are not honoured, and the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -30,6 +29,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
@@ -81,6 +84,7 @@ class Served:
         positions: The most tokens of a row, where they are limited.
         chat_template: Makes text of conversations; ``None``: the tokenizer's own, where it has one.
         created: When the server began, in seconds since the epoch.
+        max_answers: The most answers of one request.
     """
 
     name: str
@@ -89,6 +93,7 @@ class Served:
     positions: int | None
     chat_template: str | None = None
     created: int = 0
+    max_answers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +103,11 @@ class Asked:
     Attributes:
         is_chat: The answer is a message.
         prompts: Token ids of each prompt.
+        num_answers: Answers to each prompt.
         max_new_tokens: The most new tokens of each prompt.
         sampling: How tokens are chosen.
         seed: Seed of the draws.
+        ends: Ids that end an answer.
         stops: Strings at which an answer ends.
         is_stream: The answer comes in pieces.
         has_usage: The last piece counts tokens.
@@ -108,12 +115,28 @@ class Asked:
 
     is_chat: bool
     prompts: list[list[int]]
+    num_answers: int
     max_new_tokens: int
     sampling: Sampling
     seed: int
+    ends: tuple[int, ...]
     stops: list[str]
     is_stream: bool
     has_usage: bool
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """A field that is null asks for nothing, whether there is such a field or not."""
+        return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 class _StreamOptions(BaseModel):
@@ -122,36 +145,32 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _Common(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Common(_Fields):
     model: str
+    n: int = Field(1, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    ignore_eos: bool = False
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str], BeforeValidator(lambda v: [v] if _is_text(v) else v)] = []
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
 
 class _Completion(_Common):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any  # checked by hand: pydantic takes minutes to list what is wrong in a union of long lists
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Part(_Fields):
     type: Literal["text"]
     text: str
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Message(_Fields):
     role: str
-    content: str | list[_Part]
+    content: Annotated[list[_Part], BeforeValidator(lambda v: [{"type": "text", "text": v}] if _is_text(v) else v)]
     name: str | None = None
 
 
@@ -167,12 +186,9 @@ def read_completion(body: Any, served: Served) -> Asked:
         RequestError: It cannot be honoured.
     """
     asked = _checked(_Completion, body, served)
-    given = asked.prompt
-    if isinstance(given, str):
-        prompts: list[Any] = [given]
-    else:
-        prompts = [given] if given and isinstance(given[0], int) else list(given)
-    rows = [served.tokenizer.encode(each) if isinstance(each, str) else list(each) for each in prompts]
+    prompts = _prompts(asked.prompt)
+    _check_count(len(prompts), asked, served)
+    rows = [served.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
     return _asked(asked, rows, asked.max_tokens or _COMPLETION_TOKENS, served, is_chat=False)
 
 
@@ -183,11 +199,43 @@ def read_chat(body: Any, served: Served) -> Asked:
         RequestError: It cannot be honoured.
     """
     asked = _checked(_Chat, body, served)
+    _check_count(1, asked, served)
     row = _conversation(asked.messages, served)
     most = asked.max_completion_tokens or asked.max_tokens
     if most is None:
         most = _CHAT_TOKENS if served.positions is None else max(1, served.positions - len(row) + 1)
     return _asked(asked, [row], most, served, is_chat=True)
+
+
+def _prompts(given: Any) -> list[Any]:
+    """The prompts of a request: texts, or lists of token ids."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list):
+        if given and _are_ids(given):
+            return [given]
+        if all(isinstance(each, str) for each in given) or all(
+            isinstance(each, list) and _are_ids(each) for each in given
+        ):
+            return given
+    raise RequestError(
+        "prompt: expected a text, a list of token ids, a list of texts, or a list of lists of token ids", param="prompt"
+    )
+
+
+def _are_ids(values: Sequence[Any]) -> bool:
+    return all(type(each) is int for each in values)
+
+
+def _check_count(num_prompts: int, asked: _Common, served: Served) -> None:
+    """Refuse more answers than fit the queue, before any text becomes tokens."""
+    count = num_prompts * asked.n
+    if count > served.max_answers:
+        raise RequestError(
+            f"{count} answers are asked for (prompts: {num_prompts}, n={asked.n}), and a request gets at most"
+            f" {served.max_answers}",
+            param="n" if num_prompts == 1 else "prompt",
+        )
 
 
 def _checked(kind: type[Any], body: Any, served: Served) -> Any:
@@ -207,7 +255,7 @@ def _checked(kind: type[Any], body: Any, served: Served) -> Any:
         place = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise RequestError(f"{printable(place)}: there is no such field", param=place) from None
-        raise RequestError(f"{printable(place)}: {first['msg']}", param=str(first["loc"][0])) from None
+        raise RequestError(f"{printable(place)}: {first['msg']}", param=place or None) from None
     if asked.model != served.name:
         raise RequestError(
             f"there is no model {printable(asked.model)} here: this server has {served.name}",
@@ -230,9 +278,7 @@ def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
     given = [
         {
             "role": message.role,
-            "content": message.content
-            if isinstance(message.content, str)
-            else "".join(part.text for part in message.content),
+            "content": "".join(part.text for part in message.content),
             **({} if message.name is None else {"name": message.name}),
         }
         for message in messages
@@ -249,27 +295,31 @@ def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
 
 
 def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, is_chat: bool) -> Asked:
-    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    if len(stops) > _MOST_STOPS or not all(stops):
+    if len(asked.stop) > _MOST_STOPS or not all(asked.stop):
         raise RequestError(f"stop: expected at most {_MOST_STOPS} strings, none of them empty", param="stop")
+    top_k = None if asked.top_k in {-1, 0} else asked.top_k  # as vLLM's clients ask for all tokens
     temperature = 1.0 if asked.temperature is None else asked.temperature
     top_p = None if asked.top_p == 1 or temperature == 0 else asked.top_p
     try:
-        sampling = Sampling(temperature, None if temperature == 0 else asked.top_k, top_p)
+        sampling = Sampling(temperature, None if temperature == 0 else top_k, top_p)
         check_fit(rows, most, vocab_size=served.vocab_size, positions=served.positions)
     except ConfigError as error:
         param = "messages" if is_chat else "prompt" if "prompt" in str(error) else None
         is_long = "positions" in str(error)
         raise RequestError(
-            " ".join(str(error).split()), param=param, code="context_length_exceeded" if is_long else None
+            " ".join(str(error).replace("max_new_tokens", "max_tokens").split()),
+            param=param,
+            code="context_length_exceeded" if is_long else None,
         ) from None
     return Asked(
         is_chat,
         rows,
+        asked.n,
         most,
         sampling,
         secrets.randbits(62) if asked.seed is None else asked.seed,
-        stops,
+        () if asked.ignore_eos else served.tokenizer.ends,
+        asked.stop,
         bool(asked.stream),
         bool(asked.stream_options and asked.stream_options.include_usage),
     )
@@ -280,10 +330,10 @@ def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, 
 
 @dataclass(slots=True)
 class Choice:
-    """The answer to one prompt, or a piece of it.
+    """An answer to one prompt, or a piece of it.
 
     Attributes:
-        index: The number of the prompt.
+        index: The number of the answer in the request.
         text: New text.
         finish: Why the answer is over: ``stop`` or ``length``; ``None`` while it is not.
         is_first: The piece is the first one.

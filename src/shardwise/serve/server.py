@@ -27,12 +27,12 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, which does not listen yet: whoever connects before the model is there is refused.
+    """A socket at an address, which does not listen yet: clients that connect before the model is loaded are refused.
 
     Raises:
         ConfigError: The address is not this machine's, or is taken.
     """
-    try:
+    with _refusals(f"{host}:{port}"):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -43,12 +43,18 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError:
             held.close()
             raise
+    return held
+
+
+@contextlib.contextmanager
+def _refusals(where: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}.\n"
+            f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}.\n"
             "  Name a free port (--port) and an address of this machine (--host)."
         ) from None
-    return held
 
 
 def is_loopback(host: str) -> bool:
@@ -66,6 +72,7 @@ def serve(
     host: str,
     max_rows: int,
     max_waiting: int,
+    max_length: int | None = None,
     grace_s: float,
     chat_template: str | None = None,
     api_key: str | None = None,
@@ -82,6 +89,7 @@ def serve(
         host: As the user has named it.
         max_rows: The most prompts that are continued at a time.
         max_waiting: The most prompts that wait.
+        max_length: The most positions of a prompt and its answer; ``None``: as many as the model has.
         grace_s: See ``stop``.
         chat_template: Makes text of conversations; ``None``: the tokenizer's own.
         api_key: What clients must show, where anything.
@@ -99,8 +107,16 @@ def serve(
         return grace_s - (time.monotonic() - stop.came_at_s) if stop.signal_number else None
 
     scheduler = Scheduler(queue, conveyor.num_lanes, max_rows, time_left_s)
-    served = Served(name, tokenizer, conveyor.vocab_size, conveyor.positions, chat_template, int(time.time()))
-    hosts = [*_LOOPBACK, "[::1]"] if is_loopback(host) else ["*"]
+    served = Served(
+        name,
+        tokenizer,
+        conveyor.vocab_size,
+        max_length or conveyor.positions,
+        chat_template,
+        created=int(time.time()),
+        max_answers=max_waiting,
+    )
+    hosts = [*_LOOPBACK, "[::1]", host] if is_loopback(host) else ["*"]
     app = make_app(served, queue, lambda: scheduler.num_running, hosts=hosts, api_key=api_key)
     with _listening(app, held) as thread:
         shown, port = held.getsockname()[:2]
@@ -126,6 +142,8 @@ def _listening(app: Any, held: socket.socket) -> Iterator[threading.Thread]:
         server_header=False,
         timeout_graceful_shutdown=_CLOSING_S,
     )
+    with _refusals("{}:{}".format(*held.getsockname()[:2])):
+        held.listen()  # another program may have begun to since
     server = uvicorn.Server(config)
     thread = threading.Thread(target=_run, args=(server, [held]), name="shardwise-http", daemon=True)
     thread.start()

@@ -141,7 +141,7 @@ class _Answer:
             max_new_tokens=asked.max_new_tokens,
             sampling=asked.sampling,
             seed=asked.seed,
-            ends=served.tokenizer.ends,
+            ends=asked.ends,
             on_event=self._send_event,
         )
         queue.add([self._completion])

@@ -94,8 +94,8 @@ class Trained:
                 unknown = f"token files with a vocabulary of {source.vocab_size:,}, whose text is not known"
         if unknown:
             raise ConfigError(
-                f"the run was trained on {unknown}.\n  Give ids: --tokens '12 7 9'. A run whose data.tokenizer names a"
-                " folder decodes with it."
+                f"the run was trained on {unknown}.\n  Continue ids: shardwise generate --tokens '12 7 9'. A run whose"
+                " data.tokenizer names a folder decodes with it."
             )
         return Bytes()
 
