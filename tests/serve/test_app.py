@@ -159,10 +159,14 @@ def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tm
     )
 
 
-def test_a_tokenizer_without_a_template_is_told_for_chats(make):
-    _, client = make()
-    with pytest.raises(openai.BadRequestError, match=r"no chat template, .* --chat-template FILE"):
-        client.chat.completions.create(model="hand", messages=[{"role": "user", "content": "hi"}])
+def test_a_tokenizer_without_a_template_is_told_for_chats(make, tmp_path):
+    for tokenizer, message in [
+        (OfFolder(save_tokenizer(tmp_path)), r"no chat template, .* --chat-template FILE"),
+        (Bytes(), "the model's tokens are bytes"),
+    ]:
+        _, client = make(tokenizer)
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(model="hand", messages=[{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from shardwise.spec.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
+    from shardwise.train.data.tokenizer import Tokenizer
     from shardwise.train.trained import Trained
 
 _HELP = """Answer OpenAI's requests (/v1/completions, /v1/chat/completions) with a trained model, streamed or at once.
@@ -148,8 +149,18 @@ def _check(asked: _Asked, trained: Trained, count: int) -> None:
             f" pp={section.pp}, and a server feeds one.\n"
             f"  Set parallel.tp and parallel.pp so that their product is {count}, or start a server for each copy."
         )
-    trained.tokenizer()
+    _tokenizer(asked, trained)
     bind(asked.host, asked.port).close()
+
+
+def _tokenizer(asked: _Asked, trained: Trained) -> Tokenizer:
+    tokenizer = trained.tokenizer()
+    if asked.chat_template is not None and not hasattr(tokenizer, "held"):
+        raise ConfigError(
+            "--chat-template: the model's tokens are bytes, and a template needs a tokenizer of a Hugging Face folder.\n"
+            "  Leave it out, and ask for completions."
+        )
+    return tokenizer
 
 
 def _check_length(asked: _Asked, positions: int | None) -> None:
@@ -170,7 +181,7 @@ def _serve(asked: _Asked, trained: Trained, world: World) -> int:
     is_first = world.rank == 0
     with StopRequest() as stop:
         held = bind(asked.host, asked.port) if is_first else None
-        tokenizer = trained.tokenizer() if is_first else None
+        tokenizer = _tokenizer(asked, trained) if is_first else None
         with trained.opened(resolved, world, is_averaged=asked.is_averaged) as model:
             if held is None or tokenizer is None:
                 Conveyor(model).run(None)

@@ -269,7 +269,11 @@ def _checked(kind: type[Any], body: Any, served: Served) -> Any:
 def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
     """A conversation, with what announces the next answer, as token ids."""
     held = getattr(served.tokenizer, "held", None)
-    if held is None or not (served.chat_template or held.chat_template):
+    if held is None:
+        raise RequestError(
+            "the model's tokens are bytes, which have no chat template: use /v1/completions", param="messages"
+        )
+    if not (served.chat_template or held.chat_template):
         raise RequestError(
             "the model's tokenizer has no chat template, by which conversations become text: use /v1/completions, or"
             " start the server with --chat-template FILE",
