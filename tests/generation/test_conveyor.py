@@ -9,7 +9,8 @@ import torch
 
 import shardwise as sw
 from shardwise.generation.conveyor import Conveyor
-from shardwise.generation.lane import Entry, Order
+from shardwise.generation.lane import Entry, Order, few_lengths
+from shardwise.generation.runner import Stages
 from shardwise.generation.sample import Sampling
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
@@ -155,7 +156,14 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused_before_any_row_
     )
 
 
+def test_prompts_are_padded_to_few_lengths():
+    assert [few_lengths(length) for length in (1, 32, 33, 256, 257, 513, 1000)] == [32, 32, 64, 256, 320, 640, 1024]
+    assert len({few_lengths(length) for length in range(1, 1 << 14)}) == 32
+
+
 def over_ranks(expected, plans):
+    traced, trace = set(), Stages._traced
+    Stages._traced = lambda self, rows, ids: traced.add(ids.shape[1]) or trace(self, rows, ids)
     for family, layers, plan in plans:
         model = sw.parallelize(build(family, layers).train(), plan)
         decider = Decider()
@@ -166,6 +174,7 @@ def over_ranks(expected, plans):
         else:
             assert not decider.said
         assert all(module.training for module in model.modules())
+    assert traced == {1, 32}  # over a pipeline, for prompts of five lengths
     whole = sw.parallelize(build(), sw.ParallelPlan())
     assert "hold 2 copies of the model, and a conveyor feeds one" in refusal(StateError, Conveyor, whole)
 

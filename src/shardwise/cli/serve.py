@@ -157,7 +157,7 @@ def _tokenizer(asked: _Asked, trained: Trained) -> Tokenizer:
     tokenizer = trained.tokenizer()
     if asked.chat_template is not None and not hasattr(tokenizer, "held"):
         raise ConfigError(
-            "--chat-template: the model's tokens are bytes, and a template needs a tokenizer of a Hugging Face folder.\n"
+            "--chat-template: the model's tokens are bytes, and a template needs a Hugging Face folder's tokenizer.\n"
             "  Leave it out, and ask for completions."
         )
     return tokenizer

@@ -80,7 +80,7 @@ class Conveyor:
     def _run(self, decide: Decide | None, world: Comm | None, device: torch.device) -> None:
         pipelined = pipelined_of(self._model)
         runner: Runner = WholeModel(self._model) if pipelined is None else Stages(self._model, (), *pipelined.around())
-        lanes = [Lane(index, self._make_decoder, runner, device) for index in range(self.num_lanes)]
+        lanes = [Lane(index, self._make_decoder, runner, device, self.positions) for index in range(self.num_lanes)]
         held = sorted(runner.stages, reverse=True)
         time = 0
         while True:

@@ -109,6 +109,7 @@ class Lane:
         make_decoder: Makes decoders of the model.
         runner: Computes forwards.
         device: Where the tokens are.
+        positions: The most tokens of a row, where they are limited.
 
     Attributes:
         index: As given.
@@ -116,11 +117,13 @@ class Lane:
         is_under_way: A forward was ordered whose tokens have not been taken.
     """
 
-    def __init__(self, index: int, make_decoder: MakeDecoder, runner: Runner, device: torch.device) -> None:
+    def __init__(
+        self, index: int, make_decoder: MakeDecoder, runner: Runner, device: torch.device, positions: int | None
+    ) -> None:
         self.index = index
         self.new_BT = torch.zeros(0, 1, dtype=torch.int64, device=device)
         self.is_under_way = False
-        self._make_decoder, self._runner, self._device = make_decoder, runner, device
+        self._make_decoder, self._runner, self._device, self._positions = make_decoder, runner, device, positions
         self._settled = _Group()
         self._fresh = _Group()  # whose prompts went through the model last
         self._active = _Group()  # one of the two
@@ -197,6 +200,8 @@ class Lane:
     def _entered(self, entries: Sequence[Entry]) -> _Group:
         """New rows, and their prompts as the tokens that go in next."""
         longest = max(len(entry.prompt) for entry in entries)
+        if self._runner.num_stages > 1:
+            longest = min(few_lengths(longest), self._positions or few_lengths(longest))
         padding = [longest - len(entry.prompt) for entry in entries]
         padded = [[0] * pad + [*entry.prompt] for pad, entry in zip(padding, entries, strict=True)]
         self.new_BT = torch.tensor(padded, device=self._device)
@@ -204,3 +209,13 @@ class Lane:
         layers = self._runner.layers.items()
         decoders = {stage: self._make_decoder(capacity, padding, some) for stage, some in layers}
         return _Group([_Row(entry) for entry in entries], decoders)
+
+
+def few_lengths(length: int) -> int:
+    """A length from ``length`` on, at most a quarter longer or 32, of which there are four between powers of two.
+
+    Over a pipeline the model is traced for each shape that is new, which takes seconds for many layers: prompts of all
+    lengths are padded to a few.
+    """
+    step = max(32, 1 << (length - 1).bit_length() >> 3)
+    return -(-length // step) * step
