@@ -33,6 +33,8 @@ from shardwise.serve.text import Text
 #: The most bytes of a request's body.
 MOST_BYTES = 4 << 20
 _RETRY_AFTER_S = 1
+#: Requests that are read at a time: one of the most bytes takes up to 700 MB while its text becomes tokens.
+_READERS = 2
 
 
 class _CompletionFailedError(Exception):
@@ -57,6 +59,7 @@ def make_app(
             name of its own is not.
         api_key: What clients must show, where anything.
     """
+    readers = asyncio.Semaphore(_READERS)
 
     def health(_request: Request) -> Response:
         state = "stopping" if queue.is_closed else "ok"
@@ -75,11 +78,11 @@ def make_app(
 
     async def completions(request: Request) -> Response:
         _check_key(request, api_key)
-        return await _answer(request, await _read(request, read_completion, served), served, queue)
+        return await _answer(request, await _read(request, read_completion, served, readers), served, queue)
 
     async def chat(request: Request) -> Response:
         _check_key(request, api_key)
-        return await _answer(request, await _read(request, read_chat, served), served, queue)
+        return await _answer(request, await _read(request, read_chat, served, readers), served, queue)
 
     return Starlette(
         routes=[
@@ -104,10 +107,13 @@ def _check_key(request: Request, api_key: str | None) -> None:
         raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
 
-async def _read(request: Request, read: Callable[[Any, Served], Asked], served: Served) -> Asked:
+async def _read(
+    request: Request, read: Callable[[Any, Served], Asked], served: Served, readers: asyncio.Semaphore
+) -> Asked:
     """What a request asks for. A long text takes seconds to become tokens: in a thread, beside which others stream."""
     body = await _body(request)
-    return await run_in_threadpool(lambda: read(_parsed(body), served))
+    async with readers:
+        return await run_in_threadpool(lambda: read(_parsed(body), served))
 
 
 async def _body(request: Request) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from shardwise.generation.decode import check_fit
 from shardwise.generation.sample import Sampling
@@ -125,8 +125,13 @@ class Asked:
     has_usage: bool
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _listed(value: Any) -> Any:
+    """A text as the list that it is short for."""
+    return [value] if isinstance(value, str) else value
+
+
+def _in_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class _Fields(BaseModel):
@@ -154,13 +159,13 @@ class _Common(_Fields):
     top_k: int | None = None
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Annotated[list[str], BeforeValidator(lambda v: [v] if _is_text(v) else v)] = []
+    stop: Annotated[list[str], FailFast(), BeforeValidator(_listed)] = []
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
 
 class _Completion(_Common):
-    prompt: Any  # checked by hand: pydantic takes minutes to list what is wrong in a union of long lists
+    prompt: Any  # see _prompts: pydantic lists what is wrong with every token by every alternative, which takes minutes
 
 
 class _Part(_Fields):
@@ -170,12 +175,12 @@ class _Part(_Fields):
 
 class _Message(_Fields):
     role: str
-    content: Annotated[list[_Part], BeforeValidator(lambda v: [{"type": "text", "text": v}] if _is_text(v) else v)]
+    content: Annotated[list[_Part], FailFast(), BeforeValidator(_in_parts)]
     name: str | None = None
 
 
 class _Chat(_Common):
-    messages: list[_Message] = Field(min_length=1)
+    messages: Annotated[list[_Message], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
 
