@@ -1,6 +1,8 @@
-"""AdamW on the host, as offloading needs it: GB/s of torch's variants and of DeepSpeed's CPUAdam, in one process.
+"""AdamW on the host, as offloading needs it: GB/s of torch's variants and of DeepSpeed's CPUAdam, in one process; and
+a step whose update follows backward beside one whose update is made while backward goes on.
 
     python -m bench.host_adamw [--numel 32000000] [--units 8] [--rounds 5] [--threads 1,16]
+    python -m bench.host_adamw --steps [--tokens 16] [--device-ms 0] [--rounds 30] [--threads 1]
 
 A unit's slice is one flat fp32 tensor, as ``sw.flat_parameters`` gives it. An update reads the gradient, and reads and
 writes master and both moments: 28 bytes for each element at least. The rate is these bytes over the time; that of
@@ -9,6 +11,11 @@ its rate says so. The variants take turns; shown are the median over the rounds 
 time of all threads, which other programs disturb less.
 
 CPUAdam is there where deepspeed is (``make bench`` installs it); it compiles its kernel with g++ at the first call.
+
+With ``--steps`` two models take turns, a GPT with ``offload_policy="cpu"`` each: one calls ``optimizer.step()`` after
+backward, of the other ``sw.optimizer_in_backward`` has a thread update each unit. On a GPU the update needs the host,
+and backward the device. Without one both need processors, and the thread gains where one of them is free; with
+``--device-ms`` the backward of each block also sleeps so long, as a host does whose device computes.
 """
 
 from __future__ import annotations
@@ -20,6 +27,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+import shardwise as sw
 
 BYTES = 28
 
@@ -76,6 +85,43 @@ def measure(numel: int, num_units: int, rounds: int) -> dict[str, tuple[list[flo
     return found
 
 
+def measure_steps(num_tokens: int, rounds: int, device_s: float) -> dict[str, list[float]]:
+    """Seconds of each step by the clock: the update after backward, and beside it; and of the update alone."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = torch.randint(0, 8192, (1, num_tokens + 1), device=device)
+    found: dict[str, list[float]] = {"after backward": [], "beside backward": [], "the update alone": []}
+
+    def made(*, is_beside: bool) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = sw.models.gpt("gpt-nano", num_layers=8, hidden=512, vocab_size=8192, seq_len=num_tokens, device=device)
+        model = sw.parallelize(model, sw.ParallelPlan(offload_policy="cpu", merge_units=False))
+        for block in model.blocks if device_s else ():
+            block.register_full_backward_hook(lambda *_: time.sleep(device_s))
+        optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=1e-4, fused=True)
+        if is_beside:
+            sw.optimizer_in_backward(model, optimizer)
+
+        def step() -> None:
+            start = time.perf_counter()
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            if not is_beside:
+                middle = time.perf_counter()
+                optimizer.step()
+                optimizer.zero_grad()
+                found["the update alone"].append(time.perf_counter() - middle)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            found["beside backward" if is_beside else "after backward"].append(time.perf_counter() - start)
+
+        return step
+
+    steps = made(is_beside=False), made(is_beside=True)
+    for _ in range(3 + rounds):
+        for step in steps:
+            step()
+    return {name: seconds[3:] for name, seconds in found.items()}  # the first ones make the state
+
+
 def line(name: str, threads: int, numel: int, seconds: list[float], used: list[float]) -> str:
     """A row of the table."""
     moved = (8 if name == "copy" else BYTES) * numel
@@ -89,7 +135,16 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", help="numbers of threads; by default torch's")
+    parser.add_argument("--steps", action="store_true", help="time steps with the update after and beside backward")
+    parser.add_argument("--tokens", type=int, default=16, help="of a step; the more, the longer backward takes")
+    parser.add_argument("--device-ms", type=float, default=0.0, help="the backward of each block sleeps so long")
     given = parser.parse_args()
+    if given.steps:
+        torch.set_num_threads(int(given.threads or torch.get_num_threads()))
+        print("| update | median | least |\n|---|---|---|")
+        for name, seconds in measure_steps(given.tokens, given.rounds, given.device_ms / 1e3).items():
+            print(f"| {name} | {statistics.median(seconds) * 1e3:.1f} ms | {min(seconds) * 1e3:.1f} ms |")
+        return
     print("| update | threads | time | GB/s | GB/s of a processor's second |\n|---|---|---|---|---|")
     for threads in map(int, (given.threads or str(torch.get_num_threads())).split(",")):
         torch.set_num_threads(threads)

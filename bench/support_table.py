@@ -48,7 +48,6 @@ OPTIONS = (
     Option('activation_checkpointing="selective"', {"activation_checkpointing": "selective"}),
     Option("offload_activations", {"offload_activations": True}),
     Option('offload_policy="cpu"', {"offload_policy": "cpu"}),
-    Option("offload_activations", {"offload_activations": True}),
     Option('quantize_frozen="int8"', {"quantize_frozen": "int8"}),
     Option('quantized_gather="int8"', {"quantized_gather": "int8"}),
     Option('quantized_reduce="int8"', {"quantized_reduce": "int8"}),

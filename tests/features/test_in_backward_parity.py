@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS
@@ -26,18 +27,28 @@ def check(name: str, world: int, cases: Sequence[Case]) -> None:
 
 
 SHORT = (("tied", 2), ("odd", 3))
+#: Every strategy with a policy that keeps its optimizer on the host, whole or in part.
+ON_HOST: Sequence[Case] = (
+    ("ddp", True, {"offload_policy": "cpu"}),
+    ("zero1", False, {"offload_policy": sw.OffloadPolicy(ratio=0.5)}),
+    ("zero2", True, {"offload_policy": "cpu"}),
+    ("shard_grad_op", False, {"offload_policy": sw.OffloadPolicy(parameters=False)}),
+    ("zero3", True, {"offload_policy": "cpu"}),
+    ("zero3", False, {"offload_policy": sw.OffloadPolicy(ratio=0.5)}),
+)
 
 
 @pytest.mark.parametrize(("name", "world"), SHORT)
 def test_updates_in_backward_are_bitwise_equal_to_one_process(name, world):
-    check(name, world, [(preset, place % 2 == 0, {}) for place, preset in enumerate(PRESETS)])
+    check(name, world, [*((preset, place % 2 == 0, {}) for place, preset in enumerate(PRESETS)), *ON_HOST])
 
 
 def test_updates_in_backward_are_bitwise_on_two_groups_of_two():
-    check("odd", 4, [(preset, True, {"dp_replicate": 2}) for preset in ("hsdp", "zero1")])
+    cases = (("hsdp", {}), ("zero1", {}), ("hsdp", {"offload_policy": "cpu"}))
+    check("odd", 4, [(preset, True, {"dp_replicate": 2, **options}) for preset, options in cases])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "world"), [(n, w) for n in models.NAMES for w in (1, 2, 3, 4) if (n, w) not in SHORT])
 def test_updates_in_backward_are_bitwise_on_every_world(name, world):
-    check(name, world, [(preset, is_flat, {}) for preset in PRESETS for is_flat in (False, True)])
+    check(name, world, [*((preset, is_flat, {}) for preset in PRESETS for is_flat in (False, True)), *ON_HOST])

@@ -8,12 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.base import Handle
-from shardwise.engine.engine import Engine
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.common import models
+from tests.common.late_copies import late_copies
 from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks
 
@@ -232,51 +231,22 @@ def test_a_deferred_model_goes_to_the_host_unit_by_unit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
 
 
-@on_ranks(1)
-def test_updates_inside_backward_are_refused():
-    model = sw.parallelize(Chain(), sw.ParallelPlan(offload_policy="cpu"))
-    with pytest.raises(sw.StateError, match="offload_policy keeps them on"):
-        sw.optimizer_in_backward(model, torch.optim.AdamW(model.parameters()))
-
-
-def send_late(engine: Engine, copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Copies to the host are there when the host has waited, and not before, as on CUDA."""
-
-    class Waited(Handle):
-        def __init__(self, source: Tensor, target: Tensor, after: Handle) -> None:
-            self._source, self._target, self._after = source, target, after
-
-        def wait(self) -> None:
-            self._after.wait()
-            copies.append((self._source.clone(), self._target))
-
-    def synchronise() -> None:
-        for source, target in copies:
-            target.copy_(source)
-        copies.clear()
-
-    transfers = engine.shared[Transfers]
-    engine.host_waits = (synchronise,)
-    transfers.send = lambda source, target, after, _pool: Waited(source, target, after)  # type: ignore[method-assign]
-    transfers.synchronise = synchronise  # type: ignore[method-assign]
-
-
 @on_ranks(2)
 def test_flags_on_the_host_are_read_when_their_copy_has_been_waited_for():
     """Each rank has gradients of the parameter that the other owns; a later reduction adds to an earlier one."""
     rank = dist.get_rank()
     module = nn.Module()
     module.first, module.second = (nn.Parameter(torch.ones(64)) for _ in range(2))
-    model = sw.parallelize(module, sw.ParallelPlan(offload_policy="cpu"))
-    engine = engine_of(model, "test")
-    (group,) = engine.groups
-    send_late(engine, [])
-    for _ in range(2):
-        group.fulls[1 - rank].grad = torch.ones(64)
-        group.gradient.collect(engine.gradients)
-        group.gradient.reduce(engine.gradients).wait()
-        group.gradient.finish(engine.gradients)
-    engine.drain()
+    with late_copies():
+        model = sw.parallelize(module, sw.ParallelPlan(offload_policy="cpu"))
+        engine = engine_of(model, "test")
+        (group,) = engine.groups
+        for _ in range(2):
+            group.fulls[1 - rank].grad = torch.ones(64)
+            group.gradient.collect(engine.gradients)
+            group.gradient.reduce(engine.gradients).wait()
+            group.gradient.finish(engine.gradients)
+        engine.drain()
     grad = group.shards[rank].grad
     assert grad is not None
     assert grad.flatten().tolist() == [1.0] * 64  # twice the mean over two ranks

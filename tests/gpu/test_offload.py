@@ -11,6 +11,7 @@ import shardwise as sw
 from shardwise.api.summary import predict
 from shardwise.forms import packed
 from shardwise.forms.attachment import engine_of
+from shardwise.forms.host import Transfers
 from shardwise.testing import run_on_ranks
 
 POLICIES = ("cpu", sw.OffloadPolicy(ratio=0.5), sw.OffloadPolicy(parameters=False))
@@ -65,6 +66,42 @@ def compare() -> dict[str, bool]:
 def test_offload_and_recomputation_change_no_bit() -> None:
     (verdict,) = run_on_ranks(compare, 1, process_group=False, timeout_s=280)
     assert verdict == dict.fromkeys(verdict, True)
+
+
+def updated_late(*, is_inside: bool) -> tuple[list[torch.Tensor], list[bool]]:
+    """Weights after three steps whose copies to the host begin late; and whether the updates' thread has the device."""
+    model = sw.parallelize(build(hidden=256, num_layers=6), sw.ParallelPlan(offload_policy="cpu", merge_units=False))
+    optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=1e-2)
+    devices: list[bool] = []
+    optimizer.register_step_post_hook(lambda *_: devices.append(torch.cuda.current_device() == 0))
+    if is_inside:
+        sw.optimizer_in_backward(model, optimizer)
+    transfers = engine_of(model, "test").shared[Transfers]
+    send = transfers.send
+
+    def late(*given: object) -> object:
+        with torch.cuda.stream(transfers._down):
+            torch.cuda._sleep(20_000_000)
+        return send(*given)
+
+    transfers.send = late
+    train(model, optimizer, 3)
+    return [value.cpu() for value in sw.full_state_dict(model).values()], devices
+
+
+def update_late() -> dict[str, bool]:
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    (after, _), (inside, devices) = updated_late(is_inside=False), updated_late(is_inside=True)
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(after, inside, strict=True)),
+        "unit by unit": len(devices) >= 3 * 6,
+        "device": all(devices),
+    }
+
+
+def test_an_update_beside_backward_waits_until_its_gradients_are_on_the_host() -> None:
+    (verdict,) = run_on_ranks(update_late, 1, process_group=False)
+    assert verdict == {"same": True, "unit by unit": True, "device": True}
 
 
 def memory(policy: str | sw.OffloadPolicy) -> tuple[int, int, int, bool]:

@@ -182,6 +182,18 @@ def test_updates_inside_backward_take_their_time_there():
     assert inside.step_time_s == pytest.approx(plain.step_time_s, rel=0.02)
 
 
+def test_on_the_host_updates_inside_backward_run_beside_it():
+    """Only the last microbatch's: of the step's time what is hidden goes, no more than all of the update."""
+    plan = ParallelPlan(strategy="zero3", offload_policy="cpu")
+    for microbatches in (1, 4):
+        batch = {"global_batch": 16 * microbatches, "micro_batch": 1}
+        after, inside = (made(plan, num_gpus=16, in_backward=value, **batch) for value in (False, True))
+        update_s = after.time.by_category["optimizer"]
+        assert 0.3 * update_s < after.step_time_s - inside.step_time_s < update_s
+        assert inside.time.by_category["optimizer"] < 0.7 * update_s
+        assert inside.memory.by_category == after.memory.by_category
+
+
 def test_gradients_are_sent_in_the_dtype_that_memory_counts():
     dtypes = {None: 4, "fp32": 4, "bf16": 2}
     plans = [ParallelPlan(strategy="ddp")]

@@ -20,8 +20,10 @@ INSIDE = (*FREE, *sets("optimizer.in_backward=true"))
 
 def test_updates_in_backward_are_those_after_it_also_when_resumed(tmp_path: Path) -> None:
     outside, inside, again = tmp_path / "outside", tmp_path / "inside", tmp_path / "again"
-    train_well(tmp_path, 2, ("--run-dir", "outside", *FREE), ("--run-dir", "inside", *INSIDE))
+    on_host = ("--run-dir", "on_host", *INSIDE, *sets("parallel.offload_policy=cpu"))
+    train_well(tmp_path, 2, ("--run-dir", "outside", *FREE), ("--run-dir", "inside", *INSIDE), on_host)
     assert losses(inside) == losses(outside)
+    assert losses(tmp_path / "on_host") == losses(outside)
     assert summary(inside)["eval_loss_final"] == summary(outside)["eval_loss_final"]
     assert [line["grad_norm"] for line in metrics(inside)] == [None] * 6
     assert all(line["grad_norm"] > 0 for line in metrics(outside))
@@ -80,7 +82,10 @@ def test_a_record_has_the_peak_of_all_ranks_and_a_short_resume_its_speed(tmp_pat
         ((), "clipping needs the norm of all gradients before the first update"),
         ((*FREE, *sets("train.micro_batch_size=2")), "gradients of 2 microbatches are to be added up"),
         ((*FREE, *sets("parallel.mp_policy={param_dtype: fp16}")), "fp16's scaled gradients"),
-        ((*FREE, *sets("parallel.offload_policy=cpu")), "offload_policy keeps gradients on the host"),
+        (
+            (*FREE, *sets("train.micro_batch_size=2", "parallel.offload_policy={ratio: 0.5}")),
+            "or parallel.offload_policy=cpu, which adds them up on the host",
+        ),
     ],
 )
 def test_what_needs_all_gradients_is_refused_before_a_process_starts(

@@ -28,7 +28,7 @@ from shardwise.forms.waiting import set_gradient_sync
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
-from shardwise.optim.in_backward import refuse
+from shardwise.optim.in_backward import refuse, refuse_sums
 from shardwise.spec.chain import merged_name
 from shardwise.spec.errors import MeshError, PlanError, StateError, Uncopyable
 from shardwise.spec.facts import EngineOptions, keeps_buffers
@@ -421,7 +421,7 @@ class _UnitMethod(Uncopyable):
     ) -> None:
         self._check_root(unit, recurse=recurse)
         if not requires_gradient_sync:
-            refuse(engine, f"{self._name}(False)")
+            refuse_sums(engine, f"{self._name}(False)")
         set_gradient_sync(engine, is_enabled=bool(requires_gradient_sync))
         engine.accumulation = engine.options.accumulation(engine.row)
 
@@ -438,7 +438,7 @@ class _UnitMethod(Uncopyable):
         if engine.comms.replicate is None:
             return  # there is no all-reduce
         if not requires_all_reduce:
-            refuse(engine, f"{self._name}(False)")
+            refuse_sums(engine, f"{self._name}(False)")
         engine.accumulation = "defer_replicate"
         set_gradient_sync(engine, is_enabled=bool(requires_all_reduce))
 

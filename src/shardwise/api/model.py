@@ -12,7 +12,7 @@ from shardwise.comm.base import CollectiveEvent, Recorder
 from shardwise.features import batch_norm
 from shardwise.forms.attachment import attachment_of, engine_of, mark_of
 from shardwise.forms.waiting import set_gradient_sync
-from shardwise.optim.in_backward import refuse
+from shardwise.optim.in_backward import refuse_sums
 from shardwise.spec.slice import slice_of
 
 
@@ -60,7 +60,7 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
     """
     engine = engine_of(model, "sw.gradient_sync", on_shards=False)
     if not is_enabled:
-        refuse(engine, "sw.gradient_sync(model, False)")
+        refuse_sums(engine, "sw.gradient_sync(model, False)")
     before = engine.syncs_gradients
     set_gradient_sync(engine, is_enabled=is_enabled)
     try:

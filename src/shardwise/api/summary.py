@@ -290,7 +290,10 @@ def _update(engine: Engine) -> str:
     count = sum(len(flat_ranges(group.held, group.facts.flat_kinds)) for group in flat if group.facts.flat_kinds)
     names = sum(piece.numel > 0 for group in flat for piece in group.held)
     how = [f"as {count} flat tensors instead of {names} by name"] if flat else []
-    how += ["inside backward, unit by unit"] if optimizers_in_backward(engine) is not None else []
+    if optimizers_in_backward(engine) is not None:
+        how += ["inside backward, unit by unit"]
+        if any(group.facts.is_offloaded and group.wants_gradients for group in engine.groups):
+            how += ["those on the host in a thread of their own"]
     return ", ".join(how)
 
 

@@ -93,7 +93,7 @@ class Engine:
         observers: What attaches from outside.
         step: What lies between two updates of the parameters.
         shared: What forms of this model share, and what other floors keep with the engine, by name or type.
-        host_waits: Have the host wait for copies from and to it.
+        host_waits: Have the host wait for copies from and to it, and for updates that run beside a backward.
         slots, gradients: Memory that units take turns with.
         reducing: Reductions under way, oldest first.
         orders: The agreed orders.
@@ -701,6 +701,7 @@ class Engine:
     def recover(self) -> None:
         """A backward raised before its end: drop what it left under way. A ``.grad`` that was done stays."""
         backward = self.backward
+        self.wait_for_host()
         while self.reducing:
             self.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
         for unit in self.units:
@@ -783,7 +784,7 @@ class Engine:
             group.gradient.free()
 
     def wait_for_host(self) -> None:
-        """Have the host wait for what is on its way from or to it."""
+        """Have the host wait for what is on its way from or to it, and for its own updates of what is there."""
         for wait in self.host_waits:
             wait()
 

@@ -6,8 +6,9 @@ reduced gradient is copied from the device's buffer to the host's. On CUDA each 
 * up: after everything that the compute stream had been given (the slot is free then); the all-gather waits for it.
 * down: after the reduction; the compute stream waits for it before the buffer is used again.
 
-The host waits in two places: at the end of backward, because the optimizer is about to read the gradients, and where it
-has to add up gradients itself. On any other device the same copies are made, each when it is asked for.
+The host waits for a copy where it reads what was copied: at the end of backward, because the optimizer is about to read
+the gradients; before it updates a unit inside backward; and where it has to add up gradients itself. On any other
+device the same copies are made, each when it is asked for.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class OnHost(Around):
         self.resident: Tensor | None = None  # the shard that the device keeps of the master
         self._resident_epoch = -1  # the forward for which it was brought
         self._landing: Tensor | None = None  # on the host, for a sum that cannot go straight to where .grad lives
+        self._copy: Copy | None = None  # the newest one to the host
 
     def make_master(self, group: Group) -> Tensor:
         """As the form within, on the host; and the device's shard, where it keeps one."""
@@ -133,11 +135,13 @@ class OnHost(Around):
                     sum_on_device.numel(), sum_on_device.dtype, group.device, pins=self.policy.pin_memory
                 )
             gradient.result = self._landing
-        return self.transfers.send(sum_on_device, gradient.result, reduction, self._packed)
+        self._copy = self.transfers.send(sum_on_device, gradient.result, reduction, self._packed)
+        return self._copy
 
     def wait_for_host(self) -> None:
-        """Wait for every copy of the model."""
-        self.transfers.synchronise()
+        """Wait for the newest copy of a sum of the group, made after those before it; from any thread."""
+        if self._copy is not None:
+            self._copy.wait_on_host()
 
     def buffers(self) -> list[tuple[str, Tensor]]:
         """Those of the form within, the device's shard, and where sums land on the host."""
@@ -189,7 +193,7 @@ class Transfers:
 
     # -- down
 
-    def send(self, source: Tensor, target: Tensor, after: Handle, pool: PackedPool) -> Handle:
+    def send(self, source: Tensor, target: Tensor, after: Handle, pool: PackedPool) -> Copy:
         """Copy ``source`` on the device to ``target`` on the host as soon as ``after`` is done.
 
         Args:
@@ -203,7 +207,8 @@ class Transfers:
         with torch.cuda.stream(self._down), pool.holding() as held:
             after.wait()
             target.copy_(source, non_blocking=True)
-            self._events["down"] = self._down.record_event()
+            # A thread that waits for the event sleeps: the processor is there for updates.
+            self._events["down"] = self._down.record_event(torch.cuda.Event(blocking=True))
         return _Event(
             self._events["down"], self.device, lambda: [pool.give(buffer) for buffer in held], moved=(source, target)
         )
@@ -215,7 +220,14 @@ class Transfers:
         self._events.clear()
 
 
-class _Event(Handle):
+class Copy(Handle):
+    """A copy of one tensor between device and host."""
+
+    def wait_on_host(self) -> None:
+        """Have the host wait until the copy has been made. The handle has been waited for already."""
+
+
+class _Event(Copy):
     """A copy on a stream of its own."""
 
     def __init__(
@@ -237,8 +249,11 @@ class _Event(Handle):
         if then is not None:
             then()
 
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
 
-class _Later(Handle):
+
+class _Later(Copy):
     """A copy that is made when what it copies is there."""
 
     def __init__(self, source: Tensor, target: Tensor, after: Handle) -> None:

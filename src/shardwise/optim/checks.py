@@ -80,7 +80,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     is_inside_backward = False
     has_closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))
     for engine in engines:
-        engine.wait_for_host()  # masters on the host are about to be written
         if any(observer.updates_in_backward for observer in engine.observers.all):
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
             if found_inf is not None:
@@ -91,6 +90,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if _is_stepping(engine):
                 is_inside_backward = True
                 continue
+        engine.wait_for_host()  # masters on the host are about to be written
         _check_moment(engine, has_closure=has_closure)
         for tell in engine.observers.before_step:
             tell(engine, optimizer)

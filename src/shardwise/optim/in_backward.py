@@ -1,21 +1,30 @@
 """The optimizer's step inside backward: a group is updated as soon as its gradients are reduced, and they are let go.
 
-Gradients then exist for one unit at a time, in the buffers in which they travel. Nothing in the numbers changes: an
-update needs no gradient but its own, and a unit is reduced when backward has left it for good.
+Nothing in the numbers changes: an update needs no gradient but its own, and a unit is reduced when backward has left it
+for good. What a group gains depends on where its optimizer works:
+
+* On the device that computes, its gradients live in the buffers in which they travel, and exist for one unit at a time.
+* On the host (``offload_policy``), a thread updates the group while backward goes on with other units. It waits until
+  the gradients have been copied to host memory, where they live as without it. The end of backward waits for the
+  thread, and so does whatever comes after a backward that raised.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from shardwise import torch_private
+from shardwise.engine.gradient import settle
 from shardwise.engine.hooks import Observer
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of, split
@@ -32,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """Have ``backward()`` update the parameters, unit by unit, so that gradients never exist for the whole model.
+    """Have ``backward()`` update the parameters, unit by unit.
 
     ::
 
@@ -47,9 +56,13 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
     parameter groups may be changed between steps, schedulers work, ``sw.save`` and ``sw.load`` take it. ``.grad`` is
     ``None`` after backward, so that ``optimizer.step()`` and ``zero_grad()`` find nothing to do and may stay in a loop.
 
-    What needs all gradients before the first update is refused from now on: ``sw.clip_grad_norm``,
-    ``sw.gradient_sync(model, False)`` (every backward is a step) and gradient scalers. If a backward raises, units that
-    it has left are updated already.
+    Gradients never exist for the whole model. Those of units on the host (``ParallelPlan.offload_policy``) stay in host
+    memory as without this call: such a unit is updated by a thread, as soon as its gradients are there and while
+    backward goes on. Backward returns when all updates are made. Hooks on ``optimizer.step()`` run in that thread.
+
+    What needs all gradients before the first update is refused from now on: ``sw.clip_grad_norm`` and gradient scalers;
+    and ``sw.gradient_sync(model, False)`` (every backward is a step), unless all that is trained is on the host. If a
+    backward or an update raises, units that backward has left are updated already.
 
     Args:
         model: A parallelized model without gradients.
@@ -71,7 +84,8 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
     _check(engine, optimizers)
     engine.observers.add(UpdateInBackward(engine, optimizers))
     for group in engine.groups:
-        group.facts = dataclasses.replace(group.facts, updates_in_backward=True)
+        if not group.facts.is_offloaded:
+            group.facts = dataclasses.replace(group.facts, updates_in_backward=True)
 
 
 def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] | None:
@@ -89,14 +103,15 @@ def refuse(engine: Engine, call: str) -> None:
         )
 
 
+def refuse_sums(engine: Engine, call: str) -> None:
+    """Refuse that gradients of several backwards are added up, where some live in buffers that others need."""
+    if not all(group.facts.is_offloaded for group in engine.groups if group.wants_gradients):
+        refuse(engine, call)
+
+
 def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     if engine.observers.find(UpdateInBackward) is not None:
         raise StateError("the model is updated inside backward already.\n  Call sw.optimizer_in_backward() once.")
-    if any(group.facts.is_offloaded for group in engine.groups):
-        raise StateError(
-            "sw.optimizer_in_backward() lets gradients live in the device's buffers, but offload_policy keeps them on"
-            " the host.\n  Use one of the two: on the host gradients cost no device memory."
-        )
     for optimizer in optimizers:
         if isinstance(optimizer, Muon):
             raise StateError(
@@ -158,14 +173,71 @@ class UpdateInBackward(Observer):
         self.optimizers = optimizers
         self._parts: dict[Group, list[list[nn.Parameter]]] = {}  # of each group, by parameter group of each optimizer
         self._num_parameters = -1
+        self._thread = ThreadPoolExecutor(1, "shardwise-update")  # begins at the first update on the host
+        self._on_host: list[Future[None]] = []  # updates on the host in this backward
+        self._steps = threading.Lock()  # an optimizer steps for one group at a time
         for optimizer in optimizers:
             torch_private.take_scale_as_attribute(optimizer)
         for group in engine.groups:
-            group.gradient.lend_home(engine.gradients)
+            if not group.facts.is_offloaded:
+                group.gradient.lend_home(engine.gradients)
+        engine.host_waits += (self.wait,)
 
     def reduced(self, engine: Engine, unit: Unit, group: Group) -> None:
         """Update the parameters of a group that have a gradient, and let the gradients go."""
-        if any(shard.grad is not None for shard in group.shards):
+        if not engine.syncs_gradients:
+            return
+        if group.facts.is_offloaded:
+            self._on_host.append(self._thread.submit(self._update_on_host, group, torch.get_num_threads()))
+        else:
+            self._update(group)
+            group.gradient.release_home(engine.gradients)
+        unit.updated_in = engine.backward.generation
+
+    def backward_ended(self, engine: Engine) -> None:
+        """What is gathered is out of date."""
+        if engine.syncs_gradients:
+            engine.invalidate()
+
+    def before_values(self, engine: Engine, call: str) -> None:  # noqa: ARG002
+        """Refuse ``call`` after a backward that raised when it had updated some units."""
+        self.wait()
+        backward = engine.backward
+        is_mixed = any(unit.updated_in == backward.generation for unit in engine.units)
+        if backward.is_under_way and is_mixed and torch_private.current_backward() == -1:
+            engine.recover()
+
+    def wait(self) -> None:
+        """Wait for the updates on the host. Raises what one of them has raised."""
+        concurrent.futures.wait(self._on_host)
+        done, self._on_host = self._on_host, []
+        for update in done:
+            update.result()
+
+    def _update_on_host(self, group: Group, num_threads: int) -> None:
+        """Update a group whose gradients are in host memory, or on their way there. Runs in the thread for updates.
+
+        Args:
+            group: The group.
+            num_threads: Threads that the optimizer's kernels use: each thread of the process has a number of its own.
+        """
+        try:
+            if group.device.type == "cuda":
+                torch.cuda.set_device(group.device)  # a new thread's is the first one, where torch would make a context
+            if torch.get_num_threads() != num_threads:
+                torch.set_num_threads(num_threads)
+            group.form.wait_for_host()
+            settle([group.gradient])
+            self._update(group)
+        finally:
+            for shard in group.shards:
+                shard.grad = None
+
+    def _update(self, group: Group) -> None:
+        """Have the optimizers step for what has a gradient in a group."""
+        if all(shard.grad is None for shard in group.shards):
+            return
+        with self._steps:
             flats = [p for part in self._parts_of(group) for p in part if isinstance(p, FlatParameter)]
             if any(flat.is_partial for flat in flats):
                 for optimizer in self.optimizers:
@@ -177,12 +249,6 @@ class UpdateInBackward(Observer):
                     _step_on(optimizer, parts)
             finally:
                 self.is_stepping = False
-        group.gradient.release_home(engine.gradients)
-        unit.updated_in = engine.backward.generation
-
-    def backward_ended(self, engine: Engine) -> None:
-        """What is gathered is out of date."""
-        engine.invalidate()
 
     def _parts_of(self, group: Group) -> list[list[nn.Parameter]]:
         lists = [settings["params"] for optimizer in self.optimizers for settings in optimizer.param_groups]

@@ -14,7 +14,7 @@ from shardwise.planner.legal import Layout, divisors, layouts, schedules, strate
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.placement import PRESETS, canonical_name
 from shardwise.spec.plan import ParallelPlan, plan_fields
-from shardwise.spec.policies import OffloadPolicy, PrecisionPolicy, recompute_policy
+from shardwise.spec.policies import OffloadPolicy, PrecisionPolicy, offload_policy, recompute_policy
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import did_you_mean
@@ -181,14 +181,16 @@ def saved(base: Candidate, way: Way) -> Candidate:
 def ways_to_save(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> tuple[Way, ...]:
     """Ways to trade time for memory, the least of it first, the most last."""
     is_pipeline, shards = base.layout.pp > 1, PRESETS[base.strategy].shards_parameters
+    is_on_host = offload_policy(fixed.get("offload_policy") or "none") is not None
     return _ways(
         (fixed["recompute"],) if "recompute" in fixed else None,
         in_backward=fixed.get("in_backward"),
         is_compiled=workload.compile or bool(fixed.get("compile")),
         offloads="offload_policy" not in fixed,
+        is_on_host=is_on_host,
         must_offload=shards and base.layout.dp_shard * base.layout.cp == 1 and "strategy" not in fixed,
         shards=shards,
-        can_update=not is_pipeline and base.accumulation == 1 and workload.precision != "fp16",
+        can_update=not is_pipeline and (base.accumulation == 1 or is_on_host) and workload.precision != "fp16",
         can_release=is_pipeline and shards and "reshard_after_forward" not in fixed,
     )
 
@@ -200,6 +202,7 @@ def _ways(
     in_backward: bool | None,
     is_compiled: bool,
     offloads: bool,
+    is_on_host: bool,
     must_offload: bool,
     shards: bool,
     can_update: bool,
@@ -211,7 +214,8 @@ def _ways(
     kept = ["cpu"] if must_offload and offloads else kept
     found: list[Way] = []
     for offload in kept:
-        may_update = can_update and offload == "none" and offloads
+        # On the host it saves no memory of the device, and costs clipping: taken where it is asked for.
+        may_update = can_update and (in_backward is not None or (offload == "none" and not is_on_host))
         updates = [u for u in ((False, True) if may_update else (False,)) if in_backward in {None, u}]
         releases = (False, True) if can_release else (False,)
         found += [(offload, value, *way) for way in itertools.product(updates, releases) for value in values]

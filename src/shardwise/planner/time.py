@@ -189,6 +189,7 @@ class Timing:
             down_s=offload,
             away_s=self._away_s(work, recomputes),
             update_s=self._optimizer_s(work) if self.workload.in_backward else 0.0,
+            updates_on_host=self.plan.offload is not None,
             is_trained=work.num_trained > 0,
         )
 
@@ -344,6 +345,7 @@ class Timing:
             up_s=first.up_s + last.up_s,
             down_s=first.down_s + last.down_s,
             update_s=first.update_s + last.update_s,
+            updates_on_host=first.updates_on_host,
             is_trained=first.is_trained or last.is_trained,
         )
 

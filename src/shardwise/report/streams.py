@@ -30,6 +30,7 @@ FILLS = {
     "optimizer": "k7",
     "up": "k8",
     "down": "k8",
+    "update": "k7",
     "host": "k10",
     "wait": "k10",
 }
@@ -39,6 +40,7 @@ WORDS = {
     "replicate": "all-reduce over replicas",
     "up": "from the host",
     "down": "to the host",
+    "update": "updates on the host",
     "host": "launches of the host",
     "wait": "host waits",
 }

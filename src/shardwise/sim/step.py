@@ -72,6 +72,7 @@ class StepUnit:
         down_s: Copy of the reduced gradients to the host.
         away_s: Copy of what forward leaves for backward to the host, and the same back; 0: it stays on the device.
         update_s: The optimizer's step inside backward, when the gradients are there.
+        updates_on_host: The host makes it, while backward goes on.
         host_forward_s: Time that the host needs to launch forward's operations; 0: it is never late.
         host_backward_s: The same of backward.
         is_trained: Gradients are reduced.
@@ -94,6 +95,7 @@ class StepUnit:
     down_s: float = 0.0
     away_s: float = 0.0
     update_s: float = 0.0
+    updates_on_host: bool = False
     host_forward_s: float = 0.0
     host_backward_s: float = 0.0
     is_trained: bool = True
@@ -186,7 +188,9 @@ def simulate_step(
             has_one_slot=num_slots == 1,
         )
         is_gathered = row.shards_optimizer and (row.shards_parameters or is_first)
-        timelines.append((run(lower(dict(enumerate(units)), moments, is_gathered=is_gathered), slowdown), count))
+        timelines.append(
+            (run(lower(dict(enumerate(units)), moments, is_gathered=is_gathered, updates=is_last), slowdown), count)
+        )
     return SimulatedStep(tuple(timelines), optimizer_s)
 
 
@@ -221,15 +225,18 @@ def chain_moments(
     return tuple(walk.moments)
 
 
-def lower(units: Mapping[int, StepUnit], moments: Iterable[Moment], *, is_gathered: bool = True) -> list[Task]:
+def lower(
+    units: Mapping[int, StepUnit], moments: Iterable[Moment], *, is_gathered: bool = True, updates: bool = True
+) -> list[Task]:
     """The tasks of a forward and backward.
 
     Args:
         units: By number.
         moments: In order (``spec.traffic.moments``).
         is_gathered: Gathers are sent in this microbatch; ``False`` where what was gathered is still up to date.
+        updates: The microbatch is the last one of its step.
     """
-    lowering = _Lowering(units, is_gathered=is_gathered)
+    lowering = _Lowering(units, is_gathered=is_gathered, updates=updates)
     for moment in moments:
         lowering.add(moment)
     return lowering.finish()
@@ -241,7 +248,7 @@ class _Lowering:
 
     Attributes:
         units: By number.
-        is_gathered: As of :func:`lower`.
+        is_gathered, updates: As of :func:`lower`.
         tasks: So far.
         computed: The newest task of the compute stream.
         waits: What the next computation waits for.
@@ -249,10 +256,12 @@ class _Lowering:
         reducing: Reductions under way, by unit.
         leaving: Copies of activations to the host, by unit.
         returning: Those back, by unit.
+        updating: The newest update on the host.
     """
 
     units: Mapping[int, StepUnit]
     is_gathered: bool
+    updates: bool
     tasks: list[Task] = field(default_factory=list)
     computed: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
@@ -260,6 +269,7 @@ class _Lowering:
     reducing: dict[int, tuple[int, ...]] = field(default_factory=dict)
     leaving: dict[int, int] = field(default_factory=dict)
     returning: dict[int, int] = field(default_factory=dict)
+    updating: tuple[int, ...] = ()
 
     def add(self, moment: Moment) -> None:
         what, number = moment.what, moment.unit
@@ -277,8 +287,9 @@ class _Lowering:
             self._enter(self.units[number], number, is_forward=what is What.FORWARD)
 
     def finish(self) -> list[Task]:
-        if self.waits:  # the end of backward waits for the last reductions
-            self._put(Task(COMPUTE, 0.0, self.computed + self.waits, "end"))
+        last = self.waits + self.updating
+        if last:  # the end of backward waits for the last reductions and updates
+            self._put(Task(COMPUTE, 0.0, self.computed + last, "end"))
         return self.tasks
 
     def _put(self, task: Task) -> int:
@@ -361,4 +372,9 @@ class _Lowering:
             return
         if unit.down_s:
             self.waits += (self._put(Task("down", unit.down_s, self.waits, unit.name, "offload")),)
-        self._compute(unit, unit.update_s)
+        if not (self.updates and unit.update_s):
+            return
+        if unit.updates_on_host:
+            self.updating = (self._put(Task("update", unit.update_s, self.waits, unit.name, "optimizer")),)
+        else:
+            self._compute(unit, unit.update_s)

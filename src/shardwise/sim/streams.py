@@ -65,7 +65,7 @@ class Slowdown(NamedTuple):
     Attributes:
         compute: Factor of computation.
         transfer: Factor of communication.
-        streams: The streams that communicate; empty: all but ``compute`` and ``host``.
+        streams: The streams that communicate; empty: all but ``compute``, ``host`` and ``update``.
         divides_link: Streams that have one link between them: two that communicate at the same time get half of it.
         shared: How far streams share one core: of n that are busy each takes ``1 + shared (n - 1)`` times as long. With
             it the other factors do not count.
@@ -79,7 +79,7 @@ class Slowdown(NamedTuple):
 
     def slows(self, stream: str) -> bool:
         """Whether a stream communicates."""
-        return stream in self.streams if self.streams else stream not in {COMPUTE, "host"}
+        return stream in self.streams if self.streams else stream not in {COMPUTE, "host", "update"}
 
     def factors(self, num_computing: int, num_sending: int) -> tuple[float, float]:
         """How much longer computation and communication take while so many streams are busy."""

@@ -529,19 +529,23 @@ def _check_in_backward(raw: RawConfig, plan: ParallelPlan, batch: Batch) -> None
             raw.config.train.clip_grad_norm is not None
         ),
         f"every backward is an update, but gradients of {batch.accumulation} microbatches are to be added up;"
-        " set train.gradient_accumulation_steps=1": batch.accumulation > 1,
+        " set train.gradient_accumulation_steps=1, or parallel.offload_policy=cpu, which adds them up on the host": (
+            batch.accumulation > 1 and not _is_all_on_host(plan)
+        ),
         "a pipeline adds up gradients of several microbatches first; set parallel.pp=1": plan.pp > 1,
         "fp16's scaled gradients are checked before the update; use bf16": any(
             "fp16" in {policy.param_dtype, policy.reduce_dtype} for policy in policies
-        ),
-        "offload_policy keeps gradients on the host, where they cost no device memory; use one of both": (
-            plan.offload is not None
         ),
         "muon exchanges the matrices of all units after backward; use adamw": raw.config.optimizer.name == "muon",
     }
     for reason, holds in reasons.items():
         if holds:
             raw.fail("optimizer", "in_backward", reason)
+
+
+def _is_all_on_host(plan: ParallelPlan) -> bool:
+    """Whether everything that is trained is updated on the host."""
+    return plan.offload is not None and plan.offload.optimizer and plan.offload.ratio == 1
 
 
 def schedule_of(config: Config) -> Schedule:

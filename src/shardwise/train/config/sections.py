@@ -184,8 +184,9 @@ class OptimizerSection(Section):
     )
     in_backward: bool = Field(
         default=False,
-        description="update each unit inside backward, so that gradients exist for one unit at a time; the same "
-        "numbers. Needs train.clip_grad_norm: null, one microbatch per step, no fp16, no offload and not muon",
+        description="update each unit inside backward: gradients exist for one unit at a time, and with offload_policy "
+        "the host updates while backward goes on; the same numbers. Needs train.clip_grad_norm: null, no fp16, not "
+        "muon, and one microbatch per step (any number with offload_policy: cpu)",
     )
 
 
