@@ -19,6 +19,7 @@ from shardwise.testing import part_of, run_on_ranks
 from tests.common import models
 from tests.common.families import FAMILIES, build_transformers
 from tests.common.oracle import PRESETS, compare
+from tests.common.ranks import refusal
 from tests.optim.test_granularity_ranks import Both, loss_of
 
 WHOLE = {"*.qkv.weight": 1}
@@ -87,6 +88,8 @@ def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
 def set_gradients(model: nn.Module, step: int) -> None:
     """The same gradients as a plain model gets, of each parameter what this rank holds."""
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         whole = gradient(name, tuple(sw.logical_shape(parameter)), step)
         parameter.grad = part_of(extent_of(parameter), whole).clone().view(parameter.shape)
 
@@ -111,7 +114,8 @@ def by_hand(plans: list[dict], build: Callable[[], nn.Module] = gpt) -> None:
     reference = sw.Muon(sw.muon_groups(alone))
     for step in range(3):
         for name, parameter in alone.named_parameters():
-            parameter.grad = gradient(name, tuple(parameter.shape), step)
+            if parameter.requires_grad:
+                parameter.grad = gradient(name, tuple(parameter.shape), step)
         reference.step()
     expected = sorted(seen)
     for fields in plans:
@@ -143,6 +147,27 @@ FOUR = [
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_matrix_is_orthogonalized_once_and_the_weights_are_those_of_one_process(world):
     run_on_ranks(by_hand, world, TWO if world == 2 else FOUR)
+
+
+def half_frozen() -> nn.Module:
+    """Of the first half of the blocks nothing is trained: a stage of pp has the embedding alone."""
+    model = gpt()
+    model.blocks[0].requires_grad_(requires_grad=False)
+    return model
+
+
+def without_matrices() -> str:
+    by_hand([{"pp": 2}], half_frozen)
+    model = half_frozen()
+    for parameter in (*model.token_embedding.parameters(), *model.position_embedding.parameters()):
+        parameter.requires_grad_(requires_grad=False)
+    model = sw.parallelize(model, sw.ParallelPlan(pp=2))
+    return refusal(StateError, sw.muon_groups, model)
+
+
+def test_a_stage_without_matrices_takes_part_and_one_with_nothing_to_train_is_refused():
+    for text in run_on_ranks(without_matrices, 2):
+        assert text.startswith("sw.muon_groups: rank 0 has no trained parameter")
 
 
 def mixture() -> nn.Module:
@@ -221,6 +246,22 @@ def test_without_ranks_it_is_torchs():
         optimizer.step()
         reference.step()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("head", ["proj_out", "vocab_projector", "qa_outputs", "lm_head.decoder", "anything"])
+def test_heads_are_trained_by_adamw(head):
+    """By their usual names, or as a model of transformers says."""
+    model = nn.Module()
+    model.hidden = nn.Linear(8, 8, bias=False)
+    inner = model
+    for name in head.split(".")[:-1]:
+        inner.add_module(name, nn.Module())
+        inner = inner.get_submodule(name)
+    inner.add_module(head.split(".")[-1], nn.Linear(8, 32, bias=False))
+    if head == "anything":
+        model.get_output_embeddings = lambda: model.anything
+    matrices = [p for g in sw.muon_groups(model) if g["kind"] == "muon" for p in g["params"]]
+    assert [p is model.hidden.weight for p in matrices] == [True]
 
 
 def test_groups_that_cannot_be_are_refused():

@@ -199,10 +199,18 @@ class Muon(torch.optim.Optimizer):
         return found
 
     def _by_engine(self) -> dict[Engine | None, dict[str, Tensor]]:
-        """The matrices of each model by their names; those of no model under ``None``."""
+        """The matrices of each model by their names; those of no model under ``None``.
+
+        A model of which this rank has no matrix, but other parameters, is there as well: all ranks exchange.
+        """
         found: dict[Engine | None, dict[str, Tensor]] = {}
         for group in self.param_groups:
             if group["kind"] == "adamw":
+                owners = filter(None, map(group_of, group["params"]))
+                for reference in dict.fromkeys(owner.unit.engine for owner in owners):
+                    engine = reference() if reference is not None else None
+                    if engine is not None:
+                        found.setdefault(engine, {})
                 continue
             for parameter in group["params"]:
                 mark = mark_of(parameter)

@@ -17,7 +17,10 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.styles import TABLES, parse_style
 
 #: Ends of names of layers that give scores: one row for each token or label.
-_HEADS = re.compile(r"(^|\.)(lm_head|head|score|classifier|output_projection|cls\.predictions\.decoder)$")
+_HEADS = re.compile(
+    r"(^|\.)(lm_head|lm_head\.decoder|head|heads\.head|score|classifier|classifier\.out_proj|qa_outputs|output_projection"
+    r"|cls\.predictions\.decoder|vocab_projector|embed_out)$|^(fc|output|proj_out)$"
+)
 
 
 def muon_groups(
@@ -95,6 +98,12 @@ def muon_groups(
     num_decayed, num_plain = (sum(held[place] for held in everyone) for place in (1, 2))
     for problem in (text for held in everyone for text in held[4]):
         raise StateError(problem)
+    idle = [rank for rank, held in enumerate(everyone) if not any(held[:3])]
+    if idle and len(everyone) > 1:
+        raise StateError(
+            f"sw.muon_groups: rank {', '.join(map(str, idle))} has no trained parameter, but all ranks take part in the"
+            " exchange of matrices.\n  Lower pp, train a parameter of every stage, or use AdamW."
+        )
     unused = [pattern for pattern in patterns if not any(pattern in held[3] for held in everyone)]
     if unused:
         raise StateError(
@@ -129,8 +138,13 @@ def _told_to_all(model: nn.Module, own: list[Any]) -> list[list[Any]]:
 def _beside_muon(model: nn.Module) -> Iterator[int]:
     """Identities of the weights of embeddings and heads, which are looked up or give a row of scores each.
 
-    By identity: the head of a pipeline's last stage may have the name of the embedding that it is tied to.
+    By identity: the head of a pipeline's last stage may have the name of the embedding that it is tied to. A model of
+    transformers names its head; where it does not, the usual names tell.
     """
+    named = getattr(model, "get_output_embeddings", None)
+    head = named() if callable(named) else None
+    if isinstance(head, nn.Module):
+        yield from (id(parameter) for parameter in head.parameters(recurse=False))
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) or type(module).__name__.endswith("Embedding") or _HEADS.search(path):
             yield from (id(parameter) for parameter in module.parameters(recurse=False))
