@@ -48,6 +48,17 @@ def test_where_no_plan_on_these_ranks_fits_more_ranks_are_tried():
     assert "128 ranks" in said or "64 ranks" in said
 
 
+def test_where_no_single_change_fits_the_least_use_of_the_host_that_does_is_named():
+    """And it does fit: eight GPUs with 40 GiB hold GPT-175B with everything in host memory that can be there."""
+    small = ("model.preset=gpt-175b", "train.micro_batch_size=1")
+    for device in (A100, Device("cuda", 24 * GIB)):
+        said = refusal(run(*small), device)
+        assert "zero3, activation_checkpointing=full, micro_batch_size=1 and offload_policy=cpu together" in said
+        named = ("parallel.activation_checkpointing=full", "parallel.offload_policy=cpu")
+        check_budget(run(*small, *named), device)
+    assert "Nothing tried makes it fit: use a smaller model" in refusal(run(*small), Device("cuda", 3 * GIB))
+
+
 def test_what_a_refusal_names_is_not_refused():
     fits = [("train.micro_batch_size=1",), ("parallel.activation_checkpointing=full",)]
     for overrides in fits:

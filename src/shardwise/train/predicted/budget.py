@@ -71,7 +71,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
     has = "has" if device.device_type == "cuda" else "can have"
     ranks = resolved.mesh.world_size
     remedies = [f"{words} ({show(bytes_)})" for words, bytes_ in _remedies(resolved, shape, workload, device)]
-    advice = f"Fits with: {'; '.join(remedies)}." if remedies else "No other plan makes it fit: use a smaller model."
+    advice = f"Fits with: {'; '.join(remedies)}." if remedies else "Nothing tried makes it fit: use a smaller model."
     raise MemoryBudgetError(
         f"{shape.name} under {resolved.plan.strategy} on {ranks} rank{'s' if ranks != 1 else ''} needs"
         f" {show(needed)} on the fullest {what}, which {has} {show(device.memory_bytes)}; the largest part is {name}"
@@ -131,23 +131,28 @@ def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device
     plan = resolved_plan(resolved)
     zero3: dict[str, Any] = {} if plan.placements.shards_parameters else {"strategy": "zero3"}
     least: dict[str, Any] = {"recompute": "full", "micro_batch": 1}
+    together = "zero3, activation_checkpointing=full and micro_batch_size=1"
     changes = [
         _Change("parallel.strategy=zero3", zero3, {}),
         _Change("train.micro_batch_size=1", {}, {"micro_batch": 1}),
         _Change("parallel.activation_checkpointing=full", {}, {"recompute": "full"}),
         _Change("parallel.offload_policy=cpu", {"offload_policy": "cpu"}, {}),
         _Change("parallel.offload_activations=true", {"offload_activations": True}, {}),
-        _Change("zero3, activation_checkpointing=full and micro_batch_size=1 together", zero3, least),
+        _Change(f"{together} together", zero3, least),
     ]
+    fits = False
     for change in changes:
         if not change.plan and all(getattr(workload, name) == value for name, value in change.work.items()):
             continue
         needed = _attempt(replace(workload, **change.work), plan, change.plan, shape, device)
         if needed is not None and needed <= device.memory_bytes:
+            fits = True
             yield change.words, needed
+    if not fits:
+        yield from _last_resort(plan, zero3, replace(workload, **least), shape, device)
     times = 2
     while device.device_type == "cuda" and times <= MOST_TIMES:
-        for change in (_Change("", {}, {}), _Change(" with all of the above", zero3, least)):
+        for change in (_Change("", {}, {}), _Change(f" with {together}", zero3, least)):
             larger = replace(workload, global_batch=workload.global_batch * times, **change.work)
             options = {"dp_shard": plan.dp_shard * times, **change.plan}
             needed = _attempt(larger, plan, options, shape, device)
@@ -155,6 +160,21 @@ def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device
                 yield f"{resolved.mesh.world_size * times} ranks{change.words}", needed
                 return
         times *= 2
+
+
+def _last_resort(
+    plan: ParallelPlan, options: dict[str, Any], workload: Workload, shape: ModelShape, device: Device
+) -> Iterator[tuple[str, int]]:
+    """What fits with everything that saves memory and goes to the host, the least of it that is enough."""
+    words = "zero3, activation_checkpointing=full, micro_batch_size=1"
+    for field, value in (("offload_policy", "cpu"), ("offload_activations", True), ("gathered_slots", 1)):
+        options = {**options, field: value}
+        written = f"{field}={str(value).lower()}"
+        needed = _attempt(workload, plan, options, shape, device)
+        if needed is not None and needed <= device.memory_bytes:
+            yield f"{words} and {written} together", needed
+            return
+        words += f", {written}"
 
 
 def _attempt(
