@@ -187,7 +187,6 @@ def ways_to_save(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) 
         in_backward=fixed.get("in_backward"),
         is_compiled=workload.compile or bool(fixed.get("compile")),
         offloads="offload_policy" not in fixed,
-        is_on_host=is_on_host,
         must_offload=shards and base.layout.dp_shard * base.layout.cp == 1 and "strategy" not in fixed,
         shards=shards,
         can_update=not is_pipeline and (base.accumulation == 1 or is_on_host) and workload.precision != "fp16",
@@ -202,7 +201,6 @@ def _ways(
     in_backward: bool | None,
     is_compiled: bool,
     offloads: bool,
-    is_on_host: bool,
     must_offload: bool,
     shards: bool,
     can_update: bool,
@@ -215,7 +213,7 @@ def _ways(
     found: list[Way] = []
     for offload in kept:
         # On the host it saves no memory of the device, and costs clipping: taken where it is asked for.
-        may_update = can_update and (in_backward is not None or (offload == "none" and not is_on_host))
+        may_update = can_update and (in_backward is not None or (offload == "none" and offloads))
         updates = [u for u in ((False, True) if may_update else (False,)) if in_backward in {None, u}]
         releases = (False, True) if can_release else (False,)
         found += [(offload, value, *way) for way in itertools.product(updates, releases) for value in values]
