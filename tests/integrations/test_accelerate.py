@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import shardwise as sw
+from shardwise.models import gpt
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
 from tests.common.ranks import refusal
@@ -89,6 +92,12 @@ def refuse() -> None:
     model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     assert "one prepared model" in refusal(StateError, accelerator.clip_grad_norm_, list(model.parameters())[:1], 1.0)
     assert "2-norm" in refusal(StateError, accelerator.clip_grad_norm_, model.parameters(), 1.0, 1.0)
+    divided = sw.parallelize(gpt("gpt-nano"), sw.ParallelPlan(strategy="ddp", tp=2))
+    assert "tp=2: ShardwiseAccelerator gives every" in refusal(PlanError, accelerator.prepare, divided)
+    os.environ["ACCELERATE_USE_FSDP"] = "true"  # as accelerate launch sets it
+    assert "FSDP would shard the model of ShardwiseAccelerator too" in refusal(
+        PlanError, ShardwiseAccelerator, cpu=True
+    )
 
 
 def test_what_the_accelerator_cannot_do_is_refused() -> None:
@@ -96,7 +105,6 @@ def test_what_the_accelerator_cannot_do_is_refused() -> None:
 
 
 def save_flat(folder: str) -> None:
-    import shardwise as sw
     from shardwise.integrations.accelerate import ShardwiseAccelerator
 
     accelerator = ShardwiseAccelerator(cpu=True)
@@ -105,7 +113,8 @@ def save_flat(folder: str) -> None:
     accelerator.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
-    accelerator.save_state(folder)
+    for _ in range(2):  # the second time over the first
+        accelerator.save_state(folder)
     for state in optimizer.state.values():
         state["exp_avg"].zero_()
     accelerator.load_state(folder)

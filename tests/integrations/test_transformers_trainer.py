@@ -128,8 +128,8 @@ def test_losses_weights_and_held_out_losses_are_those_of_the_plain_trainer(tmp_p
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / plan / f"checkpoint-{step}")
         assert held_out == pytest.approx(held_out_loss(saved), rel=1e-5)
     again = run_on_ranks(
-        train_on_rank, 2, str(tmp_path / "again"), plan, str(tmp_path / plan / "checkpoint-3"), timeout_s=120
-    )[0]
+        train_on_rank, 2, str(tmp_path / plan), plan, str(tmp_path / plan / "checkpoint-3"), timeout_s=120
+    )[0]  # in the same folder: a checkpoint-6 is there already
     assert again[0][4:] == log[4:]
     assert all(torch.equal(again[1][name], value) for name, value in state.items())
 
@@ -212,6 +212,9 @@ def refuse_on_rank(folder: str) -> None:
     assert "tp=2: ShardwiseTrainer gives every rank samples of its own" in text
     trainer = ShardwiseTrainer(build(), args, train_dataset=Texts(8, 1))
     assert "holds no shardwise/" in refusal(CheckpointError, trainer.train, resume_from_checkpoint=folder)
+    sharded = sw.parallelize(build(), "zero3")
+    assert "there is a plan beside it" in refusal(PlanError, ShardwiseTrainer, sharded, args, plan="zero3")
+    ShardwiseTrainer(sharded, args, train_dataset=Texts(8, 1)).train()
     assert isinstance(trainer, Trainer)
 
 

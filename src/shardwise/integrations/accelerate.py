@@ -25,7 +25,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.forms.attachment import attachment_of
 from shardwise.integrations.optimizers import optimizers_of
-from shardwise.integrations.plans import check_samples
+from shardwise.integrations.plans import check_alone, check_axes, check_samples
+from shardwise.integrations.saving import save_over
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
 
@@ -50,6 +51,7 @@ class ShardwiseAccelerator(Accelerator):
         self.plan = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
         check_samples(self.plan, "ShardwiseAccelerator")
         super().__init__(*args, **kwargs)
+        check_alone("ShardwiseAccelerator")
         if self.mixed_precision == "fp16":
             raise PlanError(
                 'mixed_precision="fp16": the loss scaler would skip a step on one rank alone.\n'
@@ -64,12 +66,15 @@ class ShardwiseAccelerator(Accelerator):
     ) -> nn.Module:
         """Make the model shards on this rank. An optimizer that was built before works on them.
 
+        A model that is parallelized already, such as one of ``sw.from_pretrained``, keeps its own plan.
+
         Collective:
             As ``sw.parallelize``. All ranks must call.
         """
         del device_placement, evaluation_mode
         if attachment_of(model) is None:
             sw.parallelize(model.to(self.device), self.plan)
+        check_axes(model, "ShardwiseAccelerator")
         # For evaluation accelerate wraps nothing: it adds autocast, and remembers the model.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
@@ -106,7 +111,7 @@ class ShardwiseAccelerator(Accelerator):
         with self._without_models():
             folder = super().save_state(output_dir, *args, **kwargs)
         for place, model in enumerate(self._models):
-            sw.save(Path(folder) / f"{_FOLDER}-{place}", model, self._optimizers_of(model) or None)
+            save_over(Path(folder) / f"{_FOLDER}-{place}", model, self._optimizers_of(model) or None)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -31,6 +31,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.forms.attachment import attachment_of
 from shardwise.integrations.plans import check_ddp_options, check_samples
+from shardwise.integrations.saving import save_over
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
@@ -153,14 +154,7 @@ class ShardwiseStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Write the file, and the folder beside it; until that is complete, one of this name stays as it is."""
-        folder, part = _beside(filepath), _beside(f"{filepath}.new")
-        if self.is_global_zero:
-            shutil.rmtree(part, ignore_errors=True)
-        self.barrier()
-        sw.save(part, self.model, [_bare(each) for each in self.optimizers] or None)
-        if self.is_global_zero:
-            shutil.rmtree(folder, ignore_errors=True)
-            part.rename(folder)
+        save_over(_beside(filepath), self.model, [_bare(each) for each in self.optimizers] or None)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.barrier()
 

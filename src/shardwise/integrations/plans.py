@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
+from torch import nn
+
+from shardwise.forms.attachment import engine_of
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
+
+_DIVIDES_SAMPLES = ("tp", "pp", "cp")
 
 
 def check_samples(plan: ParallelPlan, trainer: str) -> None:
@@ -14,11 +20,44 @@ def check_samples(plan: ParallelPlan, trainer: str) -> None:
     Raises:
         PlanError: It does.
     """
-    for axis in ("tp", "pp", "cp"):
-        if getattr(plan, axis) > 1:
+    for axis in _DIVIDES_SAMPLES:
+        _check_degree(axis, getattr(plan, axis), trainer)
+
+
+def check_axes(model: nn.Module, trainer: str) -> None:
+    """As :func:`check_samples`, of a model that is parallelized.
+
+    Raises:
+        PlanError: Its ranks divide the computation of a sample.
+    """
+    comms = engine_of(model, trainer).comms
+    for axis in _DIVIDES_SAMPLES:
+        comm = getattr(comms, axis)
+        _check_degree(axis, 1 if comm is None else comm.size, trainer)
+
+
+def _check_degree(axis: str, degree: int, trainer: str) -> None:
+    if degree > 1:
+        raise PlanError(
+            f"{axis}={degree}: {trainer} gives every rank samples of its own.\n"
+            "  Use a data-parallel plan here, or `shardwise train` and sw.train_step for tp, pp and cp."
+        )
+
+
+def check_alone(trainer: str) -> None:
+    """Refuse a trainer whose arguments, or whose ``accelerate launch``, ask another engine to shard the model too.
+
+    Accelerate sets these variables for its own plugins as well, once an Accelerator is made.
+
+    Raises:
+        PlanError: They do.
+    """
+    for name, engine in (("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
             raise PlanError(
-                f"{axis}={getattr(plan, axis)}: {trainer} gives every rank samples of its own.\n"
-                "  Use a data-parallel plan here, or `shardwise train` and sw.train_step for tp, pp and cp."
+                f"ACCELERATE_USE_{name}=true: {engine} would shard the model of {trainer} too.\n"
+                f"  Take {engine} out of the trainer's arguments and of the configuration of accelerate, or start the"
+                " program with torchrun."
             )
 
 

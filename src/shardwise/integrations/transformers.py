@@ -26,7 +26,9 @@ from transformers import Trainer
 
 import shardwise as sw
 from shardwise.api.export import write_weights
-from shardwise.integrations.plans import check_samples
+from shardwise.forms.attachment import attachment_of
+from shardwise.integrations.plans import check_alone, check_axes, check_samples
+from shardwise.integrations.saving import save_over
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
@@ -43,7 +45,8 @@ class ShardwiseTrainerMixin(_Any):
 
     Args:
         plan: How; by default zero3 over all ranks. Plans that divide the computation of a sample (``tp``, ``pp``,
-            ``cp``) are refused: the trainer gives every rank other samples.
+            ``cp``) are refused: the trainer gives every rank other samples. Left out for a model that is parallelized
+            already, such as one of ``sw.from_pretrained``.
         *args: The trainer's.
         **kwargs: The trainer's.
 
@@ -52,11 +55,16 @@ class ShardwiseTrainerMixin(_Any):
     """
 
     def __init__(self, *args: Any, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
-        given = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
         self._counted: Tensor | None = None  # while held-out losses are taken: their sum, and of how many labels
         super().__init__(*args, **kwargs)
-        _check(given, self.args)
-        sw.parallelize(self.model.to(self.args.device), given)
+        _check(self.args)
+        if attachment_of(self.model) is None:
+            given = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
+            check_samples(given, "ShardwiseTrainer")
+            sw.parallelize(self.model.to(self.args.device), given)
+        elif plan is not None:
+            raise PlanError("the model is parallelized already, and there is a plan beside it.\n  Leave out plan=.")
+        check_axes(self.model, "ShardwiseTrainer")
         # So it takes models that it must neither wrap nor move; of the model itself the public name has no setter.
         self.is_distributed_loading_by_transformers = True
         self.place_model_on_device = False
@@ -140,7 +148,7 @@ class ShardwiseTrainerMixin(_Any):
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        sw.save(Path(output_dir) / _FOLDER, self.model, _bare(self.optimizer))
+        save_over(Path(output_dir) / _FOLDER, self.model, _bare(self.optimizer))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
@@ -175,8 +183,8 @@ def _states(checkpoint: str) -> Path:
     return folder
 
 
-def _check(plan: ParallelPlan, args: Any) -> None:
-    check_samples(plan, "ShardwiseTrainer")
+def _check(args: Any) -> None:
+    check_alone("ShardwiseTrainer")
     if args.fp16:
         raise PlanError(
             "fp16=True: the trainer's loss scaler would skip a step on one rank alone.\n"
