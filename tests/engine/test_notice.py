@@ -28,5 +28,32 @@ def left_on_the_cpu() -> list[str]:
     return told
 
 
+def updated(dtype: torch.dtype, master_dtype: str | None) -> list[list[str]]:
+    """On a rank: what is told before the optimizer's first step, at it, and at its second."""
+    told: list[str] = []
+    sw.features.precision.tell_once = told.append
+    plan = sw.ParallelPlan(mp_policy=sw.PrecisionPolicy("bf16", master_dtype=master_dtype))
+    model = sw.parallelize(torch.nn.Linear(2, 2, dtype=dtype), plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    found = [list(told)]
+    for _ in range(2):
+        optimizer.step()
+        found.append(list(told))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master_dtype", "count"),
+    [(torch.bfloat16, None, 1), (torch.bfloat16, "bf16", 0), (torch.bfloat16, "fp32", 0), (torch.float32, None, 0)],
+)
+def test_updates_in_16_bit_are_told_once_unless_they_are_asked_for(
+    dtype: torch.dtype, master_dtype: str | None, count: int
+) -> None:
+    before, first, second = run_on_ranks(updated, 1, dtype, master_dtype)[0]
+    assert (len(before), len(first), len(second)) == (0, count, count)
+    assert all("updated in bf16, in which small updates are lost" in text for text in first)
+
+
 def test_parallelize_tells_it() -> None:
     assert any("it is trained on the CPU" in text for text in run_on_ranks(left_on_the_cpu, 1)[0])

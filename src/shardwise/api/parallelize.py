@@ -24,7 +24,7 @@ from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_ex
 from shardwise.features import activation_offload, batch_norm, recompute
 from shardwise.features.chunked_loss import check_chunked
 from shardwise.features.compile import compile_units
-from shardwise.features.precision import Policies
+from shardwise.features.precision import NarrowMasters, Policies
 from shardwise.features.wrap import assign_parameters, find_units
 from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.forms.ignored import Ignored, find_ignored
@@ -115,16 +115,18 @@ def parallelize(
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")
     apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
+    engine = engine_of(model, "sw.parallelize")
+    if plan.precision.master_dtype is None:
+        engine.observers.add(NarrowMasters())
     given = source.given if isinstance(source, FromLater) else None
     if isinstance(given, Missing):
-        unfilled = Unfilled(given.reason, given.names)
-        engine_of(model, "sw.parallelize").observers.add(unfilled, is_first=True)
+        engine.observers.add(Unfilled(given.reason, given.names), is_first=True)
     elif isinstance(given, Mapping):
         load_full_state_dict(model, given)
     elif given is not None:
         load_ranges(model, given.read, given)
     if plan.placements.is_threaded:
-        _describe(engine_of(model, "sw.parallelize"), [data_parallel.install(model)])
+        _describe(engine, [data_parallel.install(model)])
     add_wrapper_methods(model)
     return model
 
