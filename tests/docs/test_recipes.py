@@ -26,9 +26,11 @@ RECIPES = [
     for num_gpus in model.batches
     if model.file(num_gpus) in CONFIGURATIONS
 ]
-#: The plan is applied to the whole model on meta, by one rank of each stage, where it divides layers.
+#: The plan is applied to the whole model on meta, by one rank of each stage, where it divides layers: a minute of one
+#: core, and several on a busy machine.
+LONG = [pytest.mark.long, pytest.mark.timeout(1800)]
 LOADED = [
-    pytest.param(*recipe, marks=[pytest.mark.long] if "\n  pp: " in CONFIGURATIONS[recipe[0].file(recipe[1])] else [])
+    pytest.param(*recipe, marks=LONG if "\n  pp: " in CONFIGURATIONS[recipe[0].file(recipe[1])] else [])
     for recipe in RECIPES
 ]
 STALE = "run: python -m bench.recipes"
@@ -72,5 +74,6 @@ def test_a_configuration_loads_and_its_job_has_so_many_gpus(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_page_is_what_the_planner_recommends() -> None:
     assert "\n".join(map(recipes.section, recipes.MODELS)).strip() == MADE, STALE

@@ -273,11 +273,18 @@ def rehearse(
     """
     mesh = plan.mesh(world_size, ranks_per_machine)
     for stage in range(plan.pp):
-        _applied(build_model, plan, mesh, stage * (world_size // plan.pp), receives=False)
+        rank = stage * (world_size // plan.pp)
+        _applied(build_model, plan, mesh, rank, receives=False, checks_cuts=stage == 0)  # alike for every rank
 
 
 def _applied(
-    build_model: Callable[[], nn.Module], plan: ParallelPlan, mesh: Mesh, rank: int, *, receives: bool
+    build_model: Callable[[], nn.Module],
+    plan: ParallelPlan,
+    mesh: Mesh,
+    rank: int,
+    *,
+    receives: bool,
+    checks_cuts: bool = True,
 ) -> tuple[nn.Module, int]:
     """The model on meta under ``plan`` as ``rank`` would hold it, and the number of parameters of the whole model."""
     check_plan(plan)
@@ -285,7 +292,8 @@ def _applied(
     model = build_on_meta(build_model)
     check_fresh(model)
     units = find_units(model, plan.wrap_policy)
-    check_cuts(model, plan, units)
+    if checks_cuts:
+        check_cuts(model, plan, units)
     count = sum(parameter.numel() for parameter in model.parameters())
     comms = record_comms(mesh, rank, receives=receives, is_replicated=plan.is_replicated)
     samples = mesh.data_parallel_group(rank)
