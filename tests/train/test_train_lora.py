@@ -75,8 +75,10 @@ def test_a_run_s_adapter_is_saved_without_its_base_goes_on_and_answers_alike_eve
     assert main(["export", "run", "adapter"]) == 0
     assert main(["export", "run", "merged", "--merge"]) == 0
     capsys.readouterr()
-    assert main(["generate", "run", f"--prompt={prompt}", "--max-new-tokens=8"]) == 0
-    said = capsys.readouterr().out
+    said, answer = (
+        main(["generate", "run", *words, "--max-new-tokens=8"]) == 0 and capsys.readouterr().out
+        for words in ([f"--prompt={prompt}"], ["--chat", "--prompt=number_3?"])
+    )
     base = AutoModelForCausalLM.from_pretrained("llama")
     found = {
         "base": base.generate(**ids, max_new_tokens=8, do_sample=False),
@@ -90,6 +92,7 @@ def test_a_run_s_adapter_is_saved_without_its_base_goes_on_and_answers_alike_eve
     answers = {name: tokenizer.decode(tokens[0], skip_special_tokens=True) for name, tokens in found.items()}
     assert answers["adapter"] == answers["auto"] == answers["merged"] == said.rstrip("\n")
     assert answers["base"] != answers["merged"]
+    assert said == tokenizer.decode(ids["input_ids"][0], skip_special_tokens=True) + answer  # which is printed alone
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("llama"), "adapter").merge_and_unload()
     assert all(torch.equal(value, merged.state_dict()[name]) for name, value in plain.state_dict().items())
     assert AutoTokenizer.from_pretrained("merged").chat_template == TEMPLATE

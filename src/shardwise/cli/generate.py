@@ -25,7 +25,8 @@ _HELP = """Continue text with the model of a run, of a checkpoint, or of a Huggi
 Takes the likeliest tokens, or draws with --temperature. With --nproc the parameters are divided over the processes
 (zero3), with --set parallel.tp=2 the computation of each token too (the lowest latency), with --set parallel.pp=2 the
 layers, and prompts are in flight between them (the highest throughput); the tokens are the same. The prompt is printed
-before its continuation.
+before its continuation. With --chat each prompt is a message to a chat model, in its chat template, and the answer is
+printed alone.
 
 Examples:
 
@@ -34,6 +35,8 @@ Examples:
   shardwise generate runs/demo --prompt "import " --temperature 0.8 --top-k 40 --seed 1 --set parallel.tp=2
 
   shardwise generate runs/demo/checkpoints/step-00000100 --prompt "class " --nproc 2 --json
+
+  shardwise generate runs/chats --chat --prompt "What is the capital of France?"
 """
 
 
@@ -50,6 +53,7 @@ class _Asked:
     is_averaged: bool
     is_json: bool
     is_stream: bool
+    is_chat: bool
 
 
 def register(app: typer.Typer) -> None:
@@ -71,6 +75,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
     overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
     average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,  # noqa: FBT002  typer's form
     stream: Annotated[bool, typer.Option("--stream", help="Write the text as it comes; one prompt.")] = False,  # noqa: FBT002  typer's form
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages to a chat model.")] = False,  # noqa: FBT002  typer's form
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Generate."""
@@ -90,6 +95,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
         average,
         as_json,
         stream,
+        chat,
     )
     if stream and len(asked.texts) + len(asked.ids) > 1:
         raise ConfigError("--stream writes one text as it comes, but there are several prompts.\n  Give one prompt.")
@@ -115,13 +121,36 @@ def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer |
     if not asked.texts and not asked.ids:
         raise ConfigError("there is no prompt.\n  Give --prompt TEXT, or --tokens '12 7 9'.")
     tokenizer = trained.tokenizer() if asked.texts else None
-    rows = [] if tokenizer is None else [tokenizer.encode(text) for text in asked.texts]
+    if tokenizer is None:
+        rows = []
+    elif asked.is_chat:
+        rows = _conversations(asked.texts, tokenizer, trained.read_template())
+    else:
+        rows = [tokenizer.encode(text) for text in asked.texts]
     for ids in asked.ids:
         try:
             rows.append([int(word) for word in ids.replace(",", " ").split()])
         except ValueError:
             raise ConfigError(f"--tokens {ids!r}: expected numbers.\n  Write --tokens '12 7 9'.") from None
     return rows, tokenizer
+
+
+def _conversations(texts: Sequence[str], tokenizer: Tokenizer, template: str | None) -> list[list[int]]:
+    """Ids of conversations of one message each, up to where the answer begins."""
+    from shardwise.train.data.tokenizer import OfFolder
+
+    if not isinstance(tokenizer, OfFolder) or not (template or tokenizer.held.chat_template):
+        raise ConfigError(
+            "--chat: the model's tokenizer has no chat template, by which messages become text.\n"
+            "  Leave --chat out, and write the whole text in --prompt."
+        )
+    try:
+        return [tokenizer.encode_chat([{"role": "user", "content": text}], template) for text in texts]
+    except Exception as error:  # noqa: BLE001  a template raises what it likes
+        raise ConfigError(
+            f"--chat: the chat template refuses the message: {printable(str(error).splitlines()[0])}\n"
+            "  Leave --chat out, and write the whole text in --prompt."
+        ) from None
 
 
 def _check(asked: _Asked, rows: Sequence[Sequence[int]], *, vocab_size: int, positions: int | None) -> None:
@@ -158,14 +187,15 @@ def _writer(
     """What is done with the tokens so far, whenever one has come."""
     if not asked.is_stream:
         return lambda _new: None
-    shown = _text(rows[0], tokenizer)
+    begin = [] if asked.is_chat else rows[0]
+    shown = _text(begin, tokenizer)
     if not asked.is_json:
         sys.stdout.write(printable(shown, is_block=True))
     written = len(shown)
 
     def write(new: Sequence[Sequence[int]]) -> None:
         nonlocal written
-        text = _text([*rows[0], *new[0]], tokenizer)
+        text = _text([*begin, *new[0]], tokenizer)
         if text.endswith("\ufffd") and len(new[0]) < asked.max_new_tokens:
             text = text[:written]  # perhaps a character that is not complete yet
         piece, written = text[written:], len(text)
@@ -190,4 +220,5 @@ def _finish(
             prompt, text = list(row), None if each is None else each.decode(tokens)
             sys.stdout.write(json.dumps({"prompt": prompt, "tokens": tokens, "text": text}) + "\n")
         else:
-            sys.stdout.write(printable(_text([*row, *tokens], each), is_block=True) + "\n")
+            begin = [] if asked.is_chat and each is not None else row
+            sys.stdout.write(printable(_text([*begin, *tokens], each), is_block=True) + "\n")

@@ -12,7 +12,6 @@ import typer
 
 from shardwise.cli.output import show, show_error
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -93,7 +92,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
     trained = find_trained(path)
     if average:
         trained.check_average()
-    template = _template(chat_template, trained)
+    template = trained.read_template(chat_template)
     limits = (max_rows, max_waiting, max_length, grace)
     asked = _Asked(path, host, port, name or model_name(path), *limits, template, overrides or [], average)
     count = 1
@@ -121,17 +120,6 @@ def _check_packages() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {' and '.join(missing)}.\n  Install shardwise[serve].")
-
-
-def _template(file: Path | None, trained: Trained) -> str | None:
-    """The chat template that was named, or that the run was trained with."""
-    where = file or (Path(trained.chat_template).expanduser() if trained.chat_template else None)
-    if where is None:
-        return None
-    try:
-        return where.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat template {printable(where)}: {error}.\n  Name a file: --chat-template FILE.") from None
 
 
 def _check(asked: _Asked, trained: Trained, count: int) -> None:

@@ -17,7 +17,7 @@ from shardwise.generation.decode import check_fit
 from shardwise.generation.sample import Sampling
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import printable
-from shardwise.train.data.tokenizer import Tokenizer
+from shardwise.train.data.tokenizer import OfFolder, Tokenizer
 
 #: Fields that are not honoured, and the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -273,12 +273,11 @@ def _checked(kind: type[Any], body: Any, served: Served) -> Any:
 
 def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
     """A conversation, with what announces the next answer, as token ids."""
-    held = getattr(served.tokenizer, "held", None)
-    if held is None:
+    if not isinstance(served.tokenizer, OfFolder):
         raise RequestError(
             "the model's tokens are bytes, which have no chat template: use /v1/completions", param="messages"
         )
-    if not (served.chat_template or held.chat_template):
+    if not (served.chat_template or served.tokenizer.held.chat_template):
         raise RequestError(
             "the model's tokenizer has no chat template, by which conversations become text: use /v1/completions, or"
             " start the server with --chat-template FILE",
@@ -293,14 +292,11 @@ def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
         for message in messages
     ]
     try:
-        text = held.apply_chat_template(
-            given, chat_template=served.chat_template, tokenize=False, add_generation_prompt=True
-        )
+        return served.tokenizer.encode_chat(given, served.chat_template)
     except Exception as error:  # noqa: BLE001 - templates raise what they like, such as for roles out of order
         raise RequestError(
             f"the chat template refuses the messages: {printable(str(error))}", param="messages"
         ) from None
-    return served.tokenizer.encode_pieces([text])[0]
 
 
 def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, is_chat: bool) -> Asked:

@@ -77,6 +77,22 @@ class Trained:
             self.draft(overrides), world_size, local_size, checks_data=False, raises_masters=self.raises_masters
         )
 
+    def read_template(self, file: Path | None = None) -> str | None:
+        """The chat template in ``file``, or the one that the run was trained with; ``None``: the tokenizer's own.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
+        where = file or (Path(self.chat_template).expanduser() if self.chat_template else None)
+        if where is None:
+            return None
+        try:
+            return where.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"chat template {printable(where)}: {error}.\n  Name a file that can be read (serve: --chat-template)."
+            ) from None
+
     def tokenizer(self) -> Tokenizer:
         """The folder's, or the one that the run was trained with.
 

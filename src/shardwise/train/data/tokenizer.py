@@ -148,6 +148,16 @@ class OfFolder:
         """Without special tokens."""
         return self.held(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
+        """A conversation in its chat template, with what announces the next answer; ``None``: the tokenizer's own.
+
+        Templates raise exceptions of any class.
+        """
+        text = self.held.apply_chat_template(
+            list(messages), chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+        return self.encode_pieces([text])[0]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens."""
         return str(self.held.decode(list(ids), skip_special_tokens=True))
