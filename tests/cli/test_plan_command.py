@@ -118,7 +118,7 @@ def test_what_is_written_passes_the_checks_of_train(
     gpu = [] if "--gpu" in more else ["--gpu", "L4"]
     code, out, err = run(capsys, model, *gpu, *more, "--out", "plan.yaml")
     assert (code, err) == (0, "")
-    assert "written to plan.yaml; start it with" in out
+    assert "written to plan.yaml. It trains on random tokens until data.source in it names your data. Start" in out
     gpus = more[more.index("--gpus") + 1]
     code = main(["validate", "plan.yaml", "--nproc", gpus])
     out, err = capsys.readouterr()
