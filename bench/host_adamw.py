@@ -2,7 +2,7 @@
 a step whose update follows backward beside one whose update is made while backward goes on.
 
     python -m bench.host_adamw [--numel 32000000] [--units 8] [--rounds 5] [--threads 1,16]
-    python -m bench.host_adamw --steps [--tokens 16] [--device-ms 0] [--rounds 30] [--threads 1]
+    python -m bench.host_adamw --steps [--hidden 512] [--tokens 16] [--device-ms 0] [--rounds 30] [--threads 1]
 
 A unit's slice is one flat fp32 tensor, as ``sw.flat_parameters`` gives it. An update reads the gradient, and reads and
 writes master and both moments: 28 bytes for each element at least. The rate is these bytes over the time; that of
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.forms.attachment import engine_of
 
 BYTES = 28
 
@@ -85,41 +86,73 @@ def measure(numel: int, num_units: int, rounds: int) -> dict[str, tuple[list[flo
     return found
 
 
-def measure_steps(num_tokens: int, rounds: int, device_s: float) -> dict[str, list[float]]:
-    """Seconds of each step by the clock: the update after backward, and beside it; and of the update alone."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = torch.randint(0, 8192, (1, num_tokens + 1), device=device)
-    found: dict[str, list[float]] = {"after backward": [], "beside backward": [], "the update alone": []}
+class Steps:
+    """Steps of a model whose optimizer is on the host.
 
-    def made(*, is_beside: bool) -> Callable[[], None]:
+    Args:
+        is_beside: Each unit is updated while backward goes on with others; else all of them after it.
+        hidden: Width of the model.
+        num_tokens: Of a step.
+        device_s: The backward of each block sleeps so long.
+
+    Attributes:
+        took: Seconds of each step by the clock.
+        of_update: Of these the update, or the wait at the end of backward for updates.
+    """
+
+    def __init__(self, *, is_beside: bool, hidden: int, num_tokens: int, device_s: float) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokens = torch.randint(0, 8192, (1, num_tokens + 1), device=self.device)
         torch.manual_seed(0)
-        model = sw.models.gpt("gpt-nano", num_layers=8, hidden=512, vocab_size=8192, seq_len=num_tokens, device=device)
-        model = sw.parallelize(model, sw.ParallelPlan(offload_policy="cpu", merge_units=False))
-        for block in model.blocks if device_s else ():
+        sizes = {"num_layers": 8, "hidden": hidden, "vocab_size": 8192, "seq_len": num_tokens}
+        model = sw.models.gpt("gpt-nano", device=self.device, **sizes)
+        self.model = sw.parallelize(model, sw.ParallelPlan(offload_policy="cpu", merge_units=False))
+        for block in self.model.blocks if device_s else ():
             block.register_full_backward_hook(lambda *_: time.sleep(device_s))
-        optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(sw.flat_parameters(self.model), lr=1e-4, fused=True)
+        self.took: list[float] = []
+        self.of_update: list[float] = []
+        self._spent = 0.0
         if is_beside:
-            sw.optimizer_in_backward(model, optimizer)
+            sw.optimizer_in_backward(self.model, self.optimizer)
+            engine = engine_of(self.model, "bench")
+            *others, wait = engine.host_waits  # the last one is for updates
+            engine.host_waits = (*others, lambda: self._time(wait))
+        self.is_beside = is_beside
 
-        def step() -> None:
-            start = time.perf_counter()
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
-            if not is_beside:
-                middle = time.perf_counter()
-                optimizer.step()
-                optimizer.zero_grad()
-                found["the update alone"].append(time.perf_counter() - middle)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            found["beside backward" if is_beside else "after backward"].append(time.perf_counter() - start)
+    def _time(self, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        self._spent += time.perf_counter() - start
 
-        return step
+    def make(self) -> None:
+        """One step."""
+        self._spent, start = 0.0, time.perf_counter()
+        self.model(self.tokens[:, :-1], self.tokens[:, 1:]).backward()
+        if not self.is_beside:
+            self._time(self.optimizer.step)
+            self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.took.append(time.perf_counter() - start)
+        self.of_update.append(self._spent)
 
-    steps = made(is_beside=False), made(is_beside=True)
+
+def measure_steps(hidden: int, num_tokens: int, rounds: int, device_s: float) -> dict[str, list[float]]:
+    """Seconds by the clock, of steps and of what in them the update takes."""
+    after, beside = (
+        Steps(is_beside=value, hidden=hidden, num_tokens=num_tokens, device_s=device_s) for value in (False, True)
+    )
     for _ in range(3 + rounds):
-        for step in steps:
-            step()
-    return {name: seconds[3:] for name, seconds in found.items()}  # the first ones make the state
+        after.make()
+        beside.make()
+    found = {
+        "after backward": after.took,
+        "of this the update": after.of_update,
+        "beside backward": beside.took,
+        "of this waiting for updates at the end": beside.of_update,
+    }
+    return {name: each[3:] for name, each in found.items()}  # the first ones make the state
 
 
 def line(name: str, threads: int, numel: int, seconds: list[float], used: list[float]) -> str:
@@ -136,13 +169,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", help="numbers of threads; by default torch's")
     parser.add_argument("--steps", action="store_true", help="time steps with the update after and beside backward")
+    parser.add_argument("--hidden", type=int, default=512, help="of the 8 layers of the model whose steps are timed")
     parser.add_argument("--tokens", type=int, default=16, help="of a step; the more, the longer backward takes")
     parser.add_argument("--device-ms", type=float, default=0.0, help="the backward of each block sleeps so long")
     given = parser.parse_args()
     if given.steps:
         torch.set_num_threads(int(given.threads or torch.get_num_threads()))
         print("| update | median | least |\n|---|---|---|")
-        for name, seconds in measure_steps(given.tokens, given.rounds, given.device_ms / 1e3).items():
+        for name, seconds in measure_steps(given.hidden, given.tokens, given.rounds, given.device_ms / 1e3).items():
             print(f"| {name} | {statistics.median(seconds) * 1e3:.1f} ms | {min(seconds) * 1e3:.1f} ms |")
         return
     print("| update | threads | time | GB/s | GB/s of a processor's second |\n|---|---|---|---|---|")
