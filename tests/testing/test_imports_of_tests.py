@@ -86,7 +86,7 @@ ABOUT = {
     "api/test_recipe.py": "checkpoint",
     "train/test_offloaded_update.py": "train.model.build train.config",
     "engine/test_hybrid_ranks.py": "comm",
-    "forms/test_offload_ranks.py": "comm.base engine.engine forms.attachment forms.host",
+    "forms/test_offload_ranks.py": "forms.attachment forms.host",
     "pipeline/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",
     "engine/test_slots.py": "engine.build engine.engine",
     "integrations/test_chat_data.py": "train.data.chat",
