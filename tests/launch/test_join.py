@@ -122,14 +122,25 @@ def test_rank_0_of_several_machines_listens_on_its_own_address_or_says_why_not(a
     assert "MASTER_ADDR" in message
 
 
-def test_a_machine_that_others_cannot_reach_by_its_name_is_refused_at_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "master", "error", "text"),
+    [
+        ("slurm", "127.0.1.1", ConfigError, "own name.* leads to loopback here .*\n  Set GLOO_SOCKET_IFNAME"),
+        ("torchrun", "10.0.0.1", ConfigError, "own name.* leads to loopback here .*\n  Set GLOO_SOCKET_IFNAME"),
+        ("torchrun", "127.0.1.1", CommError, "rank 1 of 2 did not come"),  # all ranks may be on this machine
+    ],
+)
+def test_a_machine_that_others_cannot_reach_by_its_name_is_refused_at_once(monkeypatch, source, master, error, text):
     """As with Debian's /etc/hosts, which gives the machine's own name to 127.0.1.1."""
-    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+
+    def resolve(name, *_, **__):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (master if name == "node-a" else "127.0.1.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    world = dataclasses.replace(World(), size=2, num_nodes=2, master_addr="node-a", master_port=29555)
-    with pytest.raises(ConfigError, match=r"stands for 127\.0\.1\.1 here .*\n  Set GLOO_SOCKET_IFNAME"):
-        init_process_group(world, timeout_s=2)
+    world = World(0, 2, 0, 1, 2, "node-a", free_port(), source)
+    with pytest.raises(error, match=text):
+        init_process_group(world, timeout_s=1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for an address")

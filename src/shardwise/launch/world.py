@@ -625,19 +625,26 @@ def _check_own_name(world: World) -> None:
     """Refuse a machine of several whose own name stands for loopback, as in Debian's /etc/hosts.
 
     Gloo listens where that name leads, and no other machine would reach it: all ranks would wait for the time limit.
+    Under other launchers than Slurm the machine of rank 0 is let through, as all ranks may be on it.
     """
-    if world.is_single_node or _is_loopback(world.master_addr) or os.environ.get(_GLOO_INTERFACE):
+    if world.is_single_node or os.environ.get(_GLOO_INTERFACE):
         return
-    name, address = socket.gethostname(), "no address"
-    with contextlib.suppress(OSError):
-        address = _resolved(name)
-        if not _is_loopback(address):
-            return
+    name = socket.gethostname()
+    if (world.source != "slurm" and _stays_here(world.master_addr)) or not _stays_here(name):
+        return
     interfaces = ", ".join(each for _, each in socket.if_nameindex() if each != loopback_interface())
     raise ConfigError(
-        f"this machine's own name, {name}, stands for {address} here (see /etc/hosts): other machines cannot reach it."
-        f"\n  Set {_GLOO_INTERFACE} (and NCCL_SOCKET_IFNAME) to the network between the machines: {interfaces}."
+        f"this machine's own name, {name}, leads to loopback here (see /etc/hosts): other machines cannot reach it.\n"
+        f"  Set {_GLOO_INTERFACE} (and NCCL_SOCKET_IFNAME) to the network between the machines: {interfaces}."
     )
+
+
+def _stays_here(name: str) -> bool:
+    """Whether a name leads to loopback, or nowhere."""
+    try:
+        return _is_loopback(_resolved(name))
+    except OSError:
+        return True
 
 
 def _resolved(name: str) -> str:
