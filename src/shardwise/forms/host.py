@@ -140,7 +140,7 @@ class OnHost(Around):
 
     def wait_for_host(self) -> None:
         """Wait for the newest copy of a sum of the group, made after those before it; from any thread."""
-        if self._copy is not None:
+        if isinstance(self._copy, Copy):
             self._copy.wait_on_host()
 
     def buffers(self) -> list[tuple[str, Tensor]]:
@@ -207,8 +207,7 @@ class Transfers:
         with torch.cuda.stream(self._down), pool.holding() as held:
             after.wait()
             target.copy_(source, non_blocking=True)
-            # A thread that waits for the event sleeps: the processor is there for updates.
-            self._events["down"] = self._down.record_event(torch.cuda.Event(blocking=True))
+            self._events["down"] = self._down.record_event()
         return _Event(
             self._events["down"], self.device, lambda: [pool.give(buffer) for buffer in held], moved=(source, target)
         )
