@@ -103,6 +103,9 @@ class _Late(Handle):
         source.fill_(torch.nan)
         target.fill_(torch.nan)
 
+    def wait_on_host(self) -> None:
+        _Late.arrive(None)
+
     @staticmethod
     def arrive(_transfers: Transfers) -> None:
         for target, content in _Late.pending:

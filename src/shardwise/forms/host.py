@@ -140,7 +140,7 @@ class OnHost(Around):
 
     def wait_for_host(self) -> None:
         """Wait for the newest copy of a sum of the group, made after those before it; from any thread."""
-        if isinstance(self._copy, Copy):
+        if self._copy is not None:
             self._copy.wait_on_host()
 
     def buffers(self) -> list[tuple[str, Tensor]]:
