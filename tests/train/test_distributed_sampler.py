@@ -66,7 +66,7 @@ def test_a_run_goes_on_where_it_was_on_another_number_of_ranks(before, after):
         read.append([next(iterator) for _ in range(3 * batch)])
     assert together(read) == order[: 3 * batch * before]
     state = old[0].state_dict()
-    assert state == old[-1].state_dict() == old[0].state_dict(consumed=3 * batch)
+    assert state == old[-1].state_dict() == old[0].state_dict(consumed=3 * batch * before)
     new = samplers(data, after, seed=7)
     for sampler in new:
         sampler.load_state_dict(state)
@@ -75,6 +75,50 @@ def test_a_run_goes_on_where_it_was_on_another_number_of_ranks(before, after):
     for sampler in new:
         sampler.set_epoch(3)
     assert len(together([list(sampler) for sampler in new])) == data
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_plain_call_resumes_at_each_step_also_twice_and_behind_a_last_batch_that_is_a_part(drop_last):
+    data, world, batch = 101, 2, 8
+    (whole,) = samplers(data, 1, seed=7)
+    order = list(whole)[: 100 if drop_last else 101]
+    place = 0
+    for steps in (2, 3, 2):  # three runs, each in the same epoch; 100 or 101 samples make seven steps
+        running = samplers(data, world, seed=7, drop_last=drop_last)
+        for sampler in running:
+            sampler.load_state_dict({"epoch": 0, "position": place, "seed": 7, "num_samples": data})
+        parts = [list(sampler) for sampler in running]  # workers have read the whole epoch in advance
+        assert together(parts) == order[place:]
+        (state, other) = (sampler.state_dict(consumed=steps * batch * world) for sampler in running)
+        assert state == other
+        place = state["position"]
+        assert place == min(place, len(order))
+    assert place == 7 * batch * world - (12 if drop_last else 11)
+
+
+def test_a_number_of_consumed_samples_that_cannot_be_is_refused_and_the_advice_is_right():
+    sampler = samplers(100, 2)[0]
+    iterator = iter(sampler)
+    for _ in range(20):
+        next(iterator)
+    for wrong in (10**6, 42, 17, -2):  # 40 samples have been given, in pairs
+        with pytest.raises(ConfigError, match=rf"consumed={wrong}\).*\n.*step \* batch_size \* sw.data_parallel_size"):
+            sampler.state_dict(consumed=wrong)
+    assert sampler.state_dict(consumed=2 * 8 * 2)["position"] == 32
+    sampler.load_state_dict(sampler.state_dict(consumed=32))
+    with pytest.raises(ConfigError, match="at most the 0"):  # the count since the epoch began, in an epoch resumed
+        sampler.state_dict(consumed=48)
+    list(sampler)
+    with pytest.raises(ConfigError, match="at most the 68"):
+        sampler.state_dict(consumed=10**6)
+
+
+@pytest.mark.parametrize("changed", [{"position": -1}, {"position": 101}, {"position": None}, {"epoch": True}])
+def test_a_state_that_names_no_place_is_refused(changed):
+    (sampler,) = samplers(100, 1)
+    with pytest.raises(CheckpointError, match=f"{next(iter(changed))}={next(iter(changed.values()))}"):
+        sampler.load_state_dict(sampler.state_dict() | changed)
+    assert len(sampler) == 100
 
 
 def test_a_run_that_went_on_goes_on_again():

@@ -140,10 +140,7 @@ class Sampler:
                     f"the checkpoint's sampler has {key}={state.get(key)!r}, this run has {getattr(self, key)}.\n"
                     "  Resume with the data and the seed that the run began with."
                 )
-        position = state.get("position")
-        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
-            raise CheckpointError(f"the checkpoint's sampler has position={position!r}.\n  Resume from another one.")
-        self.position = position
+        self.position = _natural(state, "position")
 
 
 class DistributedSampler:
@@ -196,7 +193,7 @@ class DistributedSampler:
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
         self._start = 0  # places of this epoch that all ranks together have consumed before
-        self._num_given = 0  # by this rank since
+        self._num_given = 0  # by this rank since; iterating again counts anew
         if self.num_samples < 1 or not 0 <= self.rank < self.num_replicas:
             raise ConfigError(
                 f"DistributedSampler of {self.num_samples} samples for rank {self.rank} of {self.num_replicas}.\n"
@@ -230,20 +227,45 @@ class DistributedSampler:
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Where the epoch is, for any number of ranks.
 
+        With ``DataLoader(num_workers=...)`` the iterator is ahead of training, because workers read in advance. So give
+        the number of samples that training has consumed::
+
+            for step, batch in enumerate(loader, start=1):
+                ...
+                state = sampler.state_dict(consumed=step * batch_size * sw.data_parallel_size(model))
+
         Args:
-            consumed: Samples that this rank has trained with since the epoch began (or was loaded), the same number on
-                every rank: batches times their size. ``None``: what the iterator has given, which with
-                ``DataLoader(num_workers=...)`` is more, as workers read ahead.
+            consumed: Samples that all ranks together have trained with since the epoch began, or since
+                :meth:`load_state_dict` in an epoch that was resumed. The last batch of an epoch may count as a full
+                one. ``None``: what the iterator has given.
+
+        Raises:
+            ConfigError: ``consumed`` is no such number: it is negative, more than this sampler has given, or not the
+                same number of samples on every rank.
         """
-        given = self._num_given if consumed is None else consumed
-        position = min(self._start + given * self.num_replicas, self.num_samples)
+        places, size = self._places, self.num_replicas
+        left = len(places) * size if self.drop_last else self.num_samples - self._start
+        given = self._num_given * size
+        if consumed is None:
+            consumed = given
+        else:
+            most = max(2 * left - 1, 0) if self._num_given == len(places) else given  # the last batch may be a part
+            if not 0 <= consumed <= most or (consumed % size and consumed < left):
+                raise ConfigError(
+                    f"DistributedSampler.state_dict(consumed={consumed}): expected the samples that all {size} ranks"
+                    f" together have trained with since this epoch began or was resumed, a multiple of {size}, and at"
+                    f" most the {min(given, left)} that this sampler has given.\n"
+                    "  Call state_dict(consumed=step * batch_size * sw.data_parallel_size(model)), where step counts"
+                    " the batches of this loop over the loader."
+                )
+        position = self._start + min(consumed, left)
         return {"epoch": self.epoch, "position": position, "seed": self.seed, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken, on any number of ranks; the next iteration begins there.
 
         Raises:
-            CheckpointError: The state belongs to other data or another seed.
+            CheckpointError: The state belongs to other data or another seed, or names no place in an epoch.
         """
         for key in ("seed", "num_samples"):
             if state.get(key) != getattr(self, key):
@@ -251,7 +273,25 @@ class DistributedSampler:
                     f"the sampler's state has {key}={state.get(key)!r}, this one {getattr(self, key)}.\n"
                     "  Continue with the data and the seed that it was taken with."
                 )
-        self.epoch, self._start, self._num_given = int(state["epoch"]), int(state["position"]), 0
+        epoch, position = _natural(state, "epoch"), _natural(state, "position")
+        if position > self.num_samples:
+            raise CheckpointError(
+                f"the checkpoint's sampler has position={position}, and an epoch has {self.num_samples} samples.\n"
+                "  Continue from another checkpoint."
+            )
+        self.epoch, self._start, self._num_given = epoch, position, 0
+
+
+def _natural(state: Mapping[str, Any], key: str) -> int:
+    """A count of a sampler's state.
+
+    Raises:
+        CheckpointError: It is missing, or no such number.
+    """
+    value = state.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise CheckpointError(f"the checkpoint's sampler has {key}={value!r}.\n  Continue from another checkpoint.")
+    return value
 
 
 def _place_of(model: Any, rank: int | None, num_replicas: int | None) -> tuple[int, int]:
