@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import main
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.config.resolve import resolve
@@ -139,7 +140,9 @@ def test_after_a_restart_a_run_goes_on_from_its_own_newest_checkpoint_whatever_i
     assert begins_from(run, "/elsewhere/step-00000005", is_restart=True) == "latest"
 
 
-def test_a_renamed_run_keeps_its_retention_and_what_was_set_aside_goes_when_it_was_made_again(tmp_path: Path) -> None:
+def test_a_renamed_run_keeps_its_retention_and_what_was_set_aside_goes_when_it_was_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     few = sets("checkpoint.keep=2", "train.eval_every=null")
     train_well(tmp_path, 1, ("--run-dir", "a", *few))
     (tmp_path / "a").rename(tmp_path / "b")
@@ -149,6 +152,20 @@ def test_a_renamed_run_keeps_its_retention_and_what_was_set_aside_goes_when_it_w
         "step-00000015",
         "step-00000020",
     ]
+    # The folder vanishes: neither the launcher nor a rank, restarted or not, begins anew; put back, it is as before.
+    monkeypatch.chdir(tmp_path)
+    run, aside = tmp_path / "b", tmp_path / "aside"
+    (run / "checkpoints").rename(aside)
+    for word in ("--resume", "--resume=latest-good"):
+        assert main(["train", "run.yaml", "--run-dir", "b", word]) == 65
+        found = capsys.readouterr()
+        assert "b has saved checkpoints, as its LATEST says, but checkpoints/ holds none" in found.err + found.out
+    for is_restart in (False, True):
+        wanted = begins_from(run, "latest", is_restart=is_restart)
+        with pytest.raises(CheckpointError, match="Put checkpoints/ back"):
+            find_checkpoint(run, wanted)
+    aside.replace(run / "checkpoints")
+    assert find_checkpoint(run, "latest").name == "step-00000020"
 
 
 def test_a_checkpoint_of_another_run_is_taken_only_where_its_path_is_given(tmp_path: Path) -> None:

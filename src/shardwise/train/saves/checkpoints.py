@@ -64,9 +64,9 @@ NEWEST = ("latest", "latest-good")
 
 
 def is_empty(run_dir: Path) -> bool:
-    """Whether a run has saved nothing so far, not even something that is damaged."""
-    found = find_latest(run_dir)
-    return found.path is None and not found.rejected and MemoryTier(run_dir).newest() is None
+    """Whether a run has saved nothing so far, not even something that is damaged or has been removed since."""
+    found, has_saved = find_latest(run_dir), os.path.lexists(run_dir / LATEST)
+    return found.path is None and not found.rejected and not has_saved and MemoryTier(run_dir).newest() is None
 
 
 #: What ``LATEST`` holds.
@@ -121,6 +121,12 @@ def find_checkpoint(run_dir: Path, wanted: str, *, say: Callable[[str], object] 
         if in_memory is not None:
             return in_memory
         found = find_latest(run_dir, verify=wanted == "latest-good", run_id=run_id)
+        if found.path is None and not found.rejected and os.path.lexists(run_dir / LATEST):
+            raise CheckpointError(
+                f"{printable(run_dir)} has saved checkpoints, as its {LATEST} says, but {CHECKPOINTS}/ holds none: they"
+                " have been removed. The run does not start from the beginning by itself.\n"
+                f"  Put {CHECKPOINTS}/ back and resume, or begin a new run in another folder, with --run-dir."
+            )
         path = found.require(allow_older=wanted == "latest-good")
         for damaged, reason in found.rejected:
             say(f"{printable(damaged.name)} cannot be used and is passed over: {printable(reason)}")
