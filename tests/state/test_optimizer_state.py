@@ -53,3 +53,64 @@ def continue_elsewhere(folder, source, target):
 def test_state_saved_with_one_preset_continues_bit_for_bit_with_another(source, target, tmp_path):
     results = run_on_ranks(continue_elsewhere, 2, str(tmp_path), source, target)
     assert results[0] == {name: [] for name in OPTIMIZERS}
+
+
+def plain(model, optimizer):
+    return [p.detach().clone() for p in model.parameters()] + [group["lr"] for group in optimizer.param_groups]
+
+
+def continue_with_a_scheduler(folder):
+    """Three steps under OneCycleLR; two, save, load and one more; what a load says that comes before the scheduler."""
+
+    def begin():
+        model = parallelize("zero3")
+        groups = [{"params": [p], "lr_scale": 0.5} for p in model.parameters()]  # as timm gives them
+        return model, torch.optim.AdamW(groups, lr=1e-2)
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
+
+    def steps(model, optimizer, scheduler, first, last):
+        for step in range(first, last):
+            train(model, optimizer, step, step + 1)
+            scheduler.step()
+
+    model, optimizer = begin()
+    scheduler = schedule(optimizer)
+    steps(model, optimizer, scheduler, 0, 2)
+    sw.save(f"{folder}/scheduled", model, optimizer, state={"scheduler": scheduler.state_dict()})
+    steps(model, optimizer, scheduler, 2, 3)
+    wanted = plain(model, optimizer)
+
+    model, optimizer = begin()
+    texts = []
+    with pytest.raises(sw.CheckpointError) as caught:
+        sw.load(f"{folder}/scheduled", model, optimizer)
+    texts.append(str(caught.value))
+    scheduler = schedule(optimizer)  # as the message says
+    scheduler.load_state_dict(sw.load(f"{folder}/scheduled", model, optimizer)["scheduler"])
+    steps(model, optimizer, scheduler, 2, 3)
+    is_same = all(map(lambda a, b: (a == b) if isinstance(a, float) else a.equal(b), wanted, plain(model, optimizer)))
+
+    model = parallelize("zero3")
+    without = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=3e-3)
+    schedule(without)
+    with pytest.raises(sw.CheckpointError) as caught:
+        sw.load(f"{folder}/scheduled", model, without)
+    texts.append(str(caught.value))
+    rates = [group["lr"] for group in without.param_groups]
+    sw.load(f"{folder}/scheduled", model, without, keep_settings=True)  # as it says too
+    is_kept = rates == [group["lr"] for group in without.param_groups] and "lr_scale" not in without.param_groups[0]
+    return texts, is_same, is_kept and all("exp_avg" in without.state[p] for p in model.parameters() if p.numel())
+
+
+def test_settings_that_the_optimizer_does_not_have_yet_are_named_and_the_advice_continues_bit_for_bit(tmp_path):
+    (early, other), is_same, is_kept = run_on_ranks(continue_with_a_scheduler, 2, str(tmp_path))[0]
+    assert "settings that the optimizer does not have: groups.0." in early
+    assert "groups.0.max_lr" in early
+    assert "make the scheduler before sw.load" in early
+    assert "groups.0.lr_scale" in other
+    assert "max_lr," not in other.partition(". A scheduler")[0]
+    assert not any("damaged" in text for text in (early, other))
+    assert is_same
+    assert is_kept

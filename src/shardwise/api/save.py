@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from shardwise.api.names import groups_of, members_here, settings_by_group, shared_members, tied_names
-from shardwise.api.saved_optimizer import SavedOptimizer, changed_settings, describe_changes, read_optimizer
+from shardwise.api.saved_optimizer import (
+    SavedOptimizer,
+    changed_settings,
+    describe_changes,
+    read_optimizer,
+    refuse_unknown,
+)
 from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, step_of, write
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.publish import follow
@@ -463,9 +469,10 @@ class _Targets:
             self.extents += each.extents
             self.installs.append(partial(each.install, saved.scalars))
         found = settings_by_group(members_here(model, optimizers), saved.groups, saved.members)
-        changed = changed_settings(checkpoint.path, found, groups_of(optimizers))
         if self._keeps_settings:
             return
+        refuse_unknown(checkpoint.path, found, groups_of(optimizers))
+        changed = changed_settings(checkpoint.path, found, groups_of(optimizers))
         if shown := [each for each in changed if each[0].rpartition(".")[2] not in _SCHEDULED]:
             tell_once(f"checkpoint {checkpoint.path} changes settings of the optimizer:\n{describe_changes(shown)}")
         for group, settings in zip(groups_of(optimizers), found, strict=True):

@@ -87,6 +87,28 @@ def changed_settings(
     return changed
 
 
+def refuse_unknown(path: Path, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse settings that the optimizer does not have, or not yet; arguments as of :func:`changed_settings`.
+
+    Raises:
+        CheckpointError: There are some; it names them.
+    """
+    unknown = [
+        f"groups.{number}.{key}"
+        for number, (settings, group) in enumerate(zip(saved, groups, strict=True))
+        for key in settings.keys() - group.keys() - {"params", "initial_lr"}
+    ]
+    if unknown:
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        raise CheckpointError(
+            f"checkpoint {printable(path)} holds settings that the optimizer does not have:"
+            f" {printable(', '.join(sorted(unknown)[:8]))}{more}. A scheduler adds such keys when it is made"
+            " (OneCycleLR: max_lr, min_lr), or the code that builds the parameter groups does (timm: lr_scale).\n"
+            "  Build the same groups and make the scheduler before sw.load, as before the save; or call"
+            " sw.load(..., keep_settings=True), which leaves all settings as they are."
+        )
+
+
 def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> str:
     """A table of settings that differ."""
     rows = [("setting", "in the optimizer", "saved"), *((key, str(own), str(value)) for key, own, value in changed)]
