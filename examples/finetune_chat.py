@@ -61,7 +61,7 @@ def shardwise(*words: object) -> str:
     """Run a verb, show what it says, and return its output."""
     print("$ shardwise", *words, flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", "shardwise", *map(str, words)], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-P", "-m", "shardwise", *map(str, words)], stdout=subprocess.PIPE, text=True, check=True
     )
     return done.stdout
 

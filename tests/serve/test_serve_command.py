@@ -19,6 +19,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.launch.process import parent
 from shardwise.testing import run_on_ranks
+from tests.common.hostile import put_modules
 from tests.common.tokenizers import save_tokenizer
 from tests.generation.test_generate_command import say
 
@@ -42,6 +43,7 @@ def folder(tmp_path_factory):
         num_key_value_heads=2, max_position_embeddings=SEQ, initializer_range=0.5,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
+    put_modules(folder)
     return folder
 
 
@@ -50,7 +52,9 @@ def served(folder, *arguments):
     """A server of its own process group, its address, and what it says when it has ended."""
     command = [sys.executable, "-m", "shardwise", "serve", str(folder), "--port=0", *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in {"RANK", "WORLD_SIZE"}}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder
+    )
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
@@ -64,6 +68,7 @@ def served(folder, *arguments):
     finally:
         process.kill()
         process.wait()
+        assert not (folder / "ran").exists(), (folder / "ran").read_text()
         process.stdout.close()
         watchdog.cancel()
 

@@ -90,7 +90,7 @@ class Background:
         self.close()
         ours, theirs = socket.socketpair()
         with theirs:
-            words = ["-m", "shardwise.checkpoint.writing_process", str(theirs.fileno()), str(os.getpid())]
+            words = ["-P", "-m", "shardwise.checkpoint.writing_process", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen([sys.executable, *words], pass_fds=(theirs.fileno(),))
         self._channel = ours
 

@@ -213,7 +213,7 @@ def _run_once(
     failures: dict[int, tuple[int, float]] = {}
     try:
         if supervisor.stopped_by is None:
-            elastic_launch(config, sys.executable)("-u", "-m", "shardwise.launch.worker", entry, *args)
+            elastic_launch(config, sys.executable)("-P", "-u", "-m", "shardwise.launch.worker", entry, *args)
     except ChildFailedError as error:
         failures = {rank: (failure.exitcode, float(failure.timestamp)) for rank, failure in error.failures.items()}
     finally:

@@ -152,6 +152,8 @@ def main(arguments: list[str]) -> int:
             heartbeat.begin(Path(os.environ[LOG_DIR]), rank)
             reserve_exit_note(Path(os.environ[LOG_DIR]), rank)
     module, *rest = arguments
+    if module != "shardwise":  # a program of the user's, who may have it in the current folder: see the option -P
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109
     sys.argv = [module, *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -113,6 +113,7 @@ class Job:
         """Environment variables of torchrun's agents and their ranks."""
         return {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/launching.md: machines that come back
+            "PYTHONSAFEPATH": "1",  # no code from the folder in which the container starts
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.grace_s),
             **({"NCCL_DEBUG": "WARN"} if self.has_gpus else {"OMP_NUM_THREADS": "1"}),
         }

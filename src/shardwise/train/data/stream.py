@@ -121,7 +121,7 @@ class Stream:
         told = [wanted.name, wanted.kind, [str(file) for file in wanted.files], wanted.lengths, wanted.column]
         code = f"from shardwise.train.data.stream import make; make({json.dumps(json.dumps([told, self.tokenizer]))})"
         self._maker = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-P", "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         weakref.finalize(self, _end, self._maker)
 
