@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 
@@ -35,7 +37,7 @@ def soon(condition, limit_s=20.0):
 class Hand:
     """A server whose model says :data:`SAID` to every prompt, a token at each call of :meth:`turn`."""
 
-    def __init__(self, tokenizer, max_waiting, api_key):
+    def __init__(self, tokenizer, max_waiting, api_key, most_connections):
         self.queue = Queue(max_waiting)
         self.scheduler = Scheduler(self.queue, 1, 2)
         self.rows, self.orders = {}, []
@@ -45,7 +47,7 @@ class Hand:
         served = Served("hand", tokenizer, 300, POSITIONS, created=7, max_answers=max_waiting)
         hosts = ["127.0.0.1", "localhost"]
         app = make_app(served, self.queue, lambda: self.scheduler.num_running, hosts=hosts, api_key=api_key)
-        self.listening = _listening(app, self._held)
+        self.listening = _listening(app, self._held, most_connections)
         self._ends = threading.Event()
         self._thread = None
 
@@ -86,8 +88,8 @@ def make(monkeypatch):
     monkeypatch.setattr("shardwise.serve.scheduler.IDLE_S", 0.01)
     made = []
 
-    def make_one(tokenizer=None, *, max_waiting=4, api_key=None, starts=True):
-        hand = Hand(tokenizer or Bytes(), max_waiting, api_key)
+    def make_one(tokenizer=None, *, max_waiting=4, api_key=None, starts=True, most_connections=100):
+        hand = Hand(tokenizer or Bytes(), max_waiting, api_key, most_connections)
         hand.listening.__enter__()
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{hand.port}/v1", api_key=api_key or "none", max_retries=0)
         made.append((hand, client))
@@ -277,7 +279,7 @@ def test_a_port_that_another_program_has_begun_to_listen_on_since_is_refused():
     with bind("127.0.0.1", 0) as ours, bind(*ours.getsockname()) as other:
         other.listen()
         with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
-            _listening(None, ours).__enter__()
+            _listening(None, ours, 1).__enter__()
 
 
 def test_a_key_is_asked_for_where_there_is_one(make):
@@ -288,3 +290,124 @@ def test_a_key_is_asked_for_where_there_is_one(make):
             with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
                 call()
     assert hand.request("GET", "/health")[0].status == 200
+
+
+@pytest.mark.parametrize("as_sent", ["utf-8", "latin-1"])
+def test_a_key_may_have_letters_of_any_language(make, as_sent):
+    hand, _ = make(api_key="ein Schlüssel")
+    for key, status in (("ein Schlüssel", 200), ("ein Schluessel", 401), ("ein Schl\xfcssel\xff", 401)):
+        assert hand.request("GET", "/v1/models", Authorization=f"Bearer {key}".encode(as_sent))[0].status == status
+    hand, _ = make(api_key="ключ")
+    assert hand.request("GET", "/v1/models")[0].status == 401
+    assert hand.request("GET", "/v1/models", Authorization="Bearer ключ".encode())[0].status == 200
+
+
+class Slow(Bytes):
+    """Counts what it is given, and takes long texts when it is allowed to."""
+
+    def __init__(self):
+        self.num_given, self.may_go_on = 0, threading.Event()
+
+    def encode(self, text):
+        if len(text) > POSITIONS:
+            assert self.may_go_on.wait(20)
+        self.num_given += len(text)
+        return super().encode(text)
+
+
+def test_a_text_that_cannot_fit_is_refused_by_its_beginning(make, tmp_path):
+    """The 4 MB of a body take seconds of a processor: so much text is read as shows that it has too many tokens."""
+    tokenizer = Slow()
+    tokenizer.may_go_on.set()
+    _, client = make(tokenizer)
+    for prompt in ("x" * 4_000_000, ["x", "y" * 4_000_000]):
+        with pytest.raises(openai.BadRequestError, match="tokens, and there are 64 positions") as caught:
+            complete(client, prompt=prompt)
+        assert caught.value.body["code"] == "context_length_exceeded"
+        assert caught.value.body["param"] == "prompt"
+    assert tokenizer.num_given < 2000
+    assert complete(client, prompt="x" * POSITIONS, max_tokens=1).choices[0].text == SAID[0]  # 64 fit
+    folder = OfFolder(save_tokenizer(tmp_path, template=TEMPLATE))
+    given, encode = [], folder.encode_pieces
+    folder.encode_pieces = lambda texts: given.extend(texts) or encode(texts)
+    _, client = make(folder)
+    messages = [{"role": "user", "content": "so many words " * 10} for _ in range(10_000)]
+    with pytest.raises(openai.BadRequestError, match="tokens, and there are 64 positions"):
+        client.chat.completions.create(model="hand", messages=messages)
+    assert sum(map(len, given)) < 4000
+
+
+def test_short_requests_do_not_wait_until_long_ones_have_become_tokens(make):
+    tokenizer = Slow()
+    hand, client = make(tokenizer)
+    long = json.dumps({"model": "hand", "prompt": "x" * 100_000, "max_tokens": 1})
+    told = []
+    threads = [
+        threading.Thread(target=lambda: told.append(hand.request("POST", "/v1/completions", long)[0].status))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    assert complete(client, timeout=10).choices[0].text == SAID
+    assert told == []
+    tokenizer.may_go_on.set()
+    for thread in threads:
+        thread.join()
+    assert told == [400] * 4
+
+
+@contextlib.contextmanager
+def connected(hand, *pieces):
+    with socket.create_connection(("127.0.0.1", hand.port), timeout=10) as held:
+        for piece in pieces:
+            held.sendall(piece)
+            time.sleep(0.05)
+        yield held
+
+
+def ends(held):
+    """What the server says until it ends the connection."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := held.recv(1000):
+            said += piece
+    return said
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+
+
+def test_a_request_that_does_not_come_to_its_end_is_cut_off_without_a_traceback(make, monkeypatch, capfd):
+    hand, client = make(starts=False)
+    monkeypatch.setattr("shardwise.serve.server._REQUEST_S", 0.6)
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for pieces in ([], [HEAD], [HEAD, b"\r\n", b'{"'], [whole, b"GET /hea"], [b"GET /v1/files HTTP/1.1\r\n"]):
+        with connected(hand, *pieces) as held:
+            begun = time.monotonic()
+            said = ends(held)
+            assert 0.2 < time.monotonic() - begun < 8, pieces
+            assert said.count(b"200 OK") == pieces.count(whole)
+    with connected(hand, HEAD, b"\r\n", b'{"'):  # it leaves by itself
+        pass
+    with complete(client, stream=True, max_tokens=2) as stream:  # an answer may take longer
+        time.sleep(0.8)
+        hand.start()
+        assert "".join(piece.choices[0].text for piece in stream) == SAID[:2]
+    assert capfd.readouterr().err == ""
+
+
+def test_more_connections_than_are_taken_get_503_or_are_ended(make):
+    hand, client = make(most_connections=4)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(connected(hand))
+        with pytest.raises(openai.InternalServerError) as caught:
+            complete(client)
+        assert caught.value.status_code == 503
+        stack.callback(client.close)
+        for _ in range(5):
+            stack.enter_context(connected(hand))
+        with connected(hand) as last:
+            assert ends(last) == b""
+    assert soon(lambda: hand.request("GET", "/health")[0].status == 200)

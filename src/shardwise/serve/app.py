@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -35,6 +36,8 @@ MOST_BYTES = 4 << 20
 _RETRY_AFTER_S = 1
 #: Requests that are read at a time: one of the most bytes takes up to 700 MB while its text becomes tokens.
 _READERS = 2
+#: A body of so many bytes is read at once, whoever else is being read.
+_SHORT_BYTES = 1 << 16
 
 
 class _CompletionFailedError(Exception):
@@ -93,7 +96,12 @@ def make_app(
             Route("/v1/chat/completions", chat, methods=["POST"]),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
-        exception_handlers={RequestError: _refused, HTTPException: _not_found, Exception: _broken},
+        exception_handlers={
+            RequestError: _refused,
+            HTTPException: _not_found,
+            ClientDisconnect: _left,
+            Exception: _broken,
+        },
     )
 
 
@@ -102,8 +110,11 @@ def _model(served: Served) -> dict[str, Any]:
 
 
 def _check_key(request: Request, api_key: str | None) -> None:
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
+    if api_key is None:
+        return
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # the bytes that came
+    known = os.fsencode(api_key), api_key.encode("latin-1", "backslashreplace")  # programs send letters in either form
+    if not any(hmac.compare_digest(given, each) for each in known):
         raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
 
@@ -112,7 +123,7 @@ async def _read(
 ) -> Asked:
     """What a request asks for. A long text takes seconds to become tokens: in a thread, beside which others stream."""
     body = await _body(request)
-    async with readers:
+    async with readers if len(body) > _SHORT_BYTES else contextlib.nullcontext():
         return await run_in_threadpool(lambda: read(_parsed(body), served))
 
 
@@ -149,6 +160,10 @@ def _not_found(request: Request, error: Exception) -> Response:
     return JSONResponse(told.body, told.status, error.headers)
 
 
+def _left(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads
+
+
 def _broken(_request: Request, _error: Exception) -> Response:
     told = RequestError("the server failed; its log says why", status=500, kind="server_error")
     return JSONResponse(told.body, told.status)
@@ -180,7 +195,7 @@ async def _answer(request: Request, asked: Asked, served: Served, queue: Queue) 
     left = asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({whole, left}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(whole.result()) if whole.done() else Response(status_code=499)  # which nobody reads
+        return JSONResponse(whole.result()) if whole.done() else _left(request, ClientDisconnect())
     except _CompletionFailedError as error:
         raise RequestError(str(error), status=500, kind="server_error") from None
     finally:

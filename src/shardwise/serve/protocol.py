@@ -193,6 +193,9 @@ def read_completion(body: Any, served: Served) -> Asked:
     asked = _checked(_Completion, body, served)
     prompts = _prompts(asked.prompt)
     _check_count(len(prompts), asked, served)
+    for number, each in enumerate(prompts):
+        if isinstance(each, str):
+            _check_begin(each, f"prompt {number}", "prompt", served)
     rows = [served.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
     return _asked(asked, rows, asked.max_tokens or _COMPLETION_TOKENS, served, is_chat=False)
 
@@ -205,11 +208,29 @@ def read_chat(body: Any, served: Served) -> Asked:
     """
     asked = _checked(_Chat, body, served)
     _check_count(1, asked, served)
+    texts = [part.text for message in asked.messages for part in message.content]
+    _check_begin("\n".join(texts), "the conversation", "messages", served)
     row = _conversation(asked.messages, served)
     most = asked.max_completion_tokens or asked.max_tokens
     if most is None:
         most = _CHAT_TOKENS if served.positions is None else max(1, served.positions - len(row) + 1)
     return _asked(asked, [row], most, served, is_chat=True)
+
+
+def _check_begin(text: str, what: str, param: str, served: Served) -> None:
+    """Refuse a text whose beginning has more tokens than there are positions: all of it would take much longer."""
+    for per_token in (4, 16):
+        most = per_token * (served.positions or len(text))
+        if len(text) <= most:
+            return
+        count = len(served.tokenizer.encode_pieces([text[:most]])[0])
+        if count > (served.positions or count):
+            raise RequestError(
+                f"{what}: the first {most:,} of {len(text):,} characters have {count:,} tokens, and there are"
+                f" {served.positions} positions",
+                param=param,
+                code="context_length_exceeded",
+            )
 
 
 def _prompts(given: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -9,8 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import h11
 import uvicorn
 from torch import nn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shardwise.generation.conveyor import Conveyor
 from shardwise.launch.stop_request import StopRequest
@@ -23,6 +26,10 @@ from shardwise.train.data.tokenizer import Tokenizer
 
 #: The time that open connections have at the end, when their answers are complete.
 _CLOSING_S = 2
+#: The time in which a request has to come, headers and body.
+_REQUEST_S = 30.0
+#: Connections beyond one for each prompt that can be under way: of clients that keep theirs for the next request.
+_SPARE_CONNECTIONS = 128
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -118,7 +125,7 @@ def serve(
     )
     hosts = [*_LOOPBACK, "[::1]", host] if is_loopback(host) else ["*"]
     app = make_app(served, queue, lambda: scheduler.num_running, hosts=hosts, api_key=api_key)
-    with _listening(app, held) as thread:
+    with _listening(app, held, max_rows + max_waiting + _SPARE_CONNECTIONS) as thread:
         shown, port = held.getsockname()[:2]
         say(f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1")
         try:
@@ -128,12 +135,43 @@ def serve(
             raise
 
 
+class _Protocol(H11Protocol):
+    """HTTP as uvicorn reads it, which waits without end for the rest of a request."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > 2 * (self.limit_concurrency or 0):
+            transport.abort()
+        self._time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._time(is_over=True)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time(is_over=self.conn.their_state not in {h11.IDLE, h11.SEND_BODY})
+
+    def _time(self, *, is_over: bool = False) -> None:
+        if is_over and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        elif not is_over and self._timer is None:
+            self._timer = self.loop.call_later(_REQUEST_S, self.transport.abort)
+
+
 @contextlib.contextmanager
-def _listening(app: Any, held: socket.socket) -> Iterator[threading.Thread]:
-    """Answer HTTP in a thread; at the end, complete the answers under way."""
+def _listening(app: Any, held: socket.socket, most_connections: int) -> Iterator[threading.Thread]:
+    """Answer HTTP in a thread; at the end, complete the answers under way.
+
+    Requests beyond ``most_connections`` get 503. Connections beyond twice as many are ended without a word.
+    """
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=_Protocol,
+        limit_concurrency=most_connections,
         ws="none",
         lifespan="off",
         log_level="warning",
