@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from shardwise import torch_private
 from shardwise.comm.axes import Comms
@@ -490,11 +491,29 @@ class Engine:
         ticket.generation = backward.generation
         ticket.leave(unit)
         unit.calls.num_repeated += ticket.is_repeated
+        self._reach(unit)
+
+    def _reach(self, unit: Unit) -> None:
+        """Backward has come to ``unit``: enter it, after the units that peers enter before it."""
         for index in self.orders.entries.reach(unit.index):
             self._enter(self.units[index])
         self._enter(unit, ahead=self.orders.entries)
         unit.is_unused = False
         self._prefetch(self.orders.entries)
+
+    def on_use_outside(self, group: Group, index: int, grad: Tensor) -> None:
+        """Backward has brought a gradient for a shard that is the whole parameter: it was used outside of its unit.
+
+        To the order of units this is as a call of the unit: peers that do not use the parameter so take part.
+        """
+        backward = self.backward
+        if backward.is_under_way and backward.end is not None and backward.end() is None:
+            self.recover()
+        if not backward.is_under_way:
+            self._begin_backward(self.orders.entry)
+        if group.unit not in backward.entered:
+            self._reach(group.unit)
+        group.gradient.add(index, grad, self.gradients)
 
     def _begin_backward(self, entry: Entry) -> None:
         if threading.get_ident() != self.forward.thread and torch_private.has_rpc_agent():

@@ -274,6 +274,11 @@ class Gradient:
             self._written[index] = True
         return views
 
+    def add(self, index: int, grad: Tensor, pool: GradientPool) -> None:
+        """Add to this rank's gradient of one parameter, which came otherwise than through the full parameter."""
+        targets = self.local_views(index, pool)
+        torch._foreach_add_(targets, self._cut(index, grad, self._begin(pool).pieces[index]))
+
     def has_collected(self, index: int) -> bool:
         """Whether sums of earlier microbatches have a gradient of parameter ``index``, and ``.grad`` would show it."""
         is_used = self._written[index] or (self._partial is not None and self._used[index])

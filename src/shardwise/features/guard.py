@@ -94,9 +94,53 @@ def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
 def _guard_shards(engine: Engine) -> None:
     for group in engine.groups:
         for index, shard in enumerate(group.shards):
-            if shard.requires_grad and group.facts.holds_part:
-                refusal = _refuse_on_shard(weakref.ref(group), index)
-                engine.hooks.append(shard.register_post_accumulate_grad_hook(refusal))
+            if not shard.requires_grad:
+                continue
+            if group.facts.holds_part:
+                taken = _refuse_on_shard(weakref.ref(group), index)
+            elif group.facts.num_ranks > 1:
+                taken = _UseOutside(group, index)
+                engine.hooks.append(shard.register_hook(taken.begin))
+            else:
+                continue
+            engine.hooks.append(shard.register_post_accumulate_grad_hook(taken))
+
+
+class _UseOutside(Uncopyable):
+    """Takes the gradient that autograd brings to a shard which is the whole parameter, and has it reduced.
+
+    It is this rank's own: the parameter was used outside of its unit's forward. What ``.grad`` holds of earlier
+    backwards has been reduced, and is out of the way while autograd adds to it.
+    """
+
+    def __init__(self, group: Group, index: int) -> None:
+        self._group = weakref.ref(group)
+        self._index = index
+        self._before: list[Tensor | None] = []
+
+    def begin(self, _grad: Tensor) -> None:
+        """A gradient is about to be added to ``.grad``, or to be returned by ``torch.autograd.grad``."""
+        group = self._group()
+        if group is None or group.form.is_shown:
+            return
+        shard = group.shards[self._index]
+        if shard.grad is not None:
+            torch_private.at_end_of_backward(functools.partial(self._restore, shard))  # nothing may come to be added
+        self._before = [shard.grad]
+        shard.grad = None
+
+    def __call__(self, shard: Tensor) -> None:
+        """It has been added."""
+        group, grad = self._group(), shard.grad
+        engine = group.unit.engine() if group is not None and group.unit.engine is not None else None
+        if group is None or engine is None or grad is None or not self._before:
+            return
+        self._restore(shard)
+        engine.on_use_outside(group, self._index, grad)
+
+    def _restore(self, shard: Tensor) -> None:
+        if self._before:
+            shard.grad = self._before.pop()
 
 
 def _refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Tensor], None]:
