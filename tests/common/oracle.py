@@ -198,3 +198,14 @@ class Chain(nn.Module):
 def plain_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     """The loss of a model from (3, 8) samples to anything."""
     return model(sample(rank, step)).square().mean()
+
+
+def even() -> nn.Module:
+    """Linears whose parameters two or three ranks divide into multiples of 16: no vector kernel meets a remainder."""
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+
+
+def even_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    """The loss of :func:`even` on a rank's data of a step."""
+    return model(sample(rank, step, 3, 32)).square().mean()

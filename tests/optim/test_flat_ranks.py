@@ -16,7 +16,18 @@ from shardwise.forms import flat_parameters
 from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import optimizer_state, probe, run_on_ranks
-from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, descend, plain_loss, sample
+from tests.common.oracle import (
+    PRESETS,
+    Block,
+    Chain,
+    compare,
+    compare_each,
+    descend,
+    even,
+    even_loss,
+    plain_loss,
+    sample,
+)
 from tests.common.ranks import on_ranks
 
 
@@ -70,16 +81,11 @@ def test_every_elementwise_optimizer_is_bitwise_in_two_weight_decay_groups():
         compare(Chain, plain_loss, "zero3", optimizer=make, given=sw.flat_parameters, steps=3)
 
 
-def even():
-    torch.manual_seed(3)
-    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
-
-
 @on_ranks(2)
 def test_fused_is_bitwise_where_no_parameter_ends_in_a_tail():
     compare_each(
         even,
-        lambda model, rank, step: model(sample(rank, step, 3, 16)).square().mean(),
+        even_loss,
         ("ddp", "zero3"),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
         given=sw.flat_parameters,

@@ -20,10 +20,18 @@ INSIDE = (*FREE, *sets("optimizer.in_backward=true"))
 
 def test_updates_in_backward_are_those_after_it_also_when_resumed(tmp_path: Path) -> None:
     outside, inside, again = tmp_path / "outside", tmp_path / "inside", tmp_path / "again"
-    on_host = ("--run-dir", "on_host", *INSIDE, *sets("parallel.offload_policy=cpu"))
-    train_well(tmp_path, 2, ("--run-dir", "outside", *FREE), ("--run-dir", "inside", *INSIDE), on_host)
+    on_host = sets("parallel.offload_policy=cpu")
+    train_well(
+        tmp_path,
+        2,
+        ("--run-dir", "outside", *FREE),
+        ("--run-dir", "inside", *INSIDE),
+        ("--run-dir", "host_outside", *FREE, *on_host),
+        ("--run-dir", "host_inside", *INSIDE, *on_host),
+    )
     assert losses(inside) == losses(outside)
-    assert losses(tmp_path / "on_host") == losses(outside)
+    # On the host torch's fused kernel updates, which may round in another way than the default: each beside its own.
+    assert losses(tmp_path / "host_inside") == losses(tmp_path / "host_outside")
     assert summary(inside)["eval_loss_final"] == summary(outside)["eval_loss_final"]
     assert [line["grad_norm"] for line in metrics(inside)] == [None] * 6
     assert all(line["grad_norm"] > 0 for line in metrics(outside))
