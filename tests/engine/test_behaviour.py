@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import types
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.common.oracle import Block, Chain, compare_each, plain_loss, presets, sample
+from shardwise.testing.oracle import gradient_sync
+from tests.common.oracle import Block, Chain, Waiting, compare_each, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
@@ -209,6 +211,112 @@ def switch():
 @WORLDS
 def test_requires_grad_may_be_switched_between_steps(world):
     run_on_ranks(switch, world)
+
+
+# -- requires_grad switched inside a step
+
+
+def low_rank(model: nn.Module, which: str = "down") -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if which in name]
+
+
+def switch_on(parameters: Iterable[nn.Parameter], is_trained: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(is_trained)
+
+
+def reference_between(model, rank, step):
+    """As a preference loss with an adapter does: what the frozen model says comes between forward and backward."""
+    chosen = plain_loss(model, rank, step)
+    switch_on(low_rank(model), False)
+    frozen = plain_loss(model, rank, step)
+    switch_on(low_rank(model), True)
+    (chosen - frozen.detach()).square().backward()
+    yield chosen, frozen
+
+
+def reference_without_grad_between(model, rank, step):
+    loss = plain_loss(model, rank, step)
+    switch_on(model.parameters(), False)
+    with torch.no_grad():
+        frozen = plain_loss(model, rank, step)
+    switch_on(model.parameters(), True)
+    loss.backward()
+    yield loss, frozen
+
+
+def all_frozen_between(model, rank, step):
+    loss = plain_loss(model, rank, step)
+    switch_on(model.parameters(), False)
+    frozen = plain_loss(model, rank, step)
+    switch_on(model.parameters(), True)
+    loss.backward()
+    yield loss, frozen
+
+
+def frozen_in_backward(model, rank, step):
+    """Frozen after the forward: no gradient is left, and the next backward finds nothing of this one."""
+    loss = plain_loss(model, rank, step)
+    switch_on(low_rank(model), False)
+    switch_on(model.blocks[2].parameters(), False)
+    loss.backward()
+    yield loss
+    switch_on(model.parameters(), True)
+    loss = plain_loss(model, rank, step)
+    loss.backward()
+    yield loss
+
+
+def frozen_in_forward(model, rank, step):
+    switch_on(low_rank(model), False)
+    loss = plain_loss(model, rank, step)
+    switch_on(low_rank(model), True)
+    loss.backward()
+    yield loss
+
+
+def two_adapters(model, rank, step):
+    """One is active in each forward, the first again in backward."""
+    losses = []
+    for active, other in (("down", "up"), ("up", "down")):
+        switch_on(low_rank(model, other), False)
+        switch_on(low_rank(model, active), True)
+        losses.append(plain_loss(model, rank, step))
+    switch_on(low_rank(model, "up"), False)
+    switch_on(low_rank(model, "down"), True)
+    sum(losses).backward()
+    yield losses
+    switch_on(model.parameters(), True)
+
+
+def frozen_while_sums_wait(model, rank, step):
+    with gradient_sync(model, False):
+        loss = plain_loss(model, rank, step)
+        loss.backward()
+        yield Waiting([loss])
+    switch_on(low_rank(model), False)
+    switch_on(model.blocks[2].parameters(), False)
+    loss = plain_loss(model, rank, step)
+    loss.backward()
+    yield loss
+    switch_on(model.parameters(), True)
+
+
+SWITCHES = (
+    reference_between,
+    reference_without_grad_between,
+    all_frozen_between,
+    frozen_in_backward,
+    frozen_in_forward,
+    two_adapters,
+    frozen_while_sums_wait,
+)
+
+
+@on_ranks(2, timeout_s=120.0)
+def test_requires_grad_may_be_switched_between_a_forward_and_its_backward():
+    for script in SWITCHES:
+        compare_each(Chain, script, steps=3, merge_units=False)
 
 
 # -- modules with state

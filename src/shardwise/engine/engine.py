@@ -522,7 +522,10 @@ class Engine:
             tell(self)
         backward = self.backward
         backward.is_under_way = True
-        backward.had_sums = any(group.gradient.is_local for group in self.groups)
+        backward.had_sums = False
+        for group in self.groups:
+            group.follow_trained()
+            backward.had_sums |= group.gradient.is_local
         backward.has_waited |= backward.had_sums
         backward.generation += 1
         backward.entered.clear()

@@ -241,11 +241,11 @@ class Group:
 
     @property
     def wants_gradients(self) -> bool:
-        """Some parameter is trained: the group takes part in reductions."""
-        for shard in self.shards:  # noqa: SIM110 - on a hot path: the first one decides as a rule
+        """Some parameter is trained, or sums of earlier microbatches wait: the group takes part in reductions."""
+        for shard in self.shards:  # on a hot path: the first one decides as a rule
             if shard.requires_grad:
                 return True
-        return False
+        return self.gradient.is_local
 
     # -- parameters
 
@@ -309,17 +309,22 @@ class Group:
             shard.data = view
         self._pointers = [view.data_ptr() for view in self.views]
 
+    def follow_trained(self) -> None:
+        """Have the full parameters require grad where the shards do now; autograd asks them when backward ends."""
+        trained = [shard.requires_grad for shard in self.shards]
+        if trained != [full.requires_grad for full in self.fulls]:
+            for full, is_trained in zip(self.fulls, trained, strict=True):
+                full.requires_grad_(is_trained)
+
     def follow_shards(self) -> None:
         """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``."""
+        self.follow_trained()
         if (
             [shard.data_ptr() for shard in self.shards] == self._pointers
-            and [shard.requires_grad for shard in self.shards] == [full.requires_grad for full in self.fulls]
             and all(self._pointers)  # an empty shard has no address: its dtype is looked at below
         ):
             return  # as in every step but few
-        for index, (shard, full, pointer) in enumerate(zip(self.shards, self.fulls, self._pointers, strict=True)):
-            if shard.requires_grad is not full.requires_grad:
-                full.requires_grad_(shard.requires_grad)
+        for index, (shard, pointer) in enumerate(zip(self.shards, self._pointers, strict=True)):
             if self.form.is_shown or (shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype)):
                 continue
             view = self.views[index]
