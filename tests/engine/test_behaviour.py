@@ -319,6 +319,41 @@ def test_requires_grad_may_be_switched_between_a_forward_and_its_backward():
         compare_each(Chain, script, steps=3, merge_units=False)
 
 
+def with_adapters(*_args: object) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+    model = get_peft_model(Chain(), config)
+    model.add_adapter("second", config)
+    return model
+
+
+def prefer(model, rank, step):
+    """Direct preference optimization, where the reference is the model without its adapter."""
+    chosen = plain_loss(model, rank, step)
+    with model.disable_adapter():
+        reference = plain_loss(model, rank, step)
+    F.softplus(chosen - reference.detach()).backward()
+    yield chosen, reference
+
+
+def in_turns(model, rank, step):
+    """Either adapter in a forward of its own; the one that is active in backward gets gradients."""
+    model.set_adapter("second")
+    other = plain_loss(model, rank, step)
+    model.set_adapter("default")
+    loss = plain_loss(model, rank, step) + other
+    loss.backward()
+    yield loss, other
+
+
+@on_ranks(2, timeout_s=120.0)
+def test_adapters_may_be_disabled_and_changed_between_a_forward_and_its_backward():
+    pytest.importorskip("peft", reason="the lora extra is not installed")
+    for script in (prefer, in_turns):
+        compare_each(with_adapters, script, steps=3, merge_units=False)
+
+
 # -- modules with state
 
 
