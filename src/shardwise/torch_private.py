@@ -107,8 +107,17 @@ has_rpc_agent: Callable[[], bool] = getattr(
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """A number that two tensors share exactly when they share storage. ``data_ptr`` is 0 for all meta tensors."""
-    return tensor.untyped_storage()._cdata
+    """A number that two tensors share exactly when they share storage. ``data_ptr`` is 0 for all meta tensors.
+
+    A sparse tensor lies where its values lie. 0: there is no storage (opaque tensors, those inside of ``torch.func``).
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        if tensor.layout is torch.strided or tensor.is_mkldnn:
+            return 0
+        with torch.no_grad():
+            return storage_identity(tensor._values() if tensor.is_sparse else tensor.values())
 
 
 def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:

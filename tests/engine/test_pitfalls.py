@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -237,6 +238,63 @@ def exceptions():
 @WORLDS
 def test_after_an_exception_in_forward_or_backward_the_next_step_is_right(world):
     run_on_ranks(exceptions, world)
+
+
+class Graph(nn.Module):
+    """A layer of a graph network. Its edges are sparse; one matrix of them is made of the layer's own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.edges = nn.Parameter(torch.tensor([0.5, 1.5, -1.0]))
+        places = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        self.register_buffer("places", places)
+        self.fixed = torch.sparse_coo_tensor(places, torch.tensor([1.0, 2.0, 3.0]), (3, 3))
+        self.rows = self.fixed.to_sparse_csr()
+
+    def forward(self, x: Tensor) -> Tensor:
+        learned = torch.sparse_coo_tensor(self.places, self.edges, (3, 3))
+        h = torch.sparse.mm(self.rows, self.linear(x))
+        return x + torch.sparse.mm(learned, torch.sparse.mm(self.fixed, h).relu())
+
+
+class Edges(nn.Module):
+    """Returns a sparse tensor that lies where its parameter does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 1.5, -1.0]))
+
+    def forward(self) -> Tensor:
+        return torch.sparse_csr_tensor(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 0]), self.weight, (3, 3))
+
+
+class HandsEdgesOn(Chain):
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3)
+        self.edges = nn.ModuleList(Edges() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [each() for each in self.edges]
+        x = super().forward(x)
+        for each in found:
+            x = torch.sparse.mm(each, x)
+        return x
+
+
+@on_ranks(2)
+def test_sparse_tensors_may_be_saved_for_backward_and_returned():
+    warnings.filterwarnings("ignore", "Sparse")
+    with planned(merge_units=False):
+        compare_each(lambda: Chain(Graph), plain_loss)
+        compare_each(HandsEdgesOn, plain_loss, auto_wrap_policy=sw.wrap_by_class({Edges, Block}))
+    with planned(keep_buffers=False, only=("zero3",)):
+        compare_each(lambda: Chain(Graph), plain_loss)
+    model = Chain()
+    model.register_buffer("edges", Graph().rows, persistent=False)
+    message = refusal(StateError, sw.parallelize, model)
+    assert message.startswith("buffer 'edges' of shape [3, 3] is torch.sparse_csr")
+    assert "plain attribute" in message
 
 
 def second_derivatives():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
-from tests.common.oracle import PRESETS, Chain, compare_each, plain_loss, sample
+from tests.common.oracle import PRESETS, Block, Chain, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks, refusal
 
 
@@ -99,6 +100,78 @@ def test_a_backward_of_a_forward_before_the_step_is_refused_with_the_reason():
     for message in run_on_ranks(change_between_forward_and_backward, 2)[1].values():
         assert "that ran before the last optimizer.step()" in message
         assert message.endswith("Call backward() before optimizer.step().")
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator in one model, each trained by an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.generator = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 8))
+        self.discriminator = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, part: str) -> torch.Tensor:
+        return self.get_submodule(part)(x)
+
+
+def by_part(model, part, x):
+    return model.get_submodule(part)(x)
+
+
+def by_root(model, part, x):
+    return model(x, part)
+
+
+def play(model, call, readers, given=nn.Module.parameters, steps=3):
+    """The usual order: the generator's forward is used by both losses, with the discriminator's step between them."""
+    losses = []
+    parts = {part: model.get_submodule(part) for part in ("generator", "discriminator")}
+    optimizers = {part: torch.optim.AdamW(given(module), lr=1e-2) for part, module in parts.items()}
+
+    def step(part, losses_of_part):
+        for loss in losses_of_part:
+            loss.backward()
+            losses.append(loss.detach())
+        for parameter in parts[part].parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(readers)
+        optimizers[part].step()
+        model.zero_grad()
+
+    for number in range(steps):
+        fakes = {reader: call(model, "generator", sample(reader, number)) for reader in readers}
+        real = {reader: sample(reader, number, salt=1) for reader in readers}
+        step(
+            "discriminator",
+            (
+                (call(model, "discriminator", fake.detach()) - call(model, "discriminator", real[reader])).mean()
+                for reader, fake in fakes.items()
+            ),
+        )
+        step("generator", (call(model, "discriminator", fake).square().mean() for fake in fakes.values()))
+    return losses
+
+
+@on_ranks(2)
+def test_a_step_of_one_part_of_the_model_lets_the_backward_of_another_one_pass():
+    rank = dist.get_rank()
+    plain = Adversaries()
+    expected = play(plain, by_part, [0, 1])[rank::2]
+    in_units = {"auto_wrap_policy": sw.wrap_by_class(Block), "merge_units": False}
+    cases = [(by_part, {"strategy": strategy}) for strategy in PRESETS]  # everything is in the root's unit
+    cases += [(by_part, {"strategy": strategy} | in_units) for strategy in ("zero3", "zero1")]
+    cases += [(by_root, {"auto_wrap_policy": sw.wrap_by_name("generator", "discriminator")})]
+    for call, options in cases:
+        model = sw.parallelize(Adversaries(), sw.ParallelPlan(**options))
+        losses = play(model, call, [rank])
+        assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True)), options
+        for name, value in sw.full_state_dict(model).items():
+            assert torch.equal(value, plain.state_dict()[name]), (options, name)
+    model = sw.parallelize(Adversaries(), sw.ParallelPlan(auto_wrap_policy="none"))
+    message = refusal(StateError, play, model, by_root, [rank])
+    assert "unit 'root' that ran before the last optimizer.step()" in message
+    assert message.endswith("units of their own (auto_wrap_policy=sw.wrap_by_name(...)).")
 
 
 def replaced_with_another_kind():

@@ -102,7 +102,7 @@ class Engine:
         syncs_gradients: The next backward is the last one of its step.
         epoch: Counts how often what is gathered became out of date: outermost forwards that gather anew, and
             ``unshard_now``.
-        version: Counts optimizer steps: backward of an earlier version would be wrong.
+        version: Counts optimizer steps: backward of units that an earlier one changed would be wrong.
         parameters_are_unchanged: Microbatches are being accumulated; what is gathered stays up to date.
         hooks: Handles of the hooks on modules and parameters.
     """
@@ -131,6 +131,7 @@ class Engine:
         self.orders = Paths(layer_lists, lambda index: units[index].calls.has_run, self.observers.wake)
         self.forward, self.backward = Forward(), Backward()
         self.version = 0
+        self._changes: dict[frozenset[int] | None, tuple[int, list[Unit]]] = {}  # when what was last written, and where
         self.epoch = 0
         self.parameters_are_unchanged = False
         self.hooks: list[Any] = []
@@ -208,15 +209,15 @@ class Engine:
         self._prefetch(self.orders.gathers)
         begin(calls.labels, "forward", unit.name)
 
-    def after_forward(self, unit: Unit, member: Member, output: object) -> None:
-        """``member`` of ``unit`` has run (``output`` is ``None`` where it raised)."""
+    def after_forward(self, unit: Unit, member: Member, output: object, path: str = "") -> None:
+        """``member`` of ``unit``, or the module at ``path``, has run (``output`` is ``None`` where it raised)."""
         if self.step.skips_hooks:
             return
         calls, forward = unit.calls, self.forward
         if torch_private.current_backward() != -1:
             since = calls.replays.pop()
             if torch.is_grad_enabled():  # a reentrant recomputation runs a backward of its own through these
-                attach_tickets(self, unit, output, since, is_counted=False)
+                attach_tickets(self, unit, path or member.path, output, since, is_counted=False)
             return
         if not calls.frames or (output is None and threading.get_ident() != forward.thread):
             return  # before_forward refused this call
@@ -224,7 +225,7 @@ class Engine:
         since = calls.frames.pop()
         forward.num_frames -= 1
         if torch.is_grad_enabled():
-            attach_tickets(self, unit, output, since)
+            attach_tickets(self, unit, path or member.path, output, since)
         elif forward.trains:
             calls.num_silent += 1
         self._leave(unit, member)
@@ -263,9 +264,10 @@ class Engine:
             tell(self, entry)
         self.orders.gathers.start()
         if forward.version != self.version:
-            forward.version = self.version
             for unit in self.units:
-                unit.calls.num_outstanding = 0  # a backward of calls before the last step would be refused
+                if unit.version > forward.version:
+                    unit.calls.num_outstanding = 0  # a backward of calls before the last step would be refused
+            forward.version = self.version
 
     def refresh(self) -> None:
         """What is gathered from now on is what the masters hold now."""
@@ -481,11 +483,8 @@ class Engine:
                 f"backward with create_graph=True reached unit {unit.name!r}: its parameters are released after use, so"
                 " a second derivative would be wrong.\n  Compute higher derivatives outside of sw.parallelize()."
             )
-        if ticket.version != self.version:
-            raise StateError(
-                f"backward reached a forward of unit {unit.name!r} that ran before the last optimizer.step(): its"
-                " parameters have changed since.\n  Call backward() before optimizer.step()."
-            )
+        if ticket.version < unit.version:
+            self._refuse_changed(unit, ticket)
         if not backward.is_under_way:
             self._begin_backward(ticket.entry)
         ticket.generation = backward.generation
@@ -810,11 +809,40 @@ class Engine:
         for wait in self.host_waits:
             wait()
 
-    def invalidate(self) -> None:
-        """The masters have been written: what is gathered, or was, is out of date."""
+    def invalidate(self, changed: frozenset[int] | None = None) -> None:
+        """The masters of the shards with these identities (``None``: all) have been written.
+
+        What is gathered, or was, is out of date.
+        """
         self.leave_interrupted()
         self.parameters_are_unchanged = False
         self.version += 1
+        units = self._changes[changed][1] if changed in self._changes else self.units
+        if changed is not None and changed not in self._changes:
+            units = [unit for unit in units if not changed.isdisjoint(unit.shards_below(""))]
+        self._changes[changed] = self.version, units
+        for unit in units:
+            unit.version = self.version
+
+    def _refuse_changed(self, unit: Unit, ticket: Ticket) -> None:
+        """Refuse the backward of a call of ``unit`` if a parameter that it may have used has been written since."""
+        used = unit.shards_below(ticket.path)
+        newer = [changed for changed, (version, _) in self._changes.items() if version > ticket.version]
+        kept = set() if None in newer else used.difference(*filter(None, newer))
+        if kept == used:
+            return
+        advice = (
+            ""
+            if not kept
+            else (
+                f", or make the modules of {unit.name!r} that this optimizer trains units of their own"
+                " (auto_wrap_policy=sw.wrap_by_name(...))"
+            )
+        )
+        raise StateError(
+            f"backward reached a forward of unit {unit.name!r} that ran before the last optimizer.step(): its"
+            f" parameters have changed since.\n  Call backward() before optimizer.step(){advice}."
+        )
 
     def sync_buffers(self) -> None:
         """Have what ranks hold besides parameters (the model's buffers) equal now, not only at the next forward.

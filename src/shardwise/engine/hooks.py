@@ -37,15 +37,16 @@ class Ticket:
     long they live may differ between ranks, and what a rank reduces when must not.
     """
 
-    __slots__ = ("_engine", "_is_counted", "_unit", "entry", "generation", "is_repeated", "version")
+    __slots__ = ("_engine", "_is_counted", "_unit", "entry", "generation", "is_repeated", "path", "version")
 
-    def __init__(self, engine: Engine, unit: Unit, *, is_counted: bool) -> None:
+    def __init__(self, engine: Engine, unit: Unit, path: str, *, is_counted: bool) -> None:
         self._engine = weakref.ref(engine)
         self._unit = weakref.ref(unit)
         self._is_counted = is_counted
         self.is_repeated = not is_counted  # made by a reentrant recomputation
         self.generation = -1
         self.version = engine.version
+        self.path = path  # of the module that was called
         self.entry = engine.orders.entry
         if is_counted:
             unit.calls.num_outstanding += 1
@@ -58,12 +59,15 @@ class Ticket:
 
     def leave(self, unit: Unit) -> None:
         """This call of ``unit`` is not outstanding any longer."""
-        unit.calls.num_outstanding -= self._is_counted
+        if self._is_counted and unit.calls.num_outstanding:  # else it was no longer counted: others of the unit changed
+            unit.calls.num_outstanding -= 1
         self._is_counted = False
 
 
-def attach_tickets(engine: Engine, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> None:
-    """Put a ticket on every output that this call of ``unit`` has made.
+def attach_tickets(
+    engine: Engine, unit: Unit, path: str, output: object, since: int, *, is_counted: bool = True
+) -> None:
+    """Put a ticket on every output that this call of ``unit``, of its module at ``path``, has made.
 
     A module that hands an input through has not made that output: its ticket would fire much later, in the backward of
     whoever made it. Where a unit returns what a unit inside it has returned, the ticket of the outer one fires first:
@@ -75,7 +79,7 @@ def attach_tickets(engine: Engine, unit: Unit, output: object, since: int, *, is
         if node is None or torch_private.sequence_number(node) < since:
             continue
         if ticket is None:
-            ticket = Ticket(engine, unit, is_counted=is_counted)
+            ticket = Ticket(engine, unit, path, is_counted=is_counted)
         if tensor._backward_hooks:  # noqa: SLF001 - of a unit inside, or the user's
             torch_private.hook_first(tensor, ticket)
         else:
@@ -98,8 +102,14 @@ class AfterForward(BeforeForward):
 
     def __call__(self, _module: nn.Module, _args: object, output: object = None) -> object:
         """The module has run. Returns what it is to return instead of ``output``."""
-        # As a rule it is one computed tensor: no parameter, which is a leaf, and no view, which has a base.
-        if not isinstance(output, Tensor) or output.grad_fn is None or output._base is not None:  # noqa: SLF001
+        # As a rule it is one computed tensor: no parameter, which is a leaf, and no view, which has a base. A sparse
+        # tensor has none, though it lies where its values do.
+        if (
+            not isinstance(output, Tensor)
+            or output.grad_fn is None
+            or output._base is not None  # noqa: SLF001
+            or output.layout is not torch.strided
+        ):
             output = without_slots(self.unit, output)
         self.engine.after_forward(self.unit, self.member, output)
         return output
@@ -114,7 +124,7 @@ def without_slots(unit: Unit, output: object) -> object:
     uses_slot = {torch_private.storage_identity(group.gathered): group.uses_slot for group in unit.groups}
 
     def change(tensor: Tensor) -> Tensor:
-        is_in_slot = uses_slot.get(torch_private.storage_identity(tensor)) if tensor.layout is torch.strided else None
+        is_in_slot = uses_slot.get(torch_private.storage_identity(tensor))
         if is_in_slot:
             return tensor.clone()
         return tensor.view_as(tensor) if is_in_slot is not None and tensor.is_leaf else tensor

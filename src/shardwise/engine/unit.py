@@ -177,6 +177,7 @@ class Unit:
         shows_logical_state: The modules hold whole tensors: ``state_dict()`` and the like are right.
         whole: How ``sw.full_parameters`` shows the unit, or has another rank show it; ``None``: it does not.
         is_unused: Gathered, or being gathered, and nothing has been computed with it since.
+        version: ``Engine.version`` when its parameters changed last.
         updated_in: The backward in which its parameters were updated.
         healed_in: The backward in which data was brought back for a value that had left by a side door.
     """
@@ -202,6 +203,7 @@ class Unit:
         self.shows_logical_state = False
         self.whole: Any = None
         self.is_unused = False
+        self.version = 0
         self.updated_in = self.healed_in = -1
 
     @property
@@ -224,6 +226,11 @@ class Unit:
     def owners(self) -> Iterator[Owner]:
         """The modules that hold parameters of the unit."""
         return (owner for member in self.members for owner in member.owners)
+
+    def shards_below(self, path: str) -> set[int]:
+        """Identities of the shards of the module at ``path`` and of those in it, as far as they are this unit's."""
+        inside = (owner for owner in self.owners if not path or f"{owner.path}.".startswith(f"{path}."))
+        return {id(shard) for owner in inside for shard in owner.shards.values()}
 
     @property
     def is_swapped(self) -> bool:

@@ -213,7 +213,7 @@ class _EntryGuard(Uncopyable):
         def leave(_module: nn.Module, _args: object, output: object) -> object:
             handle.remove()
             output = without_slots(unit, output)
-            engine.after_forward(unit, unit.members[0], output)
+            engine.after_forward(unit, unit.members[0], output, self._path)
             return output
 
         handle = module.register_forward_hook(leave, always_call=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.forms.flat_parameters import group_of
+from shardwise.forms.flat_parameters import FlatParameter, group_of
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, resolve_granularity
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ _NEEDS: dict[type | str, Granularity] = {
 #: Optimizers with one scale for each ``block_size`` elements of their state.
 _BLOCKWISE = frozenset({"torchao.optim.adam.Adam8bit", "torchao.optim.adam.AdamW8bit"})
 
-#: What :func:`engines_of` has found, and in which lists of parameters.
-_engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Content, list[weakref.ref[Engine]]]] = (
-    weakref.WeakKeyDictionary()
-)
+#: What :func:`engines_of` has found, in which lists of parameters, and :func:`shards_of`.
+_engines: weakref.WeakKeyDictionary[
+    torch.optim.Optimizer, tuple[Content, list[weakref.ref[Engine]], frozenset[int]]
+] = weakref.WeakKeyDictionary()
 
 
 def declare_granularity(
@@ -119,11 +119,21 @@ def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
         engines = [reference() for reference in known[1]]
         if all(engine is not None and _engine_of(engine.units[0]) is engine for engine in engines):
             return [engine for engine in engines if engine is not None]
-    owners = dict.fromkeys(group_of(parameter) for params in lists for parameter in params)
+    every = [parameter for params in lists for parameter in params]
+    owners = dict.fromkeys(group_of(parameter) for parameter in every)
     found = (_engine_of(owner.unit) for owner in owners if owner is not None)
     distinct = list(dict.fromkeys(engine for engine in found if engine is not None))
-    _engines[optimizer] = content, [weakref.ref(engine) for engine in distinct]
+    # A flat parameter has those that this rank owns some of; ranks must decide alike.
+    flats = [group_of(parameter) for parameter in every if isinstance(parameter, FlatParameter)]
+    shards = {id(shard) for flat in flats if flat is not None for shard in flat.shards} | {id(p) for p in every}
+    _engines[optimizer] = content, [weakref.ref(engine) for engine in distinct], frozenset(shards)
     return distinct
+
+
+def shards_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Identities of the parameters that this optimizer updates, those behind flat parameters included."""
+    engines_of(optimizer)
+    return _engines[optimizer][2]
 
 
 def _engine_of(unit: Unit) -> Engine | None:

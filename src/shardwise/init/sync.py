@@ -46,6 +46,7 @@ def synchronise(
         units that differ are broadcast from rank 0. All ranks must call.
     """
     every = _tensors(module, parameter_ids)
+    _refuse_sparse(every)
     _refuse_meta({name: tensor for name, tensor in every.items() if name in ignored}, comm)
     tensors = {name: tensor for name, tensor in every.items() if name not in ignored}
     _compare_layouts(tensors, comm)
@@ -100,6 +101,18 @@ def _tensors(module: nn.Module, parameter_ids: Collection[int] | None) -> dict[s
         if parameter_ids is None or id(parameter) in parameter_ids
     }
     return found | dict(module.named_buffers())
+
+
+def _refuse_sparse(tensors: dict[str, Tensor]) -> None:
+    """Refuse sparse buffers; sparse parameters are refused elsewhere."""
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise StateError(
+                f"buffer {name!r} of shape {list(tensor.shape)} is {tensor.layout}; only dense buffers can be compared,"
+                " sent and saved.\n"
+                "  Register its indices and values as buffers and build the sparse tensor in forward, or set it as a"
+                " plain attribute (self.name = tensor), which every rank must build alike."
+            )
 
 
 def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:

@@ -22,7 +22,7 @@ from shardwise.forms import flat_parameters
 from shardwise.forms.attachment import mark_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of
 from shardwise.forms.ignored import ignored_of
-from shardwise.forms.optimizer import Content, bits_of, content_of, engines_of, needed_by
+from shardwise.forms.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
 from shardwise.forms.waiting import refuse_sums
 from shardwise.optim import partial
 from shardwise.spec.errors import StateError
@@ -142,7 +142,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
     partial.cover(optimizer)
     for engine in engines_of(optimizer):
         if not _is_stepping(engine):
-            engine.invalidate()
+            engine.invalidate(shards_of(optimizer))
 
 
 def _is_stepping(engine: Engine) -> bool:
