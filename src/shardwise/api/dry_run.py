@@ -31,7 +31,7 @@ from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.schedule.simulate import Durations, simulate
-from shardwise.spec.text import size
+from shardwise.spec.text import first_line, size
 from shardwise.state.average import ExponentialMovingAverage
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -361,6 +361,6 @@ def _named_errors(model: nn.Module) -> Iterator[None]:
         if isinstance(error, StateError):
             raise
         raise StateError(
-            f"{type(model).__name__} cannot run without values: {str(error).strip().splitlines()[0]}\n"
+            f"{type(model).__name__} cannot run without values: {first_line(error)}\n"
             "  sw.dry_run needs a forward that reads no tensor's values (.item(), boolean masks, `if` on a tensor)."
         ) from error

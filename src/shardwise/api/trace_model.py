@@ -15,6 +15,7 @@ from shardwise.measure.meta import without_values
 from shardwise.measure.trace import trace
 from shardwise.pipeline.batch import LossFn, forward_loss, num_rows
 from shardwise.spec.errors import StateError
+from shardwise.spec.text import first_line
 
 
 def trace_model(module: nn.Module, example_batch: Any, loss_fn: LossFn | None = None) -> TracedModel:
@@ -57,7 +58,7 @@ def trace_model(module: nn.Module, example_batch: Any, loss_fn: LossFn | None = 
             if isinstance(caught, StateError):
                 raise
             error = caught
-            refusals[word] = str(caught).strip().splitlines()[0]
+            refusals[word] = first_line(caught)
     if not found:
         raise StateError(
             f"{type(module).__name__} cannot run without values: {refusals['16 bit']}\n"

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.shard import CHUNK_BYTES, FORMAT_DTYPE, read_block
 from shardwise.comm.dtype import torch_dtype
+from shardwise.spec.bound import read_json
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent, shared
 from shardwise.spec.precision import item_bytes
@@ -78,7 +79,7 @@ class WeightFiles:
             try:
                 header, begin, num_bytes = _header(path)
                 tensors |= {key: _stored(path, key, held, begin, num_bytes) for key, held in header.items()}
-            except (OSError, RefusedError, ValueError, KeyError, TypeError) as error:
+            except (OSError, RefusedError, ValueError, KeyError, TypeError, RecursionError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 raise CheckpointError(
                     f"{path} is no safetensors file that can be read: {reason}.\n  Copy or download the folder again."
@@ -160,7 +161,7 @@ def _file_names(folder: Path) -> Sequence[str]:
     if not index.is_file():
         return []
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index)["weight_map"].values()))
         problem = None if all(Path(name).name == name for name in names) else "it names a file outside of the folder"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem, names = str(error), []

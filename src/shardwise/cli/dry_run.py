@@ -12,7 +12,7 @@ import typer
 
 from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show, write
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.text import aligned, printable, size
+from shardwise.spec.text import aligned, first_line, printable, size
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +212,7 @@ def _plans(
         try:
             plan.mesh(world_size, local_size)
         except MeshError as error:
-            left_out.append(f"{name} is left out: {str(error).splitlines()[0]}")
+            left_out.append(f"{name} is left out: {first_line(error)}")
         else:
             plans.append(plan)
     return plans, left_out

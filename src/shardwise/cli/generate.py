@@ -13,7 +13,7 @@ import typer
 
 from shardwise.cli.output import show_error
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.text import printable
+from shardwise.spec.text import first_line, printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -148,7 +148,7 @@ def _conversations(texts: Sequence[str], tokenizer: Tokenizer, template: str | N
         return [tokenizer.encode_chat([{"role": "user", "content": text}], template) for text in texts]
     except Exception as error:  # noqa: BLE001  a template raises what it likes
         raise ConfigError(
-            f"--chat: the chat template refuses the message: {printable(str(error).splitlines()[0])}\n"
+            f"--chat: the chat template refuses the message: {first_line(error)}\n"
             "  Leave --chat out, and write the whole text in --prompt."
         ) from None
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from shardwise import torch_private
 from shardwise.spec.errors import StateError
+from shardwise.spec.text import first_line
 
 #: Initialisers of ``torch.nn.init`` that do nothing on meta. Each is recorded as one operation.
 _SKIPPED_ON_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
@@ -222,7 +223,7 @@ class _Recorder(TorchDispatchMode):
         try:
             result = func(*arguments[0], **arguments[1])
         except (RuntimeError, NotImplementedError) as error:
-            raise _refusal(name, str(error).strip().splitlines()[0]) from error
+            raise _refusal(name, first_line(error)) from error
         mutated = _mutated(func, args, kwargs)
         if any(not tensor.is_meta for tensor in mutated):
             raise _refusal(name, "it changes a tensor whose values were given")

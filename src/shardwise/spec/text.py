@@ -58,6 +58,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, escaped; the name of its class where it says nothing."""
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+
+
 def printable(text: object, *, is_block: bool = False) -> str:
     r"""``text`` with control, bidirectional and other invisible characters escaped (``\x1b``, ``\u202e``).
 

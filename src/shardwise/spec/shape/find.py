@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardwise.spec.bound import read_json
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.hub import folder_name, local_folder
 from shardwise.spec.shape.decoder import gpt_shape
@@ -60,12 +60,12 @@ def _from_word(word: str, name: str) -> ModelShape:
 def _from_path(path: Path, name: str) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except FileNotFoundError:
         raise ConfigError(
             f"{file} does not exist.\n  Give a Hugging Face folder, which has a config.json, or the path of that file."
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}\n  Give the config.json of a model.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds a {type(content).__name__}, expected the fields of a model's configuration.")

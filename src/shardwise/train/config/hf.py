@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.spec.bound import MOST_JSON_BYTES, read_json
 from shardwise.spec.errors import CheckpointError, ShardwiseError
 from shardwise.spec.hub import how_to_fetch
 from shardwise.spec.precision import dtype_name
@@ -54,6 +55,14 @@ def check_weights(folder: Path) -> None:
     )
 
 
+#: Numbers of layers and heads by the names that families have for them, and the most that are built.
+_COUNTS = {
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"),
+    *("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"),
+}
+_MOST_COUNTED = 10_000
+
+
 class NotTrainedError(Exception):
     """Why a folder cannot be trained; collected into a ConfigError."""
 
@@ -83,13 +92,13 @@ def read_language_model(folder: Path) -> LanguageModel:
     check_weights(folder)
     path = folder / "config.json"
     try:
-        held = json.loads(path.read_text("utf-8"))
+        held = read_json(path)
     except OSError:
         raise NotTrainedError(
             f"no readable {path}; name a folder with a Hugging Face model ({how_to_fetch(str(folder))})"
         ) from None
-    except (ValueError, RecursionError):
-        raise NotTrainedError(f"{path} is not JSON") from None
+    except ValueError as error:
+        raise NotTrainedError(f"{path} is not JSON: {error}") from None
     if not isinstance(held, dict):
         raise NotTrainedError(f"{path} is not a configuration: expected a mapping")
     try:
@@ -100,6 +109,9 @@ def read_language_model(folder: Path) -> LanguageModel:
         raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {_OWN_LOOP}")
     if "auto_map" in held:
         raise NotTrainedError(f"{path}: it has an auto_map: the model needs code of its own, which is never run")
+    for key, value in held.items():
+        if key in _COUNTS and isinstance(value, int) and not 1 <= value <= _MOST_COUNTED:
+            raise NotTrainedError(f"{path}: {key} is {value:,}, expected 1 to {_MOST_COUNTED:,}")
     positions = held.get("max_position_embeddings", held.get("n_positions"))
     return LanguageModel(vocab, positions if isinstance(positions, int) and positions > 0 else None, task)
 
@@ -137,17 +149,17 @@ def stored_dtype(folder: Path) -> str | None:
         The short name; ``None`` where neither says.
     """
     try:
-        held = json.loads((folder / "config.json").read_text("utf-8"))
+        held = read_json(folder / "config.json")
         named = held.get("dtype") or held.get("torch_dtype")
         if isinstance(named, str):
             return dtype_name(named)
         name = "model.safetensors"
         if not (folder / name).is_file():
-            name = min(json.loads((folder / f"{name}.index.json").read_text("utf-8"))["weight_map"].values())
+            name = min(read_json(folder / f"{name}.index.json")["weight_map"].values())
         with (folder / Path(name).name).open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MOST_JSON_BYTES)))
         stored = [_FLOATING[entry["dtype"]] for entry in header.values() if entry.get("dtype") in _FLOATING]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ShardwiseError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ShardwiseError):
         return None  # what is wrong with the folder is said where it is read
     return stored[0] if stored else None
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.spec.bound import bounded
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.text import did_you_mean, printable
+from shardwise.spec.text import did_you_mean, first_line, printable
 from shardwise.train.data.examples import Example
 from shardwise.train.data.token_files import DataError
 
@@ -27,6 +28,7 @@ MESSAGES, SHARED, PROMPT, COMPLETION, TEXT = "messages", "conversations", "promp
 #: Names of speakers in data of ShareGPT's form, by those that templates know.
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "function_call": "tool"}
 _AT_ONCE = 1000
+_MOST_CHARACTERS = 1 << 26
 
 
 def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
@@ -79,6 +81,22 @@ def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | Non
         if at >= len(before) and text.startswith(before + with_answer[at:]):
             return len(before) + len(with_answer) - at
     return None
+
+
+def rendered(held: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """A conversation by a chat template of the tokenizer ``held``. Templates raise exceptions of any class.
+
+    Raises:
+        MemoryError, TimeoutError: The template takes more than one that only writes the conversation.
+        ValueError: Its text is too long.
+    """
+    with bounded():
+        text = held.apply_chat_template(messages, tokenize=False, **options)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(
+            f"it makes {len(text):,} characters of one conversation, at most {_MOST_CHARACTERS:,} are read"
+        )
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +245,12 @@ class Chat:
     def _apply(self, number: int, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         if not messages:
             return ""
+        given = {"tools": tools, "chat_template": self.template}
         try:
-            return self.held.apply_chat_template(
-                messages, tools=tools, chat_template=self.template, tokenize="return_dict" in options, **options
-            )
+            text = rendered(self.held, messages, **given, add_generation_prompt="add_generation_prompt" in options)
+            return self.held.apply_chat_template(messages, **given, **options) if "return_dict" in options else text
         except Exception as error:  # noqa: BLE001  a template raises what it likes
-            raise self._wrong(number, f"the chat template takes it ({printable(str(error).splitlines()[0])})") from None
+            raise self._wrong(number, f"the chat template takes it ({first_line(error)})") from None
 
     def _wrong(self, number: int, expected: str) -> DataError:
         return DataError(

@@ -12,7 +12,6 @@ import codecs
 import fcntl
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +21,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardwise.spec.bound import read_json
 from shardwise.spec.errors import ConfigError, StorageError
-from shardwise.spec.text import printable
-from shardwise.train.data.chat import Chat
+from shardwise.spec.hub import hub_name
+from shardwise.spec.text import first_line, printable
+from shardwise.train.data.chat import Chat, rendered
 from shardwise.train.data.examples import TOKENS, write_examples
 from shardwise.train.data.pairs import Pairs
 from shardwise.train.data.records import read_records
@@ -127,12 +128,12 @@ class OfFolder:
             raise ConfigError(
                 "a Hugging Face folder needs the transformers package.\n  Install shardwise[hf]."
             ) from None
+        _check_links(folder)
         try:
             held: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError) as error:
             raise ConfigError(
-                f"{printable(folder)} has no tokenizer that can be loaded: {reason}\n"
+                f"{printable(folder)} has no tokenizer that can be loaded: {first_line(error)}\n"
                 "  Name a folder with a tokenizer.json; for `generate`, ids can be given: --tokens '12 7 9'."
             ) from None
         self.held, end = held, held.eos_token_id
@@ -153,9 +154,7 @@ class OfFolder:
 
         Templates raise exceptions of any class.
         """
-        text = self.held.apply_chat_template(
-            list(messages), chat_template=template, tokenize=False, add_generation_prompt=True
-        )
+        text = rendered(self.held, list(messages), chat_template=template, add_generation_prompt=True)
         return self.encode_pieces([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -163,10 +162,26 @@ class OfFolder:
         return str(self.held.decode(list(ids), skip_special_tokens=True))
 
 
+def _check_links(folder: Path) -> None:
+    """Refuse chat templates that are links to files elsewhere, which may be the user's, or have no end.
+
+    Raises:
+        ConfigError: One is. Links of the hub's cache lead to its own folder.
+    """
+    root = folder.resolve()
+    root = root if hub_name(root) is None else root.parents[1]
+    for path in folder.rglob("*.jinja"):
+        if not path.resolve().is_relative_to(root):
+            raise ConfigError(
+                f"{printable(path)} is a link to {printable(path.resolve())}, outside of its folder.\n"
+                "  Copy the file into the folder, if it belongs there."
+            )
+
+
 def _further_ends(folder: Path) -> list[int]:
     """What ends an answer by the folder's settings for generation: chat models often have a token for it."""
     try:
-        ends = json.loads((folder / "generation_config.json").read_text("utf-8")).get("eos_token_id")
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
     except (OSError, ValueError, AttributeError):
         return []
     found = ends if isinstance(ends, list) else [ends]

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.spec.text import printable
+from shardwise.spec.text import first_line, printable
 from shardwise.train.config.hf import read_language_model
 from shardwise.train.config.sections import LoraSection
 from shardwise.train.task import ANSWER, NEXT
@@ -46,7 +46,7 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
         model = peft.inject_adapter_in_model(config, model, adapter_name=NAME)
     except ValueError as error:
         raise ConfigError(
-            f"lora.targets={section.targets!r}: {printable(str(error).splitlines()[0])}\n"
+            f"lora.targets={section.targets!r}: {first_line(error)}\n"
             "  Name layers by the ends of their names, such as [q_proj, v_proj], or leave targets out: all linear ones."
         ) from None
     if draws:
@@ -139,7 +139,7 @@ def _config(peft: Any, section: LoraSection, base: Path) -> Any:
         config = peft.PeftConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"lora.adapter={printable(folder)}: {printable(str(error).splitlines()[0])}\n"
+            f"lora.adapter={printable(folder)}: {first_line(error)}\n"
             "  Name a folder with adapter_config.json and adapter_model.safetensors."
         ) from None
     if config.peft_type != "LORA":

@@ -21,7 +21,7 @@ from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StateError
 from shardwise.spec.hub import local_folder
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.text import printable
+from shardwise.spec.text import first_line, printable
 from shardwise.train.config.hf import NotTrainedError, read_language_model
 from shardwise.train.task import ANSWER, CLASS, MASKED, NEXT
 
@@ -165,9 +165,8 @@ def _read_config(folder: Path) -> Any:
 
 
 def _refusal(folder: Path, error: Exception) -> ConfigError:
-    reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
     return ConfigError(
-        f"the model in {printable(folder)} cannot be loaded: {reason}\n"
+        f"the model in {printable(folder)} cannot be loaded: {first_line(error)}\n"
         "  Name a folder with config.json and safetensors files."
     )
 

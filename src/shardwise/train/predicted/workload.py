@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from shardwise.cost.workload import Workload
 from shardwise.planner.time import model_flops
+from shardwise.spec.bound import read_json
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import RecomputePolicy
@@ -28,7 +28,7 @@ def shape_of(resolved: RunConfig) -> ModelShape:
         raise ConfigError("the shape of this model is not known")
     folder = Path(resolved.config.model.hf).expanduser()
     try:
-        return ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder.name)
+        return ModelShape.from_config(read_json(folder / "config.json"), folder.name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: {error}") from None
 

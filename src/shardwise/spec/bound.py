@@ -1,0 +1,63 @@
+"""Bounds of what a stranger's file may take: bytes and depth of JSON, memory and time of work on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+#: The most bytes of a JSON file: those of large vocabularies have 40 million.
+MOST_JSON_BYTES = 1 << 28
+_WORK_BYTES, _WORK_S = 1 << 30, 20.0
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not JSON in UTF-8, too large, or nested too deep.
+    """
+    with path.open("rb") as file:
+        raw = file.read(MOST_JSON_BYTES + 1)
+    if len(raw) > MOST_JSON_BYTES:
+        raise ValueError(f"it has more than {MOST_JSON_BYTES:,} bytes")
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Let a block in the main thread take 1 GiB and 20 s of a processor; in another thread nothing is limited.
+
+    Raises:
+        MemoryError: Raised in the block, when it takes more memory.
+        TimeoutError: Raised in the block, when it takes more time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    known = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    kept = signal.signal(signal.SIGVTALRM, _end)
+    resource.setrlimit(resource.RLIMIT_AS, (min([held + _WORK_BYTES, *known]), limits[1]))
+    signal.setitimer(signal.ITIMER_VIRTUAL, _WORK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGVTALRM, kept)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise TimeoutError(f"it takes more than {_WORK_S:.0f} s")
