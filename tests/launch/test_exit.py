@@ -21,6 +21,7 @@ from shardwise.launch.exit_codes import (
 )
 from shardwise.launch.worker import _lossy, _Tee
 
+SAVED = "stop requested, saved step 14, continue with --resume"
 CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
 
 
@@ -131,10 +132,21 @@ def test_what_rank_0_has_said_is_not_said_again_for_another_rank():
         ([note(0, 75), note(1, 75)], 75),
         ([note(0, 75), note(1, 74, "no space left")], 74),
         ([note(0, 143), note(1, 81, CLOSED)], 143),
+        ([note(0, 130, "interrupted"), note(1, 130, "interrupted")], 143),  # programs that catch nothing
+        ([note(0, 130, SAVED, is_shown=True), note(1, 130, SAVED, is_shown=True)], 130),
+        ([note(0, 130, SAVED, is_shown=True), note(1, 74, "no space left")], 74),
     ],
 )
-def test_a_requested_stop_gives_what_the_workers_made_of_it(notes, code):
-    assert find_cause({n.rank: n for n in notes}, {}, signal.SIGTERM).code == code
+def test_a_requested_stop_gives_what_the_workers_made_of_it(notes, code, tmp_path):
+    cause = find_cause({n.rank: n for n in notes}, {}, signal.SIGTERM)
+    assert cause.code == code
+    assert ("did not save" in describe(cause, tmp_path)) == (code == 143)
+    assert cause.is_shown == (code == 130)  # nothing is said behind "saved step 14"
+
+
+def test_what_a_rank_raises_cannot_move_the_cursor(tmp_path):
+    cause = find_cause({0: note(0, 1, "ValueError: \x1b[2Jgone\r\u202e", 1.0)}, {0: (1, 2.0)}, None)
+    assert r"ValueError: \x1b[2Jgone\r\u202e" in describe(cause, tmp_path)
 
 
 @pytest.mark.parametrize(

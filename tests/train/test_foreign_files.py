@@ -148,6 +148,7 @@ def test_json_without_bound_is_an_error_with_a_reason(tmp_path: Path, read: Call
     [
         ('"num_attention_heads": 0', "num_attention_heads is 0, expected 1 to 10,000"),
         ('"n_head": -1', "n_head is -1"),
+        (r'"model_type": "\u001b[2Jllama"', r"model_type is '\\\\x1b\[2Jllama', which is no name"),
         ('"num_hidden_layers": 1000000', "num_hidden_layers is 1,000,000, expected 1 to 10,000"),
         (f'"a": {DEEP}', "is not JSON: it is nested too deep"),
     ],

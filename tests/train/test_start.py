@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,3 +144,15 @@ def test_one_task_of_slurm_starts_the_ranks_that_nproc_names(monkeypatch: pytest
         monkeypatch.setenv(name, value)
     assert main(["train", "run.yaml", "--nproc", "2"]) == 0
     assert started == [2]
+
+
+def test_after_nan_the_next_command_has_a_lower_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr("shardwise.launch.elastic.launch", lambda *_args, **given: told.update(given) or 80)
+    words = ["run.yaml", "--nproc", "2", "--set", "optimizer.lr=30", "--set=train.steps=5", "--set=optimizer.lr=20"]
+    assert main(["train", *words, "--run-dir", "run"]) == 80
+    assert "optimizer.lr=20 --resume" in told["next_words"]
+    assert "lr=20" not in told["next_words_after"][80]
+    (command,) = re.findall("`shardwise (.*)`", told["next_words_after"][80])
+    expected = ["run.yaml", "--nproc", "2", "--set=train.steps=5", "--set", "optimizer.lr=2", "--resume"]
+    assert shlex.split(command) == ["train", "--run-dir=run", *expected]

@@ -138,6 +138,7 @@ def test_asked_to_stop_it_saves_the_step_and_says_so(whole: Path, tmp_path: Path
     assert process.returncode == code, out
     step = len(losses(run))
     assert f"stop requested, saved step {step}" in out
+    assert "did not save" not in out
     assert "Traceback" not in out
     assert summary(run)["exit_code"] == code
     if number == signal.SIGTERM:

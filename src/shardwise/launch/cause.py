@@ -11,8 +11,9 @@ from pathlib import Path
 from shardwise.launch import heartbeat
 from shardwise.launch.exit_codes import PEER_LOST, STOPPED, TIMED_OUT, ExitNote
 from shardwise.launch.hang import Hang
+from shardwise.launch.stop_request import INTERRUPTED
 from shardwise.spec.run_files import CHECKPOINTS
-from shardwise.spec.text import size
+from shardwise.spec.text import printable, size
 
 #: Exit codes after which a restart can help: an exception without a code, a lost peer, a hang. So can it after signals.
 RESTARTABLE = {1, PEER_LOST, TIMED_OUT}
@@ -75,13 +76,15 @@ def find_cause(
         return Cause(TIMED_OUT, hang.beat.rank, hang.text, hang.beat.step)
     ends = _ends(notes, failures)
     if stopped_by is not None:
-        own = [end for end in ends if end[3].code < 128 and end[0] < 2]
+        own = [
+            end for end in ends if end[0] < 2 and (end[3].code < 128 or end[3].is_shown)
+        ]  # it has said what it saved
         if not own:
             all_finished = bool(notes) and all(note.code == 0 for note in notes.values()) and not failures
             if all_finished:
                 return Cause(0)
             return Cause(128 + stopped_by, text=_stopped(stopped_by), signal_number=stopped_by)
-        ends = [end for end in own if end[3].code != STOPPED] or own
+        ends = [end for end in own if end[3].code not in {STOPPED, INTERRUPTED}] or own
     if not ends:
         return Cause(1, text="the workers failed, and none of them said why") if failures else Cause(0)
     _, _, rank, cause = min(ends, key=lambda end: end[:3])
@@ -157,7 +160,7 @@ def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool 
             lines.append(f"  log{', with the stack at the crash' if is_crash else ''}: {log}")
     if next_words:
         lines.append(what_next(beat, logs, next_words))
-    return "\n".join(lines)
+    return printable("\n".join(lines), is_block=True)
 
 
 def has_begun(logs: Path) -> bool:

@@ -45,6 +45,7 @@ def launch(
     grace_s: float = 30.0,
     stop_words: str = "the ranks finish their step, save and end",
     next_words: str = "",
+    next_words_after: Mapping[int, str] | None = None,
     restarts_from: Callable[[], str] | None = None,
 ) -> int:
     """Run ``python -m entry args`` on ``nproc`` processes of this machine and wait for them.
@@ -65,6 +66,7 @@ def launch(
         grace_s: Time that workers have between the request to end and SIGKILL.
         stop_words: What the workers do when they are asked to end.
         next_words: What a user can do after a failure, such as the command that resumes; printed with what is safe.
+        next_words_after: Others, by exit code.
         restarts_from: Names what a restart continues from, such as ``step 10``.
 
     Returns:
@@ -106,6 +108,7 @@ def launch(
             _say(
                 f"shardwise: finished after {count} restart{'s' if count > 1 else ''}: {'; '.join(restarted_for[-3:])}"
             )
+        next_words = (next_words_after or {}).get(cause.code, next_words)
         if cause.code not in (0, STOPPED):
             if not cause.is_shown:
                 _say(describe(cause, logs, next_words=next_words, with_tail=log_dir is None, out_of_memory=killed))

@@ -19,6 +19,7 @@ from shardwise.launch.cause import Cause, describe
 from shardwise.launch.exit_codes import is_consequence
 from shardwise.launch.world import World
 from shardwise.spec.errors import ShardwiseError
+from shardwise.spec.text import printable
 
 #: Name of the variable, of torch.distributed.elastic.multiprocessing.errors.
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -58,4 +59,4 @@ def _write(path: Path, error: Exception, rank: int, logs: Path | None, next_word
         text = describe(Cause(code, rank, text), logs, next_words=next_words)
     when = {"timestamp": str(int(time.time()) + is_consequence(code, text))}
     with contextlib.suppress(OSError):
-        path.write_text(json.dumps({"message": {"message": text, "extraInfo": when}}))
+        path.write_text(json.dumps({"message": {"message": printable(text, is_block=True), "extraInfo": when}}))

@@ -41,7 +41,7 @@ def aligned(rows: Iterable[Sequence[str]], *, words: Container[int] = (0,)) -> l
 
 
 def similar(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.5) -> list[str]:
-    """The known words most like ``word``, the nearest first.
+    """The known words most like ``word``, whatever its case: those that begin with it, then the nearest.
 
     Args:
         word: What was given.
@@ -49,7 +49,11 @@ def similar(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0
         most: Number of words to return at most.
         cutoff: Least similarity of a returned word, from 0 (nothing in common) to 1 (equal).
     """
-    return difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
+    by_small = {name.casefold(): name for name in reversed(list(known))}
+    small = word.casefold()
+    begin = sorted((name for name in by_small if small and name.startswith(small)), key=len)
+    near = [*begin, *difflib.get_close_matches(small, by_small, n=most, cutoff=cutoff)]
+    return [by_small[name] for name in dict.fromkeys(near)][:most]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -6,12 +6,13 @@ workers (:func:`launch_training`); each worker reads the same arguments again an
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
+from shardwise.spec.errors import ConfigError, MeshError, NonFiniteError, PlanError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.run_files import CONFIG, LOGS
 from shardwise.spec.text import printable
@@ -133,7 +134,7 @@ def _launch(
     from shardwise.launch.stop_request import CATCHES_STOPS
 
     verb, *others = arguments
-    words = [verb, f"--run-dir={directory}", *others]
+    words, lower_lr = [verb, f"--run-dir={directory}", *others], resolved.config.optimizer.lr / 10
     code = launch(
         "shardwise",
         words,
@@ -144,6 +145,7 @@ def _launch(
         grace_s=resolved.config.train.grace_s,
         restarts_from=lambda: _restart_point(directory, resume),
         next_words=f"continue with `{_resuming(words)}`",
+        next_words_after={NonFiniteError.exit_code: f"lower the rate, as by `{_resuming(words, lower_lr)}`"},
     )
     if resolved.config.checkpoint.memory_every is not None:
         from shardwise.train.saves.memory_tier import MemoryTier
@@ -165,8 +167,12 @@ def _restart_point(directory: Path, resume: str | None) -> str:
     return "the beginning" if resume in {None, "latest", "latest-good"} else printable(resume)
 
 
-def _resuming(words: Sequence[str]) -> str:
-    """The command that continues a run which was started with these arguments."""
+def _resuming(words: Sequence[str], lr: float | None = None) -> str:
+    """The command that continues a run which was started with these arguments, with another learning rate if given."""
+    text = "\0".join(words)
+    if lr is not None:
+        text = re.sub(r"\0--set[=\0]optimizer\.lr=[^\0]*", "", text) + f"\0--set\0optimizer.lr={lr:g}"
+    words = text.split("\0")
     kept, is_value = list(words[:2]), False
     for word in words[2:]:  # the folder is among the first two
         name, _, value = word.partition("=")

@@ -107,6 +107,8 @@ def read_language_model(folder: Path) -> LanguageModel:
         raise NotTrainedError(f"{path}: {error}") from None
     if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
         raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {_OWN_LOOP}")
+    if not str(held.get("model_type")).isprintable():
+        raise NotTrainedError(f"{path}: model_type is {printable(held['model_type'])!r}, which is no name")
     if "auto_map" in held:
         raise NotTrainedError(f"{path}: it has an auto_map: the model needs code of its own, which is never run")
     for key, value in held.items():
