@@ -12,7 +12,10 @@ import yaml
 from shardwise.cli import main
 from shardwise.cli.plan import find_subject, this_gpu
 from shardwise.cost.hardware import GIB
+from shardwise.launch.elastic import num_workers
+from shardwise.launch.process import num_gpus
 from shardwise.spec.errors import ConfigError
+from shardwise.train.predicted.budget import find_device
 
 FIRST = ["llama-3-8b", "--gpus", "8", "--gpu", "H100-80GB-SXM", "--seq", "8192", "--global-batch", "64"]
 TINY = ["gpt-tiny", "--gpus", "2", "--gpu", "L4", "--gpus-per-node", "2", "--global-batch", "8"]
@@ -195,7 +198,7 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
     [
         (["lama-3-8b", "--gpu", "L4"], "Did you mean 'llama-3-8b'?"),
         (["gpt2", "--gpu", "H100-80GB"], "Did you mean 'H100-80GB-SXM'?"),
-        (["gpt2"], "this machine has no GPU, and no --gpu was given"),
+        (["gpt2"], "torch sees no GPU on this machine, and no --gpu was given"),
         (["--gpu", "L4"], "no model was named"),
         (["gpt2", "--gpu", "L4", "--fix", "stratgy=ddp"], "Did you mean 'strategy'?"),
         (["gpt2", "--gpu", "L4", "--fix", "tp"], "--fix tp: expected field=value"),
@@ -238,12 +241,28 @@ def test_numbers_that_no_cluster_or_step_has_are_refused(
     assert said in err
 
 
+@pytest.mark.parametrize(("driver", "count"), [("nvidiactl", 2), ("nvidia0", 2), ("dxg", 2), ("kfd", 2), ("fuse", 0)])
+def test_gpus_are_what_torch_sees_where_a_driver_of_any_maker_is(
+    monkeypatch: pytest.MonkeyPatch, driver: str, count: int
+) -> None:
+    """WSL 2 has /dev/dxg, ROCm /dev/kfd: two processes were started there whatever torch saw."""
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == f"/dev/{driver}")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert num_gpus() == count
+    assert num_workers() == 2
+    if count:
+        with pytest.raises(ConfigError, match="3 processes need 3 GPUs, this machine has 2"):
+            num_workers(3)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+        assert find_device(1) is not None  # a driver without a GPU: the host's memory counts
+
+
 @pytest.mark.parametrize(
     ("name", "found"), [("NVIDIA H200", "H200-141GB-SXM"), ("NVIDIA H100 NVL", None), ("NVIDIA GH200 144G HBM3e", None)]
 )
 def test_this_machines_gpu_is_taken_for_no_other(monkeypatch: pytest.MonkeyPatch, name: str, found: str | None) -> None:
     monkeypatch.setattr(Path, "exists", lambda _: True)
-    for attribute, value in (("is_available", True), ("get_device_name", name), ("device_count", 8)):
+    for attribute, value in (("get_device_name", name), ("device_count", 8)):
         monkeypatch.setattr(f"torch.cuda.{attribute}", lambda *_, value=value: value)
     if found is None:
         with pytest.raises(ConfigError, match="not in the hardware table"):

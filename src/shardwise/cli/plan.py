@@ -412,18 +412,18 @@ def this_gpu() -> tuple[str, int]:
         ConfigError: There is none, or the table does not know it.
     """
     from shardwise.cost.hardware import gpu_of_device, gpus
+    from shardwise.launch.process import num_gpus
 
     known = (
         f"  Name one with --gpu: {', '.join(gpus())}.\n  `shardwise calibrate` measures a machine that is not listed."
     )
-    if not Path("/dev/nvidiactl").exists():
-        raise ConfigError(f"this machine has no GPU, and no --gpu was given.\n{known}")
+    count = num_gpus()
+    if not count:
+        raise ConfigError(f"torch sees no GPU on this machine, and no --gpu was given.\n{known}")
     import torch
 
-    if not torch.cuda.is_available():
-        raise ConfigError(f"torch sees no GPU here, and no --gpu was given.\n{known}")
     name = torch.cuda.get_device_name(0)
     found = gpu_of_device(name)
     if found is None:
         raise ConfigError(f"the GPU of this machine, {name!r}, is not in the hardware table.\n{known}")
-    return found.name, torch.cuda.device_count()
+    return found.name, count

@@ -21,6 +21,7 @@ from pathlib import Path
 from shardwise.launch import heartbeat, ras
 from shardwise.launch.cause import describe, find_cause, has_begun, what_next
 from shardwise.launch.exit_codes import ATTEMPT, CODES, LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
+from shardwise.launch.process import num_gpus
 from shardwise.launch.supervisor import Supervisor, kill_workers, num_killed_for_memory
 from shardwise.launch.worker import LAUNCHER_PID
 from shardwise.launch.world import RENDEZVOUS_DIR, RESTART_COUNT, loopback_interface
@@ -127,7 +128,7 @@ def num_workers(nproc: int | None = None) -> int:
     Raises:
         ConfigError: ``nproc`` makes no sense here; with the arithmetic.
     """
-    gpus = _num_gpus()
+    gpus = num_gpus()
     if nproc is None:
         return gpus or _CPU_WORKERS
     cores = _num_cores()
@@ -143,19 +144,6 @@ def num_workers(nproc: int | None = None) -> int:
             f"processes.\n  Set --nproc {cores}."
         )
     return nproc
-
-
-def _num_gpus() -> int:
-    """Visible CUDA devices; torch is loaded only where the machine has any."""
-    if not _has_gpus():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _has_gpus() -> bool:
-    return Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists()
 
 
 def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> dict[str, str]:
@@ -174,7 +162,7 @@ def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> di
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if name not in os.environ:
             variables[name] = loopback_interface()
-    if _has_gpus() and ras.ADDRESS not in os.environ:
+    if num_gpus() and ras.ADDRESS not in os.environ:
         variables[ras.ADDRESS] = ras.own_address()
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))

@@ -6,6 +6,18 @@ import contextlib
 import socket
 from pathlib import Path
 
+#: What drivers put into /dev: NVIDIA's, the one of WSL 2, and AMD's.
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+
+
+def num_gpus() -> int:
+    """GPUs that torch sees on this machine. torch, which takes seconds to load, is asked only where a driver is."""
+    if not any(Path(name).exists() for name in _DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
 
 def boot() -> str:
     """This machine since it was switched on: other machines, also of the same name, and later boots have another."""

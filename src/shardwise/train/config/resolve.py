@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.launch.process import num_gpus
 from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
 from shardwise.spec.granularity import block, resolve_granularity
 from shardwise.spec.memory.eight_bit import BLOCK
@@ -220,7 +221,7 @@ def resolve(
         "optimizer": optimizer,
         # decay_steps stays open, as it follows train.steps
         "schedule": {} if schedule.name == "constant" else {"min_lr_ratio": schedule.min_lr_ratio},
-        "log": {} if "every" in raw.given("log") or not _has_gpus() else {"every": GPU_LOG_EVERY},
+        "log": {} if "every" in raw.given("log") or not num_gpus() else {"every": GPU_LOG_EVERY},
         "train": {
             "micro_batch_size": batch.micro,
             "global_batch_size": batch.total,
@@ -622,10 +623,6 @@ def _check_microbatches(raw: RawConfig, policy: PipelinePolicy, pp: int, accumul
         replace(policy, num_microbatches=accumulation).check(pp)
     except PlanError as error:
         raw.fail("train", "gradient_accumulation_steps", str(error).splitlines()[0])
-
-
-def _has_gpus() -> bool:
-    return Path("/dev/nvidiactl").exists()
 
 
 def _nearest(total: int, unit: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cost.workload import Workload
+from shardwise.launch.process import num_gpus
 from shardwise.planner.explain import gib
 from shardwise.planner.memory import MemoryEstimate, memory_on
 from shardwise.spec.errors import MemoryBudgetError, ShardwiseError
@@ -82,7 +83,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
 
 def find_device(num_ranks: int) -> Device | None:
     """The device of each of ``num_ranks`` ranks of this machine; ``None``: its memory is not known."""
-    if Path("/dev/nvidiactl").exists():
+    if num_gpus():
         return _gpu()
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
