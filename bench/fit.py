@@ -1,7 +1,7 @@
 """How the constants of ``cost.software`` and ``cost.kernels`` were fitted: ``python -m bench.fit``, half a minute.
 
 The most likely values: each constant has a prior with a source, stated below; errors are logarithms of predicted over
-measured step times of the sources of ``planner.validate.FITTED`` alone, each row weighted by one over the square root
+measured step times of the sources of ``bench.predictions.FITTED`` alone, each row weighted by one over the square root
 of its source's number of rows, and large errors count linearly (Huber), so that one odd row decides nothing. They are
 found by Gauss-Newton from the priors, printed, and copied into the two files by hand. ``--loso`` prints instead, for
 each source, its errors by constants fitted on all others.
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 
 import torch
 
+from bench.predictions import EXCLUDED, FITTED, Errors, resolved
+from bench.published import PublishedRow, published_rows
 from shardwise.cost import kernels, software
 from shardwise.planner import time
-from shardwise.planner.published import PublishedRow, published_rows
-from shardwise.planner.validate import EXCLUDED, FITTED, Errors, resolved
 
 #: Least and largest value of each kind of constant.
 BOUNDS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 
 from bench import validate_memory
-from shardwise.planner.validate import (
+from bench.predictions import (
     EXCLUDED,
     FITTED,
     Compared,

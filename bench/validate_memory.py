@@ -6,13 +6,12 @@ import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 
+from bench.predictions import Errors
+from bench.published import TABLE, PublishedRow, published_rows
 from shardwise.cost.hardware import GIB
 from shardwise.planner.accounting import ZERO, Accounting, StateBytes
 from shardwise.planner.memory import MemoryEstimate, estimate_memory
-from shardwise.planner.published import PublishedRow, published_rows
-from shardwise.planner.validate import Errors
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.shape import Mlp
 
@@ -204,7 +203,7 @@ def main() -> None:
 
 def zero_cells() -> int:
     """Cells of table 1 of ZeRO (arXiv 1910.02054) that the placements give."""
-    with (resources.files("shardwise.planner") / "data" / "zero_table1.csv").open(encoding="utf-8") as file:
+    with (TABLE.parent / "zero_table1.csv").open(encoding="utf-8") as file:
         found = list(csv.DictReader(file))
     right = 0
     for row in found:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from bench.predictions import FITTED, Errors, choices, compare_times, constant_rate, held_out, resolved
+from bench.published import published_rows
 from shardwise import ConfigError, ParallelPlan
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner import estimate
 from shardwise.planner.estimate import Estimate
-from shardwise.planner.published import published_rows
 from shardwise.planner.simulated import simulated
-from shardwise.planner.validate import FITTED, Errors, choices, compare_times, constant_rate, held_out, resolved
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.spec.shape import ModelShape

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import csv
-from importlib import resources
 
 import pytest
 
+from bench.published import TABLE
 from shardwise.planner.accounting import ZERO, framework_states
 from shardwise.planner.states import Parameters, Rules
 from shardwise.spec.placement import PRESETS
 
-with (resources.files("shardwise.planner") / "data" / "zero_table1.csv").open(encoding="utf-8") as file:
+with (TABLE.parent / "zero_table1.csv").open(encoding="utf-8") as file:
     ROWS = list(csv.DictReader(file))
 CELLS = [(row, strategy, column) for row in ROWS for strategy, column in (
     ("zero1", "pos_gb"), ("zero2", "pos_g_gb"), ("zero3", "pos_g_p_gb"),

@@ -2,8 +2,8 @@
 
 ``products`` and ``attention`` are shares of the dense peak that large products and kernels of attention reach, one
 number for each architecture. ``python -m bench.fit`` fits them, and the constants below them, on rows of the sources
-that ``planner.validate.FITTED`` names, and prints which; what those rows do not touch is a prior, whose mean and source
-stand in ``bench/fit.py``.
+that ``bench.predictions.FITTED`` names, and prints which. The other constants are priors; ``bench/fit.py`` gives the
+mean and the source of each.
 """
 
 from __future__ import annotations

@@ -29,5 +29,5 @@ class Beside:
 #: buffers of 4 MiB in each direction (NCCL_BUFFSIZE, docs.nvidia.com/deeplearning/nccl, environment variables), 16 to
 #: 32 channels. ``workspace``: torch gives cuBLAS 32 MiB on Hopper and 8 MiB elsewhere for each handle and stream
 #: (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); two streams compute. ``fragments``: median of reserved over allocated
-#: of the nanotron rows of published.csv (1.01 to 1.07).
+#: of the nanotron rows of bench/data/published.csv (1.01 to 1.07).
 BESIDE = Beside(context=800 * MIB, communicator=200 * MIB, workspace=64 * MIB, fragments=0.016)

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.planner.published import PublishedRow, published_rows
+from bench.published import PublishedRow, published_rows
 from shardwise.planner.time import estimate_time, model_flops
 from shardwise.spec.plan import ParallelPlan
 
