@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.stateless import _functional_call
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -131,6 +132,18 @@ def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor] 
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), given, keeps_graph, makes_graph, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+#: Whether code runs inside a transform of ``torch.func`` (``grad``, ``jvp``, ``vmap``), which does not tell in public.
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def is_in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` is under way in this thread: it leaves no other trace than its frame."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -54,6 +54,16 @@ def add(model: nn.Module) -> None:
     loss_of(model)
 
 
+def compute_with_parts(model: nn.Module) -> None:
+    parts = {name: 2 * p.detach() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, parts, torch.arange(8).view(2, 4))
+
+
+def replace_weight(model: Model) -> None:
+    model[1].weight = nn.Parameter(torch.ones(8, 8))
+    loss_of(model)
+
+
 #: By the beginning of the first cell.
 CALLS: dict[str, Callable[[Model], object]] = {
     "model.state_dict": lambda model: model.state_dict(),
@@ -65,6 +75,9 @@ CALLS: dict[str, Callable[[Model], object]] = {
     "model.half": lambda model: model.half(),
     "torch.optim.Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.1).step(),
     "loss.backward": lambda model: torch.autograd.backward(loss_of(model), create_graph=True),
+    "torch.func.functional_call": compute_with_parts,
+    "layer.weight = nn.Parameter": replace_weight,
+    "p.register_hook": lambda model: next(model.parameters()).register_hook(print),
     "model.resize_token_embeddings": lambda model: model.resize_token_embeddings(20),
     "sw.parallelize": sw.parallelize,
 }

@@ -297,23 +297,6 @@ def test_sparse_tensors_may_be_saved_for_backward_and_returned():
     assert "plain attribute" in message
 
 
-def second_derivatives():
-    messages = []
-    for strategy in presets():
-        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
-        x = sample(0, 0).requires_grad_()
-        y = model(x).square().mean()
-        messages.append(refusal(StateError, torch.autograd.grad, y, x, create_graph=True))
-        plain_loss(model, 0, 0).backward()  # and the next step works
-    return messages
-
-
-def test_create_graph_is_refused():
-    for message in run_on_ranks(second_derivatives, 2)[0]:
-        assert message.startswith("backward with create_graph=True reached unit ")
-        assert message.endswith("Compute higher derivatives outside of sw.parallelize().")
-
-
 # -- the encoder alone, as generate() calls it
 
 

@@ -44,6 +44,27 @@ def test_torch_compile_around_a_parallelized_model_is_refused(how):
             called(sample(dist.get_rank(), 0))
 
 
+@on_ranks(2)
+def test_hooks_on_the_gradients_of_parameters_are_refused():
+    for strategy in ("ddp", "zero1", "zero3"):
+        model = parallelized(strategy=strategy)
+        weight = model.blocks[1].up.weight
+        for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+            with pytest.raises(StateError, match=r"gradient of 'blocks.1.up.weight', .* would never run"):
+                register(lambda gradient: gradient)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sw.optimizer_in_backward(model, optimizer)  # as the message advises
+        before = weight.detach().clone()
+        model(sample(dist.get_rank(), 0)).square().mean().backward()
+        assert not torch.equal(weight, before) or not weight.numel()
+    units = Chain()
+    for unit in (*units.blocks, units):  # each call makes new engines, which have hooks of their own on the parameters
+        sw.fully_shard(unit)
+    units(sample(dist.get_rank(), 0)).square().mean().backward()
+    with pytest.raises(StateError, match="would never run"):
+        units.blocks[1].up.weight.register_hook(print)
+
+
 @needs_transformers
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @on_ranks(2)

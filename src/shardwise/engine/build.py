@@ -15,7 +15,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
-from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook
+from shardwise.engine.hooks import AfterForward, BeforeForward, gradient_hook
 from shardwise.engine.unit import Member, Owner, Unit
 from shardwise.spec.chain import merged_name
 from shardwise.spec.facts import EngineOptions, GroupFacts
@@ -270,8 +270,8 @@ def _install_hooks(engine: Engine, unit: Unit) -> None:
     for group in unit.groups:
         for index, full in enumerate(group.fulls):
             if full.requires_grad and full.numel() >= least:  # torch refuses a hook on others
-                hook = eager_hook(weakref.ref(engine), weakref.ref(group), index)
-                engine.hooks.append(full.register_post_accumulate_grad_hook(hook))
+                hook = gradient_hook(engine.collect_eagerly, group, index)
+                engine.hooks.append(Tensor.register_post_accumulate_grad_hook(full, hook))
     for member in unit.members:
         module = member.module()
         assert module is not None

@@ -23,7 +23,17 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
 from shardwise.engine.gradient import settle
 from shardwise.engine.group import Group
-from shardwise.engine.hooks import EndOfBackward, Observers, Step, Ticket, attach_tickets, begin, end, label
+from shardwise.engine.hooks import (
+    EndOfBackward,
+    Observers,
+    Step,
+    Ticket,
+    attach_tickets,
+    begin,
+    end,
+    gradient_hook,
+    label,
+)
 from shardwise.engine.pool import GradientPool, SlotPool
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
@@ -65,6 +75,7 @@ class Backward:
         generation: Number of the backward.
         entered: Units that backward has entered and not left.
         active: The one that was entered last, also where it had been entered before.
+        makes_graph: It was called with ``create_graph=True``.
         had_sums: Sums of earlier microbatches were waiting when it began.
         has_waited: Such sums were waiting when some backward began.
         end: What torch calls at its end; torch drops it when the backward raises.
@@ -73,6 +84,7 @@ class Backward:
     def __init__(self) -> None:
         self.is_under_way = False
         self.generation = 0
+        self.makes_graph = False
         self.entered: list[Unit] = []
         self.active: Unit | None = None
         self.had_sums = False
@@ -135,6 +147,7 @@ class Engine:
         self.epoch = 0
         self.parameters_are_unchanged = False
         self.hooks: list[Any] = []
+        self._watched: set[int] = set()  # identities of full parameters whose gradients may begin a backward
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Wait for what is under way before its memory is given to others: the model has been deleted.
@@ -176,8 +189,9 @@ class Engine:
         Collective:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
         """
-        if torch.compiler.is_dynamo_compiling() or torch_private.tracing_callback() is not None:
-            _refuse_compiled(unit)
+        is_traced = torch.compiler.is_dynamo_compiling() or torch_private.tracing_callback() is not None
+        if is_traced or torch_private.is_transformed():
+            _refuse_compiled(unit) if is_traced else self.need_whole("a transform of torch.func", unit)
         if self.step.skips_hooks:
             self.step.refuse_grad()
             return
@@ -224,10 +238,10 @@ class Engine:
         end(calls.labels)
         since = calls.frames.pop()
         forward.num_frames -= 1
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            calls.num_silent += forward.trains
+        elif not torch_private.is_transformed():
             attach_tickets(self, unit, path or member.path, output, since)
-        elif forward.trains:
-            calls.num_silent += 1
         self._leave(unit, member)
         if forward.num_frames == 0:
             for tell in self.observers.forward_ended:
@@ -479,12 +493,13 @@ class Engine:
         if backward.is_under_way and ticket.generation == backward.generation:
             return
         if torch.is_grad_enabled():
-            raise StateError(
-                f"backward with create_graph=True reached unit {unit.name!r}: its parameters are released after use, so"
-                " a second derivative would be wrong.\n  Compute higher derivatives outside of sw.parallelize()."
-            )
+            self.need_whole("backward with create_graph=True", unit)
+            with torch.no_grad():
+                self.on_ticket(ticket, unit)
+            backward.makes_graph = True
+            return
         if ticket.version < unit.version:
-            self._refuse_changed(unit, ticket)
+            self._refuse_changed(unit, unit.shards_below(ticket.path), ticket.version)
         if not backward.is_under_way:
             self._begin_backward(ticket.entry)
         ticket.generation = backward.generation
@@ -501,7 +516,23 @@ class Engine:
         self._prefetch(self.orders.entries)
 
     def on_use_outside(self, group: Group, index: int, grad: Tensor) -> None:
-        """Backward has brought a gradient for a shard that is the whole parameter: it was used outside of its unit.
+        """Backward has brought a gradient for a shard that is the whole parameter: it was used outside of its unit."""
+        self._come_to(group.unit)
+        group.gradient.add(index, grad, self.gradients)
+
+    def on_gradient(self, group: Group, index: int) -> None:
+        """Backward has brought a gradient to a full parameter, maybe without a ticket before it."""
+        unit, parameter = group.unit, group.fulls[index]
+        if parameter.grad is None:
+            return
+        if unit.version > self.forward.version:
+            self._refuse_changed(unit, {id(group.shards[index])}, self.forward.version)
+        grad, parameter.grad = parameter.grad, None  # which is dropped where a backward before this one has raised
+        self._come_to(unit)
+        parameter.grad = grad
+
+    def _come_to(self, unit: Unit) -> None:
+        """Have ``unit`` entered by a backward that no ticket has announced.
 
         To the order of units this is as a call of the unit: peers that do not use the parameter so take part.
         """
@@ -510,9 +541,28 @@ class Engine:
             self.recover()
         if not backward.is_under_way:
             self._begin_backward(self.orders.entry)
-        if group.unit not in backward.entered:
-            self._reach(group.unit)
-        group.gradient.add(index, grad, self.gradients)
+        if unit not in backward.entered:
+            self._reach(unit)
+
+    def need_whole(self, what: str, unit: Unit) -> None:
+        """Refuse ``what``, which differentiates otherwise than by one backward, where parameters are not here in full.
+
+        Later backwards may then bring gradients of the unit without a ticket before them: hooks tell of these.
+        """
+        comms = self.comms
+        is_divided = any(comm is not None for comm in (comms.tp, comms.pp, comms.cp, comms.ep))
+        if is_divided or any(group.uses_slot or group.row.shards_optimizer for group in self.groups):
+            raise StateError(
+                f"{what} reached unit {unit.name!r}: this rank has its parameters in full only while it computes.\n"
+                "  Set strategy='ddp' (without tp, pp, cp and ep), under which it works, or compute it with a plain"
+                " model that takes model.state_dict() of `with sw.full_parameters(model):`."
+            )
+        for group in unit.groups:
+            for index, full in enumerate(group.fulls):
+                if full.requires_grad and id(full) not in self._watched:
+                    self._watched.add(id(full))
+                    hook = gradient_hook(self.on_gradient, group, index)
+                    self.hooks.append(Tensor.register_post_accumulate_grad_hook(full, hook))
 
     def _begin_backward(self, entry: Entry) -> None:
         if threading.get_ident() != self.forward.thread and torch_private.has_rpc_agent():
@@ -521,6 +571,7 @@ class Engine:
             tell(self)
         backward = self.backward
         backward.is_under_way = True
+        backward.makes_graph = torch.is_grad_enabled()
         backward.had_sums = False
         for group in self.groups:
             group.follow_trained()
@@ -561,6 +612,8 @@ class Engine:
         """
         if unit in self.backward.entered:
             self.backward.entered.remove(unit)
+        if self.backward.makes_graph:
+            _refuse_graph(unit)
         while unit.state is State.REDUCING:
             self._drain_one()  # a gradient has come after the unit was reduced: its buffer must have left
         reduces = self.syncs_gradients or self.accumulation != "unsharded"
@@ -824,24 +877,17 @@ class Engine:
         for unit in units:
             unit.version = self.version
 
-    def _refuse_changed(self, unit: Unit, ticket: Ticket) -> None:
-        """Refuse the backward of a call of ``unit`` if a parameter that it may have used has been written since."""
-        used = unit.shards_below(ticket.path)
-        newer = [changed for changed, (version, _) in self._changes.items() if version > ticket.version]
+    def _refuse_changed(self, unit: Unit, used: set[int], since: int) -> None:
+        """Refuse the backward of a forward of ``unit`` if a shard that it may have used has been written since."""
+        newer = [changed for changed, (version, _) in self._changes.items() if version > since]
         kept = set() if None in newer else used.difference(*filter(None, newer))
         if kept == used:
             return
-        advice = (
-            ""
-            if not kept
-            else (
-                f", or make the modules of {unit.name!r} that this optimizer trains units of their own"
-                " (auto_wrap_policy=sw.wrap_by_name(...))"
-            )
-        )
+        own = f", or make the modules of {unit.name!r} that this optimizer trains units of their own"
         raise StateError(
             f"backward reached a forward of unit {unit.name!r} that ran before the last optimizer.step(): its"
-            f" parameters have changed since.\n  Call backward() before optimizer.step(){advice}."
+            " parameters have changed since.\n  Call backward() before optimizer.step()"
+            f"{own + ' (auto_wrap_policy=sw.wrap_by_name(...))' if kept else ''}."
         )
 
     def sync_buffers(self) -> None:
@@ -875,6 +921,17 @@ def _refuse_compiled(unit: Unit) -> NoReturn:
         f"unit {unit.name!r} was called inside torch.compile(), which would trace the engine's messages.\n"
         "  Set sw.ParallelPlan(compile=True), which compiles the units, and leave torch.compile() out."
     )
+
+
+def _refuse_graph(unit: Unit) -> None:
+    """Refuse gradients that autograd can go through again, which their sum over the ranks could not."""
+    if any(full.grad is not None and full.grad.requires_grad for group in unit.groups for full in group.fulls):
+        raise StateError(
+            f"loss.backward(create_graph=True) left gradients of unit {unit.name!r} that have a graph; their means over"
+            " the ranks have none.\n"
+            "  Call torch.autograd.grad(outputs, inputs, create_graph=True), compute the loss with what it returns, and"
+            " call loss.backward()."
+        )
 
 
 def _refuse_thread(unit: Unit) -> NoReturn:

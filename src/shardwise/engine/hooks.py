@@ -132,15 +132,16 @@ def without_slots(unit: Unit, output: object) -> object:
     return replace_tensors(output, change) if uses_slot else output
 
 
-def eager_hook(runtime_ref: weakref.ref[Engine], group_ref: weakref.ref[Group], index: int) -> Callable[[Tensor], None]:
-    """A hook that collects the gradient of a large parameter of a group as soon as it has arrived."""
+def gradient_hook(method: Callable[[Group, int], None], group: Group, index: int) -> Callable[[Tensor], None]:
+    """A hook for a parameter of a group: calls a method of the engine when autograd has brought it a gradient."""
+    method_ref, group_ref = weakref.WeakMethod(method), weakref.ref(group)
 
-    def collect(_parameter: Tensor) -> None:
-        engine, group = runtime_ref(), group_ref()
-        if engine is not None and group is not None:
-            engine.collect_eagerly(group, index)
+    def arrived(_parameter: Tensor) -> None:
+        method, group = method_ref(), group_ref()
+        if method is not None and group is not None:
+            method(group, index)
 
-    return collect
+    return arrived
 
 
 class EndOfBackward:
@@ -153,7 +154,8 @@ class EndOfBackward:
         """Backward has ended."""
         engine = self._engine()
         if engine is not None:
-            engine.end_backward()
+            with torch.no_grad():  # torch restores the mode of whoever has called backward
+                engine.end_backward()
 
 
 def tensors_of(value: object, levels: int = 3) -> Iterator[Tensor]:

@@ -15,11 +15,12 @@ replica, which is brought up to date instead of being gathered from nothing.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
@@ -58,9 +59,13 @@ LEGAL_MOVES: frozenset[tuple[State, State]] = frozenset(
 
 
 class Owner:
-    """A module that holds parameters of a unit, and what goes into its ``_parameters`` in either form."""
+    """A module that holds parameters of a unit, and what goes into its ``_parameters`` in either form.
 
-    __slots__ = ("flat_weights", "fulls", "is_guarded", "module", "parameters", "path", "shards")
+    Attributes:
+        given: Names of parameters in whose place ``torch.func.functional_call`` has put other tensors for this call.
+    """
+
+    __slots__ = ("flat_weights", "fulls", "given", "is_guarded", "module", "parameters", "path", "shards")
 
     def __init__(self, module: nn.Module, path: str, shards: dict[str, nn.Parameter]) -> None:
         self.module = weakref.ref(module)
@@ -71,16 +76,46 @@ class Owner:
         self.shards = shards
         self.is_guarded = False  # its state_dict and the like refuse
         self.fulls: dict[str, nn.Parameter] = {}
+        self.given: frozenset[str] = frozenset()
         # RNNs read their weights from a list of their own.
         self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
 
     def put(self, parameters: dict[str, nn.Parameter]) -> None:
         """Make the module compute with ``parameters``."""
+        if self.given:
+            parameters = {name: parameter for name, parameter in parameters.items() if name not in self.given}
         self.parameters.update(parameters)
         if self.flat_weights is not None:
             module = self.module()
             if module is not None:
                 module.__dict__["_flat_weights"] = [self.parameters.get(name) for name in self.flat_weights]
+
+    def take_given(self) -> None:
+        """The module has other parameters than its shards: values of a ``functional_call``, or replacements."""
+        names = [name for name, shard in self.shards.items() if self.parameters.get(name) is not shard]
+        title = f"{self.path}.{names[0]}".lstrip(".")
+        if not torch_private.is_in_functional_call():
+            refuse_replaced(title)
+        for name in names:
+            given, shape = self.parameters[name], list(self.fulls[name].shape)
+            if given is None or list(given.shape) != shape:
+                raise StateError(
+                    f"torch.func.functional_call() gave {title!r} a value of shape"
+                    f" {None if given is None else list(given.shape)}; its unit computes with shape {shape}, of which"
+                    " this rank's parameter is a part.\n"
+                    "  Make the values from model.state_dict() of `with sw.full_parameters(model):`, or set"
+                    " strategy='ddp', under which model.named_parameters() gives whole tensors."
+                )
+        self.given = frozenset(names)
+
+
+def refuse_replaced(name: str) -> NoReturn:
+    """Refuse a forward with another parameter in the place of one that the engine has."""
+    raise StateError(
+        f"parameter {name!r} was replaced or removed after sw.parallelize(): this rank's shard and the optimizer are"
+        " still those of before.\n"
+        "  Replace it before sw.parallelize(). To give it other values, use sw.load_full_state_dict()."
+    )
 
 
 #: Forward pre-hooks that are there only while a member holds shards: (the module's hooks, the guard).
@@ -116,6 +151,8 @@ class Member:
             return
         self.is_swapped = True
         for owner in self.owners:
+            if not all(map(operator.is_, map(owner.parameters.get, owner.shards), owner.shards.values())):
+                owner.take_given()
             owner.put(owner.fulls)
         for hooks, _ in self.guards:
             hooks.pop(self.guard_key, None)
@@ -127,6 +164,7 @@ class Member:
         self.is_swapped = False
         for owner in self.owners:
             owner.put(owner.shards)
+            owner.given = frozenset()
         for hooks, guard in self.guards:
             hooks[self.guard_key] = guard
 

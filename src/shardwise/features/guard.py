@@ -6,6 +6,7 @@
   unit is sharded, so a step does not pay for them.
 * ``state_dict``, ``load_state_dict``, ``copy.deepcopy`` and pickling are refused with what to use instead.
 * Methods of other libraries that rebuild weights (:data:`_REBUILDS`) are refused with what to do instead.
+* Hooks on the gradients of parameters are refused; they would never run.
 * ``.to()``, ``.half()`` and the like are refused where they would change a parameter, and pass where they would not.
 """
 
@@ -52,6 +53,7 @@ _REBUILDS: dict[str, tuple[str, bool]] = {
 def install_guards(root: nn.Module, engine: Engine) -> None:
     """Install every guard on the modules below ``root``."""
     _guard_shards(engine)
+    _refuse_hooks(engine)
     members = [(unit, member) for unit in engine.units for member in unit.members]
     unit_modules = {id(member.module()) for _, member in members}
     for unit, member in members:
@@ -100,10 +102,26 @@ def _guard_shards(engine: Engine) -> None:
                 taken = _refuse_on_shard(weakref.ref(group), index)
             elif group.facts.num_ranks > 1:
                 taken = _UseOutside(group, index)
-                engine.hooks.append(shard.register_hook(taken.begin))
+                engine.hooks.append(Tensor.register_hook(shard, taken.begin))
             else:
                 continue
-            engine.hooks.append(shard.register_post_accumulate_grad_hook(taken))
+            engine.hooks.append(Tensor.register_post_accumulate_grad_hook(shard, taken))
+
+
+def _refuse_hooks(engine: Engine) -> None:
+    """Have the parameters refuse hooks on their gradients, which would never run: autograd sees the full parameters."""
+    for group in engine.groups:
+        for spec, shard in zip(group.layout.params, group.shards, strict=True):
+            for name in ("register_hook", "register_post_accumulate_grad_hook"):
+                shard.__dict__[name] = functools.partial(_refuse_hook, spec.name)
+
+
+def _refuse_hook(name: str, hook: object) -> NoReturn:  # noqa: ARG001 - torch's signature
+    raise StateError(
+        f"a hook on the gradient of {name!r}, which is parallelized, would never run: the gradients arrive on a"
+        " stand-in and are summed over the ranks.\n"
+        "  Work on .grad after backward(). To step inside of backward, use sw.optimizer_in_backward(model, optimizer)."
+    )
 
 
 class _UseOutside(Uncopyable):

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise import torch_private
 from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.hooks import Observer
+from shardwise.engine.unit import refuse_replaced
 from shardwise.forms import flat_parameters
 from shardwise.forms.attachment import mark_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of
@@ -271,6 +273,8 @@ class Added(Observer):
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
         """Look for them, in the first forward of each kind."""
+        if torch_private.is_in_functional_call():
+            return  # its values are the caller's
         if engine.forward.trains and not engine.orders.gathers.is_recorded:
             _refuse_added(engine)
         engine.observers.rest(self)
@@ -282,9 +286,12 @@ def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda 
     if root is None or engine.comms.world.size == 1:
         return
     known = {id(p) for group in engine.groups for p in (*group.shards, *group.fulls)}
+    names = {name for group in engine.groups for spec in group.layout.params for name in (spec.name, *spec.aliases)}
     for name, parameter in root.named_parameters():
         is_ours = id(parameter) in known or parameter in ignored_of(engine)
         if not is_ours and parameter.requires_grad and only(parameter):
+            if name in names:
+                refuse_replaced(name)
             raise StateError(
                 f"parameter {name!r} of shape {list(parameter.shape)} was added after sw.parallelize(): no rank would"
                 " send its gradient, and every rank would train its own.\n"

@@ -127,7 +127,7 @@ class ParallelPlan:
         sync_buffers: What happens to buffers that each rank has changed, such as running statistics of batch norm,
             before the first forward after one in train mode: ``"broadcast"`` sends rank 0's, ``"mean"`` averages those
             of floating point and sends rank 0's others, ``"none"`` leaves them alone. ``"auto"`` broadcasts those that
-            are saved with the model.
+            are saved with the model. A buffer that counts a rank's own samples takes rank 0's count, as in torch's DDP.
         compile: Compiles every unit that encloses no other with ``torch.compile``. Not with ``tp``, ``cp``, ``ep`` or
             ``row_sharded``, whose collectives are inside units, nor with a ``RecomputePolicy`` that saves outputs of
             operators.
