@@ -132,7 +132,8 @@ def play(held: Scenario, run: Callable[[Box], Seen], oracles: Oracles) -> Result
 
 
 def summary(results: Mapping[str, Result]) -> str:
-    """How many are as specified, and how many silently wrong."""
+    """How many of those that were run are as specified, how many were not run, and how many are silently wrong."""
     as_specified = sum(result.score == 2 for result in results.values())
     wrong = sum(result.score < 0 for result in results.values())
-    return f"{as_specified} of {len(IDS)} as specified ({len(results)} run); silently wrong: {wrong}"
+    left_out = f" ({len(IDS) - len(results)} of the {len(IDS)} were not run)" if len(results) < len(IDS) else ""
+    return f"{as_specified} of {len(results)} as specified{left_out}; silently wrong: {wrong}"
