@@ -6,6 +6,11 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv/.peers
 INTEGRATIONS := .venv-integrations/.installed
+# The oldest and the newest transformers that pyproject.toml allows, and the tests that depend on its names.
+TRANSFORMERS := 5.10.4 5.24.0
+TRANSFORMERS_TESTS := tests/generation tests/context/test_context_ranks.py tests/tensor/test_tensor_families.py \
+    tests/pipeline/test_pipeline_families.py tests/api/test_export.py tests/checkpoint/test_pretrained.py \
+    tests/features/test_activation_checkpointing.py
 VERL := .venv-verl/.installed
 DOCS := .venv/.docs
 WORKERS ?= 2
@@ -52,8 +57,21 @@ $(INTEGRATIONS): $(STAMP)
 	@.venv-integrations/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,integrations]'
 	@touch $@
 
-test-integrations: $(INTEGRATIONS) ## transformers, TRL, Accelerate, Lightning, Ray under our plans beside one process
+# Found through PYTHONPATH before the version in an environment.
+.venv/transformers-%/.installed: $(STAMP)
+	@echo "installing transformers $* into .venv/transformers-$*"
+	@grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv/constraints-transformers.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c .venv/constraints-transformers.txt --upgrade \
+	    --target .venv/transformers-$* transformers==$*
+	@touch $@
+
+test-integrations: $(INTEGRATIONS) $(TRANSFORMERS:%=.venv/transformers-%/.installed) ## transformers, TRL, Accelerate, Lightning, Ray under our plans beside one process
 	@.venv-integrations/bin/python -m pytest -m integrations -n $(WORKERS) --dist worksteal
+	@PYTHONPATH=.venv/transformers-$(lastword $(TRANSFORMERS)) .venv-integrations/bin/python -m pytest -n $(WORKERS) \
+	    tests/integrations/test_transformers_trainer.py
+	@for version in $(TRANSFORMERS); do echo "with transformers $$version"; \
+	    PYTHONPATH=.venv/transformers-$$version $(BIN)/python -m pytest $(TRANSFORMERS_TESTS) \
+	    -m 'not gpu and not long and not integrations' -n $(WORKERS) --dist worksteal || exit 1; done
 
 $(VERL): $(STAMP)
 	@test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl

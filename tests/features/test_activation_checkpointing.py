@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import shardwise as sw
+from shardwise.context.apply import CACHE_NAMES
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
@@ -301,12 +302,13 @@ def test_a_cache_that_holds_tokens_is_refused_not_dropped():
 
     model = sw.parallelize(tiny("llama"), sw.ParallelPlan(activation_checkpointing="full"))
     cache = transformers.DynamicCache(config=model.config)
+    name = next(each for each in CACHE_NAMES if each in inspect.signature(model.forward).parameters)
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     with torch.no_grad():
-        model(input_ids=tokens, past_key_values=cache)
+        model(input_ids=tokens, **{name: cache})
     assert cache.get_seq_length() == 3
     with pytest.raises(sw.StateError, match="key-value cache that holds tokens"):
-        model(input_ids=tokens, past_key_values=cache)
+        model(input_ids=tokens, **{name: cache})
 
 
 @needs_transformers

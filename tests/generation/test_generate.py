@@ -4,12 +4,14 @@ parallelism as long as no choice is nearer than 1e-5."""
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.context.apply import CACHE_NAMES
 from shardwise.generation.sample import RngStreams, Sampling
 from shardwise.models.transformer import KeyValueCache
 from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
@@ -344,3 +346,20 @@ def test_causal_models_of_transformers_say_what_their_own_generate_says():
         assert min(margin for _, margin in found) > LEAST_MARGIN
         expected[name] = [tokens for tokens, _ in found]
     run_on_ranks(generated_by_families, 2, expected, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_the_cache_is_passed_under_the_name_that_the_model_s_forward_has(name):
+    model = build_family("llama").eval()
+    expected = sw.generate(model, PROMPTS[:2], max_new_tokens=3)
+    parameters = inspect.signature(type(model).forward).parameters
+    own = next(each for each in CACHE_NAMES if each in parameters)
+
+    def forward(self, **given):
+        return type(self).__base__.forward(self, **{own if key == name else key: value for key, value in given.items()})
+
+    forward.__signature__ = inspect.Signature(
+        [each.replace(name=name) if each.name == own else each for each in parameters.values()]
+    )
+    model.__class__ = type("Renamed", (type(model),), {"forward": forward})
+    assert sw.generate(model, PROMPTS[:2], max_new_tokens=3) == expected

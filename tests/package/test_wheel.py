@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,12 @@ def test_issue_forms_ask_for_what_is_needed() -> None:
             assert {"name", "description", "body"} <= found.keys()
             assert len({field["id"] for field in fields}) == len(fields)
             assert all(field["attributes"]["label"] for field in fields)
+
+
+def test_extras_allow_the_versions_of_transformers_that_make_test_integrations_runs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = {line for lines in extras.values() for line in lines if line.startswith("transformers")}
+    oldest, newest = re.search(r"^TRANSFORMERS := (\S+) (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE).groups()
+    major, minor, _ = map(int, newest.split("."))
+    pinned = re.search(r"^transformers==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    assert asked == {f"transformers>={least},<{major}.{minor + 1}" for least in (oldest, pinned)}

@@ -78,6 +78,8 @@ _KNOWN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labe
 #: Arguments that do not change how a sequence is divided, and arguments that must be off.
 _NUMBERS = ("num_items_in_batch", "return_dict")
 _FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep")
+#: What models of transformers call the argument for their cache of keys and values: since 5.24, and before.
+CACHE_NAMES = ("cache", "past_key_values")
 #: Arguments of attention that the ring has no form of.
 _FOREIGN = ("softcap", "sliding_window", "s_aux", "position_bias", "cache")
 
@@ -188,11 +190,11 @@ class CausalRoot(Root):
         """The outputs, with the mean loss over whole sequences, or all logits."""
         given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
-        if given.get("use_cache") or "past_key_values" in given:
+        if given.get("use_cache") or any(name in given for name in CACHE_NAMES):
             if torch.is_grad_enabled() and not self.is_alone:
                 raise StateError(
                     f"cp: {type(self.model).__name__} was called with a key-value cache in training.\n"
-                    "  Leave use_cache and past_key_values out, or generate under torch.no_grad()."
+                    "  Leave use_cache and the cache out, or generate under torch.no_grad()."
                 )
             with _without_rings(self.model, self._attention):
                 return self.compute(**given)

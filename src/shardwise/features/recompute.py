@@ -168,7 +168,7 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if any(cache.get_seq_length() for cache in held):
         raise StateError(
             f"{type(module).__name__} is recomputed in backward, but was given a key-value cache that holds tokens.\n"
-            "  Pass use_cache=False and no past_key_values in training, or set activation_checkpointing='none'."
+            "  Pass use_cache=False and no cache in training, or set activation_checkpointing='none'."
         )
 
     def keep(value: Any) -> Any:

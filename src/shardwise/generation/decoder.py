@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.context.apply import CACHE_NAMES
 from shardwise.models.transformer import GPT, KeyValueCache, join_columns
 from shardwise.spec.errors import StateError
 
@@ -68,13 +69,14 @@ def decoder_of(model: nn.Module) -> tuple[MakeDecoder, int, int | None]:
     config: Any = getattr(model, "config", None)
     known = inspect.signature(type(model).forward).parameters
     if callable(getattr(model, "generate", None)) and config is not None:
-        if getattr(config, "is_encoder_decoder", False) or not {"input_ids", "past_key_values"} <= set(known):
+        cache = next((name for name in CACHE_NAMES if name in known), None)
+        if getattr(config, "is_encoder_decoder", False) or "input_ids" not in known or cache is None:
             raise StateError(
                 f"sw.generate takes decoders with a cache of keys and values, not a {type(model).__name__}.\n"
                 "  Call model.generate(...), which works on the parallelized model too (but not over a pipeline)."
             )
         positions = getattr(config, "max_position_embeddings", None)
-        make = functools.partial(_OfTransformers, config, frozenset(known))
+        make = functools.partial(_OfTransformers, config, frozenset(known), cache_name=cache)
         return make, config.vocab_size, positions if positions and positions > 0 else None
     raise StateError(
         f"sw.generate takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"
@@ -121,8 +123,10 @@ class _OfTransformers:
         capacity: int,
         padding: Sequence[int],
         layers: Collection[int] | None,
+        *,
+        cache_name: str,
     ) -> None:
-        self._make = functools.partial(_OfTransformers, config, known)
+        self._make = functools.partial(_OfTransformers, config, known, cache_name=cache_name)
         self._layers = layers
         self.cache = _cache(config, capacity, layers)
         self._capacity = capacity
@@ -130,7 +134,7 @@ class _OfTransformers:
         self._padding_B1 = torch.tensor(padding)[:, None] if any(padding) else None
         self._mask_BK: Tensor | None = None
         self.length = 0
-        self._options: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        self._options: dict[str, Any] = {cache_name: self.cache, "use_cache": True, "return_dict": True}
         self._takes_positions = "position_ids" in known
         if "logits_to_keep" in known:
             self._options["logits_to_keep"] = 1
