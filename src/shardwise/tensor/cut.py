@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -211,13 +212,13 @@ def known_table(model: nn.Module) -> dict[str, str]:
             for pattern, style in TABLES.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
                 table.setdefault(_join(path, pattern) if pattern else path, style)
     for path, module in model.named_modules():
-        own = getattr(module, "_tp_plan", None)
-        if isinstance(own, Mapping):
-            for pattern, style in own.items():
-                translation = translated(pattern, style)
-                if translation == "colwise_gather_output" and "." not in pattern and has_loss(module):
-                    translation = "vocabulary_head"
-                table.setdefault(_join(path, pattern), translation)
+        # In transformers 5.10 the table of an instance hides that of its class, which alone has the head.
+        own = [getattr(place, "_tp_plan", None) for place in (module, type(module))]
+        for pattern, style in itertools.chain(*(each.items() for each in own if isinstance(each, Mapping))):
+            translation = translated(pattern, style)
+            if translation == "colwise_gather_output" and "." not in pattern and has_loss(module):
+                translation = "vocabulary_head"
+            table.setdefault(_join(path, pattern), translation)
     return table
 
 
