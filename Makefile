@@ -17,9 +17,9 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all test-integrations test-verl fuzz soak check size replay board bench gpu models parity docs docs-links clean
+.PHONY: help venv demo test test-all test-integrations test-verl fuzz soak check size replay board bench bench-check gpu models parity docs docs-links clean
 
-test test-all test-integrations test-verl check: export OMP_NUM_THREADS = 1
+test test-all test-integrations test-verl check bench-check docs: export OMP_NUM_THREADS = 1
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/' | expand -t 18
@@ -41,15 +41,18 @@ venv: $(STAMP) ## make or refresh .venv
 demo: $(STAMP) ## train a small GPT with ZeRO-3 on every local device (CPU: two processes)
 	@$(BIN)/shardwise train
 
-test: $(STAMP) ## everything that needs no GPU, but for the long matrices
-	@$(BIN)/python -m pytest -m 'not gpu and not long and not integrations' -n $(WORKERS) --dist worksteal --durations=25
-	@for transport in in-order early-free; do \
-	    $(BIN)/python -m pytest -m transports --transport $$transport -n $(WORKERS) --dist worksteal || exit 1; done
+PARALLEL := -n $(WORKERS) --dist worksteal
+MOST := -m 'not gpu and not long and not integrations'
 
-test-all: $(PEERS) ## everything, the long matrices and the peers too; GPU tests are skipped where there is none
-	@$(BIN)/python -m pytest -m 'not integrations' -n $(WORKERS) --dist worksteal
-	@for transport in in-order early-free; do \
-	    $(BIN)/python -m pytest -m 'not gpu and not integrations' --transport $$transport -n $(WORKERS) --dist worksteal || exit 1; done
+test: $(STAMP) ## everything that needs no GPU, but for long cases, pages (make docs) and scripts (make bench-check)
+	@$(BIN)/python -m pytest $(MOST) $(PARALLEL) --ignore=tests/docs --ignore=tests/bench --durations=25 \
+	    --durations-file build/durations.json
+
+test-all: $(PEERS) ## everything: long cases, every preset and transport, pages, scripts, peers; GPU tests where there is one
+	@$(BIN)/python -m pytest -m 'not integrations' --every-case $(PARALLEL) --durations-file build/durations-all.json
+
+bench-check: $(STAMP) ## test the scripts that measure, plan and compare (bench)
+	@$(BIN)/python -m pytest $(MOST) $(PARALLEL) tests/bench
 
 $(INTEGRATIONS): $(STAMP)
 	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
@@ -138,7 +141,8 @@ $(DOCS): $(STAMP)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-docs: $(DOCS) ## make the site: build/site/index.html. A warning, such as of a link that leads nowhere, is an error
+docs: $(DOCS) ## test the pages, and make the site: build/site/index.html. A warning is an error, as a link to nowhere is
+	@$(BIN)/python -m pytest $(MOST) $(PARALLEL) tests/docs
 	@$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs . build/site
 	@echo "build/site/index.html"
 

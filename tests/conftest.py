@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +24,7 @@ hypothesis.settings.load_profile("patient")
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 
-#: What runs on the debug transports (``shardwise.comm.debug``) too, by the beginning of a module's path in tests/.
+#: What ``--every-case`` repeats on the debug transports (``shardwise.comm.debug``): beginnings of paths in tests/.
 ON_TRANSPORTS = (
     *("context/test_context_parity", "context/test_context_ranks", "embedding/", "engine/test_experts"),
     *("engine/test_tied_weights", "expert/test_expert", "generation/test_generat"),
@@ -30,6 +33,20 @@ ON_TRANSPORTS = (
     *("pipeline/test_pipeline_state", "pipeline/test_pipeline_steps.py", "product/test_product.py"),
     *("tensor/test_tensor.py", "tensor/test_tensor_families", "tensor/test_tensor_mistakes"),
     *("train/test_train_context", "train/test_train_pipeline"),
+)
+TRANSPORTS = ("in-order", "early-free")
+#: Layouts and agreed orders, which `make test` repeats on 3 ranks: beginnings of paths in tests/. Any other repetition
+#: is marked long on another number of ranks than 2 (than the smallest, where 2 is not among them).
+ON_THREE = (
+    *("comm/", "engine/test_disagreement", "engine/test_gathered_slots", "engine/test_layer_drop"),
+    *(
+        "engine/test_parameters",
+        "engine/test_parity",
+        "engine/test_slots",
+        "engine/test_tied_weights",
+        "engine/test_trace_of_steps",
+    ),
+    *("optim/test_granularity_ranks", "optim/test_muon", "state/test_logical_state"),
 )
 #: A module in which one of these stands starts processes that take seconds: no part of a quick look (``--quick``).
 STARTS = re.compile(r"on_ranks\(|train_here|launch\.elastic|pytestmark = pytest\.mark\.(slow|long)")
@@ -49,30 +66,76 @@ def _has_process_group() -> bool:
     return distributed is not None and distributed.is_initialized()
 
 
+@pytest.fixture(autouse=True)
+def _transport(request: pytest.FixtureRequest) -> None:
+    """The debug transport that a test runs on, where it is repeated on them."""
+    if getattr(request, "param", None) is not None:
+        request.getfixturevalue("monkeypatch").setenv("SHARDWISE_TRANSPORT", request.param)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--transport",
-        choices=("in-order", "early-free"),
-        help="run the tests of model parallelism and generation, and no others, on this debug transport",
-    )
     parser.addoption("--quick", action="store_true", help="leave out modules that start ranks")
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help="every preset, and every debug transport for ON_TRANSPORTS",
+    )
+    parser.addoption(
+        "--durations-file", metavar="FILE", help="write the seconds of each test to FILE, show the dearest files"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("transport"):
-        os.environ["SHARDWISE_TRANSPORT"] = config.getoption("transport")
+    if config.getoption("every_case"):
+        os.environ["SHARDWISE_EVERY_CASE"] = "1"  # read by tests.common.oracle, in the ranks too
+    if hasattr(config, "workerinput"):
+        return
+    dry_runs = tempfile.TemporaryDirectory(prefix="shardwise-dry-runs-")  # read by tests.train.train_here
+    config.add_cleanup(dry_runs.cleanup)
+    os.environ["SHARDWISE_TEST_DRY_RUNS"] = dry_runs.name
+    if config.getoption("durations_file"):
+        config.pluginmanager.register(Durations(Path(config.getoption("durations_file"))))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_long = metafunc.config.getoption("every_case") and _place(metafunc.definition.path).startswith(ON_TRANSPORTS)
+    if is_long or metafunc.definition.get_closest_marker("transports"):
+        metafunc.parametrize("_transport", (None, *TRANSPORTS), ids=("gloo", *TRANSPORTS), indirect=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if not collection_path.match("test_*.py"):
         return None
-    if config.getoption("quick") and STARTS.search(collection_path.read_text("utf-8")):
-        return True
-    place = collection_path.relative_to(config.rootpath / "tests").as_posix()
-    return True if config.getoption("transport") and not place.startswith(ON_TRANSPORTS) else None
+    return True if config.getoption("quick") and _starts_ranks(collection_path) else None
+
+
+def _place(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).as_posix()
+
+
+@functools.cache
+def _starts_ranks(path: Path) -> bool:
+    return STARTS.search(path.read_text("utf-8")) is not None
+
+
+def _mark_repetitions(items: list[pytest.Item]) -> None:
+    """A test with the same arguments on several numbers of ranks is long on those that ``ON_THREE`` does not name."""
+    worlds: dict[tuple[object, ...], dict[int, pytest.Item]] = {}
+    for item in items:
+        params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+        world = params.pop("world", None)
+        if isinstance(world, int) and _starts_ranks(item.path) and not item.get_closest_marker("long"):
+            key = (item.path, item.originalname, tuple(sorted((name, repr(value)) for name, value in params.items())))
+            worlds.setdefault(key, {})[world] = item
+    for (path, *_), found in worlds.items():
+        kept = {2 if 2 in found else min(found)} | ({3} if _place(path).startswith(ON_THREE) else set())
+        for world, item in found.items():
+            if world not in kept:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_repetitions(items)
     for item in items:
         if item.path.is_relative_to(config.rootpath / "tests" / "gpu"):
             item.add_marker(pytest.mark.gpu)
@@ -117,3 +180,34 @@ def _why_no_gpu() -> str | None:
     if torch.cuda.is_available():
         return None
     return "no CUDA device here" if torch.version.cuda else "this torch is built without CUDA"
+
+
+class Durations:
+    """Writes how long every test took, and shows the dearest test files beside what they took in the last run."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.seconds:
+            return
+        before = _by_file(json.loads(self.file.read_text())) if self.file.exists() else {}
+        now = _by_file(self.seconds)
+        terminalreporter.section("dearest test files: seconds now and in the last run")
+        for name in sorted(now, key=now.__getitem__, reverse=True)[:10]:
+            terminalreporter.write_line(f"{now[name]:8.1f} {before.get(name, float('nan')):8.1f}  {name}")
+        terminalreporter.write_line(f"{sum(now.values()):8.1f} {sum(before.values()):8.1f}  all {len(now)} files")
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps({name: round(took, 3) for name, took in self.seconds.items()}, indent=0))
+
+
+def _by_file(seconds: dict[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, took in seconds.items():
+        file = name.partition("::")[0]
+        found[file] = found.get(file, 0.0) + took
+    return found

@@ -1,7 +1,7 @@
 """The two debug transports show what they are for; every plain transport keeps what it moves alive.
 
-The tests of tensor, pipeline, context and expert parallelism and of generation run on both as well: ``pytest
---transport in-order`` and ``--transport early-free`` (``tests/conftest.py``).
+The tests of tensor, pipeline, context and expert parallelism and of generation run on both as well: those marked
+``transports`` always, all of them with ``pytest --every-case`` (``tests/conftest.py``).
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,10 +27,22 @@ SHARDED = ("shard_grad_op", "zero3")
 
 
 def presets() -> tuple[str, ...]:
-    """Every preset on two ranks; on other worlds one with replicas and one without."""
+    """:func:`some_presets` on two ranks; on other worlds one with replicas and one without."""
     if _only is not None:
         return _only
-    return PRESETS if dist.get_world_size() == 2 else ("zero1", "zero3")
+    return some_presets() if not dist.is_initialized() or dist.get_world_size() == 2 else ("zero1", "zero3")
+
+
+def some_presets(turn: int = 0) -> tuple[str, ...]:
+    """``ddp``, ``zero3`` and one preset between them by the name of the running test; ``pytest --every-case``: all.
+
+    Args:
+        turn: Number of a variant of the test: the next variant gets the next preset.
+    """
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]  # without the phase
+    if not test or "SHARDWISE_EVERY_CASE" in os.environ:
+        return PRESETS
+    return ("ddp", PRESETS[1 + (zlib.crc32(test.encode()) + turn) % 3], "zero3")
 
 
 _only: tuple[str, ...] | None = None

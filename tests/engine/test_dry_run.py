@@ -499,7 +499,10 @@ A100 = 39.4 * 2**30
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows", "tokens", "units", "peak_gb"),
-    [("gpt-175b", 20, 512, "Block", 20.1), ("gpt-1t", 4, 2048, "Linear", 39.4)],
+    [
+        ("gpt-175b", 20, 512, "Block", 20.1),
+        pytest.param("gpt-1t", 4, 2048, "Linear", 39.4, marks=pytest.mark.long),
+    ],
 )
 def test_the_published_configurations_of_fsdp_fit_with_activations_on_the_host(name, rows, tokens, units, peak_gb):
     """128 A100, SGD, 16-bit weights in host memory (pytorch.org, Introducing PyTorch Fully Sharded Data Parallel)."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, sample
+from tests.common.oracle import Block, Chain, compare, compare_each, presets, sample
 
 
 class Nested(nn.Module):
@@ -56,7 +56,7 @@ def drop(model, rank, step):
 
 def drops():
     for policy in ("auto", sw.wrap_by_class({Nested}), sw.wrap_by_class({Nested, Block})):
-        compare_each(Drops, drop, PRESETS, auto_wrap_policy=policy)
+        compare_each(Drops, drop, presets(), auto_wrap_policy=policy)
     compare(Drops, drop, "zero3", activation_checkpointing="full")
     compare(Drops, drop, "zero3", merge_units=1 << 20)
     compare(Drops, drop, "zero3", merge_units=False, activation_checkpointing="full")

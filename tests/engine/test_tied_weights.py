@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from tests.common.families import FAMILIES, LLAMA, PRELOAD, T5, VOCAB, build_transformers
-from tests.common.oracle import PRESETS, compare, compare_each
+from tests.common.oracle import compare, compare_each, presets
 from tests.common.ranks import on_ranks
 
 pytestmark = PRELOAD
@@ -38,7 +38,7 @@ def test_pytorch_176076_every_rank_updates_its_part_of_a_tied_weight_of_uneven_s
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     assert VOCAB % world
-    found = compare_each(llama, FAMILIES["Llama"].loss, PRESETS, steps=2)  # gradients of every rank's rows, too
+    found = compare_each(llama, FAMILIES["Llama"].loss, presets(), steps=2)  # gradients of every rank's rows, too
     for strategy, trained in found.items():
         fresh = dict(llama().named_parameters())[TIED]
         for shard in trained.probe.shards:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
-from tests.common.oracle import PRESETS, Chain, plain_loss, presets, sample
+from tests.common.oracle import Chain, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
 from tests.engine.test_memory import SMALL_BYTES, Storages, everything_alive, train
 
@@ -239,7 +239,7 @@ def test_two_forwards_before_a_backward_work_with_batch_norm():
 @on_ranks(2)
 def test_what_is_saved_is_the_mean(tmp_path):
     rank = dist.get_rank()
-    for strategy in PRESETS:
+    for strategy in presets():
         model = sw.parallelize(build(), sw.ParallelPlan(strategy=strategy, sync_buffers="mean"))
         plain_loss(model, rank, 0).backward()
         held = [torch.zeros(8) for _ in range(2)]

@@ -74,6 +74,7 @@ def test_compiled_units_train_as_uncompiled_ones(preset: str, checkpointing: str
     assert found["names"] == names(models.build("gpt"))
 
 
+@pytest.mark.long
 @on_ranks(1, timeout_s=100)
 def test_a_compiled_model_is_freed_at_once() -> None:
     quietly()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.testing import probe
 from tests.common.late_copies import late_copies
-from tests.common.oracle import PRESETS, Chain, plain_loss
+from tests.common.oracle import Chain, plain_loss, presets
 from tests.common.ranks import on_ranks, refusal
 from tests.features.test_in_backward_ranks import FailsInBackward, adamw, train
 from tests.optim.test_flat_ranks import Branching, by_rank, flat_groups, two_groups
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_a_step_after_backward_with_copies_as_late_as_on_a_
         "bf16": (Chain, plain_loss, flat_groups, {"mp_policy": BF16}),
         "int8": (Chain, plain_loss, flat_groups, {"quantized_reduce": "int8"}),
     }
-    for place, strategy in enumerate(PRESETS):
+    for place, strategy in enumerate(presets()):
         given = (flat_groups, two_groups)[place % 2]
         cases[f"2 microbatches, {strategy}"] = (Branching, by_rank, given, {"strategy": strategy, "microbatches": 2})
     wrong = {}

@@ -10,7 +10,7 @@ import pytest
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.common import models
-from tests.common.oracle import PRESETS
+from tests.common.oracle import PRESETS, presets
 from tests.common.training import VARIANTS, train
 
 #: Preset, flat parameters or not, further fields of the plan.
@@ -40,7 +40,7 @@ ON_HOST: Sequence[Case] = (
 
 @pytest.mark.parametrize(("name", "world"), SHORT)
 def test_updates_in_backward_are_bitwise_equal_to_one_process(name, world):
-    check(name, world, [*((preset, place % 2 == 0, {}) for place, preset in enumerate(PRESETS)), *ON_HOST])
+    check(name, world, [*((preset, place % 2 == 0, {}) for place, preset in enumerate(presets())), *ON_HOST])
 
 
 def test_updates_in_backward_are_bitwise_on_two_groups_of_two():

@@ -18,7 +18,7 @@ from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.forms.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import checks, probe, run_on_ranks
-from tests.common.oracle import PRESETS, Block, Chain, descend, plain_loss, sample
+from tests.common.oracle import PRESETS, Block, Chain, descend, plain_loss, presets, sample
 from tests.common.ranks import on_ranks, refusal
 from tests.engine.test_side_doors import Boxed, KeepsLoss, with_aux_loss
 from tests.optim.test_flat_ranks import Branching, by_rank, by_step, flat_groups, two_groups
@@ -99,7 +99,7 @@ def test_numbers_are_those_of_a_step_after_backward():
         for strategy in ("ddp", "zero1", "zero3")[turn % 2 :: 1 if dist.get_world_size() == 1 else 2]:
             given = (flat_groups, two_groups)[turn % 2]
             found[name, strategy] = differing(build, script, strategy, given=given)
-    for strategy in PRESETS:
+    for strategy in presets():
         found["bf16", strategy] = differing(Chain, plain_loss, strategy, mp_policy=BF16)
     momentum = lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True)  # noqa: E731
     found["momentum"] = differing(Chain, plain_loss, "zero2", make=momentum)

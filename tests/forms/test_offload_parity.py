@@ -18,7 +18,7 @@ from shardwise.comm.base import Handle
 from shardwise.forms.host import OnHost, Transfers
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common import models
-from tests.common.oracle import PRESETS, descend
+from tests.common.oracle import PRESETS, descend, presets
 from tests.common.ranks import on_ranks
 from tests.common.training import VARIANTS, train, train_each
 
@@ -41,7 +41,7 @@ def compare(world: int, name: str, presets: tuple[str, ...], policies: tuple[str
 
 
 def test_every_strategy_with_its_state_on_the_host_equals_one_process():
-    compare(2, "frozen", PRESETS, ("cpu",))
+    compare(2, "frozen", presets(), ("cpu",))
 
 
 @pytest.mark.parametrize(("world", "name"), [(1, "tied"), (3, "odd")])
@@ -155,7 +155,7 @@ def train_mixed(preset: str, policy: str | sw.OffloadPolicy, dtypes: tuple[str, 
 
 @on_ranks(2, timeout_s=150)
 def test_mixed_precision_flat_optimizers_and_recomputation_give_the_numbers_and_the_traffic_of_no_offload() -> None:
-    for place, preset in enumerate(PRESETS):
+    for place, preset in enumerate(presets()):
         dtypes = (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))[place % 3]
         is_flat = place % 2 == 0
         plain = train_mixed(preset, "none", dtypes, is_flat=is_flat)
@@ -214,7 +214,7 @@ def test_checkpoints_go_from_any_plan_to_any_other(tmp_path, saved_by, loaded_by
 
 @on_ranks(2)
 def test_whole_parameters_and_whole_state_dicts_reach_the_host_and_back() -> None:
-    for preset in PRESETS:
+    for preset in presets():
         states = []
         for policy in ("none", "cpu"):
             model, optimizer = begin(sw.ParallelPlan(strategy=preset, offload_policy=policy))

@@ -13,7 +13,7 @@ from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.common import models
 from tests.common.late_copies import late_copies
-from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, sample
+from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
 
 
@@ -70,7 +70,7 @@ def look_then_train(model: nn.Module, rank: int, step: int) -> Tensor:
 @on_ranks(2)
 def test_changes_of_masters_on_the_host_are_seen_at_the_next_forward():
     for policy in ("cpu", sw.OffloadPolicy(parameters=False)):
-        compare_each(Chain, look_then_train, PRESETS, steps=3, between=double, offload_policy=policy)
+        compare_each(Chain, look_then_train, presets(), steps=3, between=double, offload_policy=policy)
 
 
 @on_ranks(2)

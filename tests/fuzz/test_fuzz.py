@@ -18,7 +18,7 @@ def check(programs: list[Program]) -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "count"), [(1, 24), (2, 24), (3, 6)])
 def test_random_programs_train_as_one_process_does(world, count):
     check([generate(seed, world) for seed in range(count)])

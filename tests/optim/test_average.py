@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.testing import run_on_ranks
 from tests.common import models
-from tests.common.oracle import PRESETS, Chain, plain_loss, sample
+from tests.common.oracle import Chain, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
 
 DECAY = 0.9
@@ -80,7 +80,7 @@ def follow(build, strategy, **options):
 @on_ranks(1, 2, 3)
 def test_the_average_is_torchs_of_one_process_and_training_is_not_disturbed():
     """Lightning#21414."""
-    found = {strategy: follow(Chain, strategy) for strategy in PRESETS}
+    found = {strategy: follow(Chain, strategy) for strategy in presets()}
     found["zero1 in bf16"] = follow(Chain, "zero1", mp_policy=sw.PrecisionPolicy(param_dtype="bf16"))
     assert {case: wrong for case, wrong in found.items() if wrong} == {}
 

@@ -18,7 +18,7 @@ from shardwise.spec.errors import StateError
 from shardwise.testing import part_of, run_on_ranks
 from tests.common import models
 from tests.common.families import FAMILIES, build_transformers
-from tests.common.oracle import PRESETS, compare
+from tests.common.oracle import compare, presets
 from tests.common.ranks import refusal
 from tests.optim.test_granularity_ranks import Both, loss_of
 
@@ -54,7 +54,7 @@ def with_torchs(strategies: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_it_is_torchs_muon_and_adamw_bit_for_bit_under_every_strategy(world):
-    run_on_ranks(with_torchs, world, PRESETS if world == 2 else ("zero3",))
+    run_on_ranks(with_torchs, world, presets() if world == 2 else ("zero3",))
 
 
 def fused() -> None:

@@ -24,12 +24,14 @@ def _one_thread():
 TP_PP, THREE = (("pp", 2), ("tp", 2)), (("pp", 2), ("dp_shard", 2), ("tp", 2))
 FEW = (
     Case((("dp_shard", 2), ("tp", 2)), "zero1", None, CLIPS, "fp64"),
+    Case(TP_PP, "zero3", "zb-v", product.SEQUENCE, is_beside_flat=True),
+    Case(THREE, "zero3", "1f1b", ACCUMULATES, "fp64"),
+)
+MORE = (
     Case(TP_PP, "zero3", "zb-v", CLIPS, "fp64"),
     Case(TP_PP, "zero3", "zb-h1", product.RECOMPUTES, "fp64"),
     Case(TP_PP, "zero3", "1f1b", is_beside_flat=True),
-    Case(TP_PP, "zero3", "zb-v", product.SEQUENCE, is_beside_flat=True),
     Case(TP_PP, "zero1", "interleaved-1f1b", product.SEQUENCE, "fp64"),
-    Case(THREE, "zero3", "1f1b", ACCUMULATES, "fp64"),
 )
 
 
@@ -39,8 +41,9 @@ def check(cases: tuple[Case, ...], timeout_s: float) -> None:
     assert not {case.shown: apart for case, apart in found.items() if not product.judge(case, apart)}
 
 
-def test_products_of_degrees_equal_one_process():
-    check(FEW, timeout_s=120)
+@pytest.mark.parametrize("cases", [pytest.param(FEW, id="few"), pytest.param(MORE, id="more", marks=pytest.mark.long)])
+def test_products_of_degrees_equal_one_process(cases):
+    check(cases, timeout_s=120)
 
 
 @pytest.mark.long

@@ -45,6 +45,7 @@ ABOUT = {
     "checkpoint/test_dcp.py": "checkpoint cli.app comm.dtype state.extents",
     "checkpoint/test_frozen_files.py": "checkpoint",
     "checkpoint/test_pretrained.py": "checkpoint train",
+    "train/train_here.py": "launch.file train.predicted.memory",
     "train/test_train_command.py": "launch.fault train.folder train.saves.memory_tier",
     "train/test_train_fp16.py": "checkpoint",
     "train/test_train_lora.py": "checkpoint",

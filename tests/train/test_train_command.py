@@ -105,6 +105,7 @@ def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_pa
     assert [line["grad_norm"] for line in metrics(run)] == [line["grad_norm"] for line in metrics(whole)]
 
 
+@pytest.mark.long  # each half is a test of its own in test_start.py and tests/launch/test_elastic.py
 def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,11 +164,11 @@ ON_2_X_2 = sets("parallel.dp_replicate=2", "parallel.accumulation=defer_replicat
 @pytest.mark.parametrize(
     ("nproc", "strategy", "more"),
     [
-        (1, "ddp", ()),
+        pytest.param(1, "ddp", (), marks=pytest.mark.long),
         (3, "zero2", ()),
         pytest.param(4, "zero1", (), marks=pytest.mark.long),
         pytest.param(2, "shard_grad_op", (), marks=pytest.mark.long),
-        (4, "hsdp", ON_2_X_2),
+        pytest.param(4, "hsdp", ON_2_X_2, marks=pytest.mark.long),
     ],
 )
 def test_it_continues_on_another_world_and_under_another_strategy(
@@ -197,6 +198,7 @@ def test_another_configuration_is_refused_with_a_table(whole: Path) -> None:
     assert "holds a run already" in refused[1][1]
 
 
+@pytest.mark.long  # the next test asks for more steps too
 def test_more_steps_may_be_asked_for(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     train_well(tmp_path, 2, ("--run-dir", "run", "--resume", *sets("train.steps=22", "log.every=5")))
@@ -223,6 +225,7 @@ def test_the_rate_and_the_clipping_may_be_changed_where_asked_for(whole: Path, t
     ):
         assert change in text
     assert "train.eval_every: 10 -> 2" in text
+    assert losses(tmp_path / "run")[:20] == losses(whole)
     assert [line["lr"] for line in metrics(tmp_path / "run")[20:]] == [1e-4, 1e-4]
 
 
@@ -267,6 +270,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["exit_code"] == 80
 
 
+@pytest.mark.long  # tests/launch/test_elastic.py starts workers again, test_new_world.py goes on from memory
 def test_a_lost_worker_is_replaced_and_the_run_goes_on_from_memory_which_is_rescued_in_the_end(
     whole: Path, tmp_path: Path
 ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import io
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from shardwise.cli import main
+from shardwise.launch.file import replace
 from shardwise.testing import run_on_ranks
 
 CONFIG = """
@@ -59,17 +63,41 @@ def train_well(folder: Path, world: int, *runs: Sequence[str], config: str = CON
 
 
 def _train(folder: str, runs: Sequence[Sequence[str]], before: Callable[[], Any] | None) -> list[tuple[int, str]]:
+    from shardwise.train.predicted import memory
+
     os.chdir(folder)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     kept = before() if before is not None else None
     results = []
-    for arguments in runs:
-        text = io.StringIO()
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            code = main(["train", "run.yaml", "--set", "log.tensorboard=false", *arguments])
-        results.append((code, text.getvalue()))
+    with mock.patch.object(memory, "_run_dry", functools.partial(_dry_once, memory._run_dry)):
+        for arguments in runs:
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+                code = main(["train", "run.yaml", "--set", "log.tensorboard=false", *arguments])
+            results.append((code, text.getvalue()))
     del kept
     return results
+
+
+def _dry_once(run_dry: Callable[..., dict[str, int]], resolved: Any, control: Any, device: Any) -> dict[str, int]:
+    """The dry run that predicts the memory of a run, made once in a session for each model, plan and batch.
+
+    It takes as long as all steps of such a run. What it depends on is in the name of the file: all of the configuration
+    but what is known to change nothing. Models in folders are left alone: a test may write another one there.
+    """
+    config, folder = resolved.config, os.environ.get("SHARDWISE_TEST_DRY_RUNS")
+    if folder is None or config.model.hf is not None or config.lora.adapter is not None:
+        return run_dry(resolved, control, device)
+    rest = config.model_dump(exclude={"name": True, "schedule": True, "checkpoint": True, "log": True, "data": True,
+        "optimizer": {"lr"}, "train": {"steps", "seed", "eval_every", "eval_batches"}})  # fmt: skip
+    of_data = resolved.vocab_size, resolved.seq_len, resolved.end_token, resolved.raised_from, resolved.task
+    key = repr(
+        (rest, resolved.plan, resolved.mesh, resolved.batch, resolved.model, of_data, control.size, control.rank)
+    )
+    file = Path(folder) / hashlib.sha256(f"{key} {device}".encode()).hexdigest()
+    if not file.exists():
+        replace(file, json.dumps(run_dry(resolved, control, device)).encode())
+    return json.loads(file.read_text())
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.comm import stall
-from shardwise.comm.debug import TRANSPORT
 from shardwise.launch.exit_codes import PEER_LOST_TEXTS
 from shardwise.launch.file import replace
 
@@ -93,7 +92,7 @@ class _Job:
     timeout_s: float
     process_group: bool
     warning_filters: list[Any]
-    transport: str | None
+    environment: dict[str, str]
 
 
 @dataclasses.dataclass
@@ -117,7 +116,8 @@ def run_on_ranks(
 
     Args:
         fn: A module-level function. It can read its rank from ``torch.distributed.get_rank()`` or ``os.environ``
-            (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are set). Warnings are to it what they are to the caller.
+            (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are set; the other variables are the caller's). Warnings are
+            to it what they are to the caller.
         world_size: Number of processes.
         *args: Arguments, the same on every rank; pickled.
         timeout_s: Wall-clock limit for the whole call.
@@ -169,7 +169,7 @@ class _Run:
                 self.timeout_s,
                 process_group,
                 list(warnings.filters),
-                os.environ.get(TRANSPORT),
+                dict(os.environ),
             )
             process = context.Process(target=_rank_main, args=(job, mine), name=f"rank-{rank}", daemon=True)
             process.start()
@@ -339,6 +339,8 @@ def _rank_main(job: _Job, requests: connection.Connection) -> None:
     os.dup2(out, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(job.environment)
     os.environ.update(_ENVIRONMENT)
     os.environ.update(
         RANK=str(job.rank),
@@ -347,9 +349,6 @@ def _rank_main(job: _Job, requests: connection.Connection) -> None:
         LOCAL_WORLD_SIZE=str(job.world_size),
     )
     del os.environ["SHARDWISE_TESTING_PRELOAD"]
-    os.environ.pop(TRANSPORT, None)
-    if job.transport is not None:
-        os.environ[TRANSPORT] = job.transport
     sys.path[:] = job.path
     stacks = (directory / f"stacks-{job.rank}").open("w")
     faulthandler.enable(stacks)
