@@ -271,6 +271,13 @@ def test_this_machines_gpu_is_taken_for_no_other(monkeypatch: pytest.MonkeyPatch
         assert this_gpu() == (found, 8)
 
 
+def test_parts_of_a_small_model_are_not_said_to_be_nothing(capsys):
+    assert main(["plan", "gpt-nano", "--gpus", "8", "--gpu", "H100-80GB-SXM"]) == 0
+    text = capsys.readouterr().out
+    assert "parameters        <0.1" in text
+    assert " 0.0 " not in text.replace("\n", " \n")
+
+
 def test_a_dtype_without_units_is_said(capsys):
     assert main(["plan", "gpt2", "--gpu", "V100-16GB-SXM2", "--gpus", "2"]) == 0
     assert "V100-16GB-SXM2 has no units for bf16" in capsys.readouterr().out

@@ -43,12 +43,14 @@ def build() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(_version_option)
     for module in dict.fromkeys(VERBS.values()):
         register: Callable[[typer.Typer], Any] = importlib.import_module(module).register
         register(app)
+    for command in app.registered_commands:  # its first sentence in the list, whole
+        command.short_help = " ".join((command.help or "").split()).partition(". ")[0].removesuffix(".") + "."
     return app
 
 

@@ -36,9 +36,13 @@ Examples:
 """
 
 
+#: The harness, in a checkout; the verb is not in the list of an installation without it.
+_VERB = Path(__file__).parents[3] / "bench" / "compare" / "verb.py"
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    app.command("compare", help=_HELP)(compare)
+    app.command("compare", help=_HELP, hidden=not _VERB.is_file())(compare)
 
 
 def compare(  # noqa: PLR0917  typer calls it by name
@@ -87,8 +91,8 @@ def _harness() -> Any:
     Raises:
         ConfigError: The package is installed without the repository.
     """
-    root = Path(__file__).parents[3]
-    if not (root / "bench" / "compare" / "verb.py").is_file():
+    root = _VERB.parents[2]
+    if not _VERB.is_file():
         raise ConfigError(
             "compare needs the benchmark harness (bench/), which is in the repository and not in the installed"
             " package.\n  Clone the repository and install it from there: pip install -e '.[peers]'."

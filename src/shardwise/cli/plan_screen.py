@@ -94,7 +94,8 @@ def memory_bars(made: Estimate) -> list[str]:
     lines = []
     for name, held in parts.items():
         bar = ("." if name == "free" else "\N{FULL BLOCK}") * round(_BAR * max(held, 0) / whole)
-        lines.append(f"  {name:<15}{held / GIB:>7.1f}  {bar}".rstrip())
+        shown = "<0.1" if 0 < held < GIB / 20 else f"{held / GIB:.1f}"
+        lines.append(f"  {name:<15}{shown:>7}  {bar}".rstrip())
     if made.memory.host_bytes:
         lines.append(f"  {'host':<15}{made.memory.host_bytes / GIB:>7.1f}  of each rank, in the host's memory")
     return lines

@@ -21,7 +21,7 @@ _NOTABLE = 0.03
 
 def gib(num_bytes: float) -> str:
     """Bytes in the unit of GPUs' memories: ``61.2 GiB``."""
-    return f"{num_bytes / GIB:.1f} GiB"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 or not num_bytes else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def seconds(time_s: float) -> str:
