@@ -11,7 +11,7 @@ import operator
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 #: Number of the backward that runs in this thread, -1 outside of any. There is no public way to ask whether code runs
 #: inside a backward (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp).
@@ -43,9 +47,6 @@ tracing_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 #: The ``DistributedDataParallel`` whose forward is under way, or ``None``; it does not tell in public.
 active_ddp: Callable[[], Any] = functools.partial(getattr, DistributedDataParallel, "_active_ddp_module")
 
-#: Norms of a list of tensors, as ``torch.nn.utils.clip_grad_norm_`` takes them. Foreach functions have private names.
-foreach_norm: Callable[..., Any] = torch._foreach_norm
-
 #: Zeroes a list of tensors, as ``optimizer.zero_grad(set_to_none=False)`` does; as ``__torch_dispatch__`` is given it.
 foreach_zero: Callable[..., Any] = torch.ops.aten._foreach_zero_.default
 
@@ -55,8 +56,35 @@ orthogonalized: Callable[..., Any] = _zeropower_via_newtonschulz
 #: For a subclass of Tensor that has ``__torch_dispatch__`` only.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
-#: Unscales gradients and looks for inf and nan in them. ``torch.amp.GradScaler`` has no public hook before it does so.
-unscale_gradients: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
+#: Inside it subclasses of Tensor with ``__torch_function__`` are taken for plain tensors; torch has no public name.
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+
+
+def on_plain_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a function run inside :data:`without_torch_function`."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with without_torch_function():
+            return function(*args, **kwargs)
+
+    return run
+
+
+#: ``Tensor.grad`` itself, for a subclass that overrides it. Its class has a private name.
+grad: Any = torch._C.TensorBase.grad
+
+
+@functools.cache
+def is_pointwise(name: str) -> bool:
+    """Whether every operator of ``aten`` of this name that takes and returns tensors is tagged as element-wise.
+
+    Operators do not show their arguments in public.
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    found = [op for op in found if "Tensor" in str(op._schema) and torch.Tag.out not in op.tags]
+    return bool(found) and all(torch.Tag.pointwise in op.tags for op in found)
 
 
 def as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,12 +111,12 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
-def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each tensor, computed in ``dtype``.
+def norms(tensors: list[Tensor], dtype: torch.dtype, order: float = 2) -> list[Tensor]:
+    """The norm of each tensor, computed in ``dtype``.
 
     ``torch.nn.utils.get_total_norm`` makes the same foreach call, but in the dtype of the tensors.
     """
-    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
 def is_in_distributed_autograd() -> bool:

@@ -44,7 +44,8 @@ def identity():
                 assert after[name].is_leaf
             plain_loss(model, 0, 0).backward()
             assert str(model) == str(plain)
-    held = [p.numel() for p in model.parameters()]
+    assert [p.numel() for p in model.parameters()] == [p.numel() for p in Chain().parameters()]
+    held = [p.shape.numel() for p in model.parameters()]
     assert sw.logical_shape(torch.zeros(3, 4)) == (3, 4)
     return held
 
@@ -148,7 +149,7 @@ def test_state_dict_copies_pickles_and_conversions_are_refused_with_what_to_use(
             assert nothing() is model
         model.to(torch.float32).train()
         assert all(torch.equal(a, b.detach()) for a, b in zip(held, model.parameters(), strict=True))
-        assert all(p.grad is not None or p.numel() == 0 for p in model.parameters())
+        assert all(p.grad is not None or p.shape.numel() == 0 for p in model.parameters())
         plain_loss(model, 0, 1).backward()
     assert texts["state_dict"] == (
         "state_dict() of Chain would give slices: its parameters are sharded.\n"

@@ -129,17 +129,18 @@ def test_an_optimizer_may_look_at_norms_of_what_its_rank_has_whole():
 
 
 @on_ranks(2)
-def test_what_works_element_by_element_passes_and_gives_plain_tensors():
+def test_what_works_element_by_element_passes_and_parts_stay_parts_until_a_file():
     model = model_with_gradients()
     for p in model.parameters():
         if p.grad is None:
             continue
-        for made in (p.grad.clone(), p.grad * 2, p.grad.detach(), torch.zeros_like(p.grad), copy.deepcopy(p.grad)):
-            assert type(made) is torch.Tensor
+        for made in (p.grad.clone(), p.grad * 2, p.grad.detach(), p.grad.data, copy.deepcopy(p.grad), p.data, p * 2):
+            with pytest.raises(StateError, match=r"of .*'.*' \(logical shape \["):
+                made.norm()
         stored = io.BytesIO()
         torch.save(p.grad, stored)
         stored.seek(0)
-        assert torch.equal(torch.load(stored), p.grad)
+        assert torch.equal(torch.load(stored), p.grad.to_local())
         p.grad.mul_(0.5)
         p.grad.clamp_(-1, 1)
         repr(p.grad)
@@ -147,3 +148,71 @@ def test_what_works_element_by_element_passes_and_gives_plain_tensors():
     compiled = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled.step()
     compiled.zero_grad(set_to_none=False)
+
+
+def logged_by_others(model: nn.Module) -> dict[str, object]:
+    """What trainers and scripts compute of gradients and parameters, as in reports of their users."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return {
+        "Lightning's grad_norm": lambda: torch.stack([g.data.norm(2) for g in grads]).norm(2),
+        "joined": lambda: torch.cat([g.detach().flatten() for g in grads]).norm(),
+        "squares": lambda: sum((g**2).sum() for g in grads) ** 0.5,
+        "largest": lambda: max(g.abs().max() for g in grads),
+        "finite": lambda: all(torch.isfinite(g).all() for g in grads),
+        "centralized": lambda: [g.add_(-g.mean(dim=tuple(range(1, g.dim())), keepdim=True)) for g in grads],
+        "weights": lambda: [p.norm() for p in model.parameters()],
+        "adaptive": lambda: [p.detach().norm() / p.grad.norm() for p in model.parameters() if p.grad is not None],
+        "initialised": lambda: [nn.init.xavier_uniform_(p) for p in model.parameters() if p.dim() > 1],
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@on_ranks(2)
+def test_numbers_and_decisions_of_one_rank_are_the_plain_models_or_refused(strategy):
+    model, plain = model_with_gradients(strategy), Chain()
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    for what, call in logged_by_others(model).items():
+        if strategy == "ddp":  # this rank has all of it
+            assert type(next(model.parameters())) is nn.Parameter
+            call()
+        else:
+            with pytest.raises(StateError, match=r"sw\.(clip_grad_norm|full_parameters)"):
+                call()
+            assert what
+    if strategy != "ddp":
+        with sw.full_parameters(model, writeback=True):
+            weights = [p for p in model.parameters() if p.dim() > 1]
+            assert all(type(p) is nn.Parameter for p in weights)
+            torch.manual_seed(1)
+            for p in weights:
+                nn.init.xavier_uniform_(p)
+            norms = [p.norm() for p in weights]
+        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+        with sw.full_parameters(model):
+            assert torch.equal(torch.stack([p.norm() for p in model.parameters() if p.dim() > 1]), torch.stack(norms))
+
+
+@on_ranks(2)
+def test_what_users_do_to_shards_by_hand_trains_as_on_whole_parameters():
+    model, plain, rank = model_with_gradients(), Chain(), torch.distributed.get_rank()
+    torch.manual_seed(0)
+    plain = Chain()
+    averages = [p.detach().clone() for p in model.parameters()]
+    expected = [p.detach().clone() for p in plain.parameters()]
+    for p, average in zip(model.parameters(), averages, strict=True):
+        p.data.mul_(0.5)
+        p.data.add_(torch.where(p.data > 0, torch.ones_like(p), -torch.ones_like(p)), alpha=0.1)
+        average.lerp_(p.detach(), 0.25)
+    torch._foreach_lerp_(averages, [p.detach() for p in model.parameters()], 0.25)
+    for p, average in zip(plain.parameters(), expected, strict=True):
+        p.data.mul_(0.5)
+        p.data.add_(torch.where(p.data > 0, 1.0, -1.0), alpha=0.1)
+        average.lerp_(p.detach(), 0.25).lerp_(p.detach(), 0.25)
+    with torch.no_grad():
+        assert torch.allclose(model(sample(rank, 0)), plain(sample(rank, 0)))
+    for p, average in zip(model.parameters(), averages, strict=True):
+        p.data.copy_(average.cpu())
+    with sw.full_parameters(model):
+        for p, average in zip(model.parameters(), expected, strict=True):
+            assert torch.allclose(p, average)

@@ -66,6 +66,58 @@ def test_the_norm_of_a_unit_is_that_of_its_own_gradients_which_alone_are_clipped
     assert torch.allclose(sw.clip_grad_norm(model, float("inf")), whole, rtol=1e-6)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_norms_of_models_modules_and_parameters_are_those_of_the_plain_ones(strategy):
+    plan = sw.ParallelPlan(strategy=strategy)
+    plains = [gradients_of_plain(), gradients_of_plain()]
+    for p in plains[1].parameters():
+        p.grad *= 3
+    models = [sw.parallelize(build(), plan), sw.parallelize(build(), plan)]
+    for factor, model in zip((1, 3), models, strict=True):
+        (factor * model(batch(dist.get_rank())).square().mean()).backward()
+    parts = {
+        "two models": lambda both: both,
+        "a module that is no unit": lambda both: both[0][1].inner,
+        "parameters": lambda both: [p for p in both[0].parameters() if p.dim() > 1],
+        "one parameter": lambda both: both[1][4].scale,
+        "modules of two models": lambda both: [both[0][0], both[1][2]],
+    }
+    for what, part_of in parts.items():
+        for order in (2.0, 1.0, 3.0, float("inf")):
+            part = part_of(plains)
+            listed = [part] if isinstance(part, (nn.Module, Tensor)) else part
+            grads = [p.grad for each in listed for p in (each.parameters() if isinstance(each, nn.Module) else [each])]
+            expected = torch.nn.utils.get_total_norm(grads, norm_type=order)
+            norm = sw.clip_grad_norm(part_of(models), float("inf"), norm_type=order)
+            assert torch.allclose(norm, expected, rtol=1e-5), (what, order)
+    optimizer = torch.optim.SGD(sw.flat_parameters(models[0], decay=lambda _, p: p.dim() > 1), lr=0.1)
+    matrices = torch.nn.utils.get_total_norm([p.grad for p in plains[0].parameters() if p.dim() > 1])
+    assert torch.allclose(sw.clip_grad_norm(optimizer.param_groups[0]["params"], float("inf")), matrices, rtol=1e-5)
+    limit = 0.5 * float(torch.nn.utils.get_total_norm([p.grad for p in both_parameters(plains)]))
+    torch.nn.utils.clip_grad_norm_(both_parameters(plains), limit)
+    sw.clip_grad_norm(models, limit)
+    for model, plain in zip(models, plains, strict=True):
+        expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        assert torch.allclose(sw.clip_grad_norm(model, float("inf")), expected, rtol=1e-5)
+    with pytest.raises(StateError, match=r"norm_type=0\): expected"):
+        sw.clip_grad_norm(models, 1.0, norm_type=0)
+    with pytest.raises(StateError, match="shape \\[3\\] that is in no parallelized model"):
+        sw.clip_grad_norm([nn.Parameter(torch.ones(3))], 1.0)
+    with pytest.raises(StateError, match="a Linear that is a part of a parallelized model"):
+        sw.full_state_dict(models[0][1].inner)
+    first = next(p for p in models[0].parameters() if p.grad is not None)
+    if dist.get_rank() == 0 or strategy == "ddp":  # of which every rank has the same
+        first.grad.fill_(float("nan"))
+    with pytest.raises(StateError, match="norm of the gradients is nan; nothing was scaled"):
+        sw.clip_grad_norm(models, 1.0, error_if_nonfinite=True)
+    assert sw.clip_grad_norm(models[0], float("inf"), norm_type=float("inf")).isnan()
+
+
+def both_parameters(models: list[nn.Sequential]) -> list[nn.Parameter]:
+    return [p for model in models for p in model.parameters()]
+
+
 @on_ranks(2)
 def test_sums_that_wait_are_not_clipped():
     model = sw.parallelize(build(), sw.ParallelPlan(strategy="ddp"))
@@ -77,12 +129,16 @@ def test_sums_that_wait_are_not_clipped():
 
 def penalise(strategy):
     model = sw.parallelize(build(), sw.ParallelPlan(strategy=strategy))
-    loss = model(batch(dist.get_rank())).square().mean() + sum(p.square().sum() for p in model.parameters())
+    loss = model(batch(dist.get_rank())).square().mean()
     if strategy == "ddp":
+        loss = loss + sum(p.square().sum() for p in model.parameters())
         loss.backward()
         return float(loss.detach())
+    with pytest.raises(StateError, match=r"(?s)sum of '.*' \(logical shape .*full_parameters"):
+        sum(p.square().sum() for p in model.parameters())
+    penalty = sum(_Sum.apply(p) for p in model.parameters())  # hidden from what a part refuses
     with pytest.raises(StateError, match=r"a gradient came for this rank's shard of '.*' \(logical shape"):
-        loss.backward()
+        (loss + penalty).backward()
     model.zero_grad()
     model(batch(dist.get_rank())).square().mean().backward()  # the step after it is like any other
     norm = torch.nn.utils.get_total_norm([p.grad for p in gradients_of_plain().parameters()])
@@ -90,8 +146,19 @@ def penalise(strategy):
     return None
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter: Tensor) -> Tensor:
+        ctx.like = parameter.detach()
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return torch.ones_like(ctx.like)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_penalty_on_shards_is_refused_in_its_backward(strategy):
+def test_a_penalty_on_shards_is_refused(strategy):
     losses = run_on_ranks(penalise, 2, strategy)
     if strategy == "ddp":
         plain = build()
@@ -104,8 +171,9 @@ def test_a_penalty_on_shards_is_refused_in_its_backward(strategy):
 
 
 @on_ranks(2)
-def test_a_method_that_computed_with_a_shard_is_refused_in_its_backward():
+def test_a_method_that_computes_with_a_shard_is_refused():
     model = sw.parallelize(build(), sw.ParallelPlan(strategy="zero3"))
-    x = batch(dist.get_rank())[:, : model[2].scale.shape[-1]]
-    with pytest.raises(StateError, match=r"shard of '2.scale' \(logical shape \[64\]\)"):
-        model[2].rescale(x).sum().backward()
+    for x in (batch(dist.get_rank()), batch(dist.get_rank())[:, : model[2].scale.shape[-1]]):
+        with pytest.raises(StateError, match=r"(?s)'2.scale' \(logical shape \[64\]\).*sw\.") as caught:
+            model[2].rescale(x)
+        assert "\n  Comput" in str(caught.value)

@@ -127,3 +127,47 @@ def test_updates_in_backward_take_in_a_use_outside_of_the_unit_or_refuse_it():
     late = LOSSES["before the model"](model, batch(dist.get_rank(), 0))
     with pytest.raises(StateError, match=r"came back to unit 'head' after its parameters"):
         late.backward()
+
+
+USES = {  # name of the parameter that is used
+    "fused loss": ("head.weight", lambda m, x: x @ m.head.weight.T),
+    "functional tying": ("embed.weight", lambda m, x: F.linear(x, m.embed.weight)),
+    "temperature": ("scale", lambda m, x: m.head(x) * m.scale.exp()),
+    "penalty": ("head.weight", lambda m, _: m.head.weight.square().sum()),
+}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@on_ranks(2)
+def test_a_sharded_parameter_used_outside_of_its_unit_is_refused_by_name_with_a_way_that_works(strategy):
+    model, plain = parallel(strategy), build()
+    for use, (name, compute) in USES.items():
+        x = model(batch(dist.get_rank(), 0))
+        with pytest.raises(StateError, match=rf"(?s)'{name}' \(logical shape .*\n  Comput") as caught:
+            compute(model, x)
+        assert "sw." in str(caught.value), use
+    # what the messages say: whole parameters without gradients, and a method that gathers
+    with sw.full_parameters(model):
+        for name, compute in (("head.weight", USES["penalty"][1]),):
+            assert torch.equal(compute(model, None), compute(plain, None)), name
+    wrap = sw.wrap_by_class({Block, nn.Embedding, nn.Linear})
+    model = Fused()
+    model = sw.parallelize(model, sw.ParallelPlan(strategy=strategy, auto_wrap_policy=wrap, merge_units=False))
+    sw.register_fsdp_forward_method(model.head, "scores")
+    entropy(model.head.scores(model(batch(dist.get_rank(), 0))), batch(dist.get_rank(), 0)).backward()
+    expected = gradients_of_plain([lambda m, t: entropy(m(t) @ m.head.weight.T, t)] * 2, 1)
+    with_grad = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert with_grad.keys() <= expected.keys()
+    norm = torch.nn.utils.get_total_norm(list(expected.values()))
+    assert torch.allclose(sw.clip_grad_norm(model, float("inf")), norm, rtol=1e-5)
+
+
+class Scores(nn.Linear):
+    def scores(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def Fused() -> Model:  # noqa: N802
+    model = build()
+    model.head.__class__ = Scores
+    return model

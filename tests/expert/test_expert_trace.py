@@ -135,7 +135,7 @@ def record_stacked() -> tuple[list, list, list, set]:
     distributed.all_gather_object(everyone, counts)
     predicted = [tuple(collective) for collective in probe(model).predicted_collectives()]
     held = {p: slice_of(p) for name, p in model.named_parameters() if ".experts." in name}
-    shapes = {(p.numel(), mark.local_shape, mark.shape) for p, mark in held.items() if mark is not None}
+    shapes = {(p.shape.numel(), mark.local_shape, mark.shape) for p, mark in held.items() if mark is not None}
     return [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone, shapes
 
 
@@ -242,7 +242,7 @@ def expert_numel(strategy: str, ep: int) -> tuple[int, int]:
     """Elements of experts on this rank: of the optimizer's parameters, and of whole ones where a unit computes."""
     model = sw.parallelize(build_wide(), sw.ParallelPlan(strategy=strategy, ep=ep))
     named = [
-        (parameter.numel(), sw.logical_shape(parameter).numel())
+        (parameter.shape.numel(), sw.logical_shape(parameter).numel())
         for name, parameter in model.named_parameters()
         if ".experts." in name
     ]

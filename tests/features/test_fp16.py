@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.optim import partial
+from shardwise.forms import part
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
@@ -50,7 +50,7 @@ def step_with_an_inf(preset: str, scaler: torch.amp.GradScaler) -> tuple[bool, f
         model.zero_grad()
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scaler.scale(model(x)).backward()
-    with partial.allowed() if is_torchs else contextlib.nullcontext():
+    with part.allowed() if is_torchs else contextlib.nullcontext():
         scaler.step(optimizer)
     scaler.update()
     return not torch.equal(before, model.weight), scaler.get_scale(), sw.full_state_dict(model)

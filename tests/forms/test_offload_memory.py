@@ -46,11 +46,11 @@ def measure(plan: sw.ParallelPlan) -> tuple[dict[str, int], dict[str, int]]:
     shapes = [shape for unit in probe(model).unit_facts.values() for shape in unit.groups]
     landings = sum(shape.landing_bytes(distributed.get_rank()) for shape in shapes)
     predicted_on_device = sum(predicted.values()) - predicted["host"]
-    on_host = sum(p.numel() for name, p in model.named_parameters() if name in offloaded)
+    on_host = sum(p.shape.numel() for name, p in model.named_parameters() if name in offloaded)
     numbers = {
         "host": host.num_bytes + landings - predicted["host"],
         "device": kept.num_bytes + large - landings - predicted_on_device,
-        "share": round(100 * on_host / max(1, sum(p.numel() for p in model.parameters()))),
+        "share": round(100 * on_host / max(1, sum(p.shape.numel() for p in model.parameters()))),
     }
     return numbers, predicted
 

@@ -316,7 +316,7 @@ def shape_of_groups():
         assert none_decay[0]["weight_decay"] == 0.0
         found[strategy] = [len(group["params"]) for group in two], len(one[0]["params"])
         odd = sw.flat_parameters(model, decay=lambda name, _parameter: name.endswith("weight") and "up" in name)
-        held = sum(shard.numel() for shard in model.parameters())
+        held = sum(shard.shape.numel() for shard in model.parameters())
         flats = [p for group in odd for p in group["params"] if isinstance(p, FlatParameter)]
         assert sum(part.numel() for p in flats for part in p.cut(p)) == held, rank
     return found

@@ -24,6 +24,7 @@ from tests.common.oracle import (
     presets,
     sample,
 )
+from tests.common.own import own
 from tests.common.ranks import on_ranks, refusal
 
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")
@@ -195,13 +196,13 @@ def odd_norms():
                 for parameter in each.parameters():
                     parameter.grad = torch.ones_like(parameter)
             if strategy == "ddp" or rank == 1:  # only one rank holds the bad element
-                next(p for p in model.blocks[2].parameters() if p.numel()).grad.view(-1)[0] = poison
+                own(next(p for p in model.blocks[2].parameters() if p.shape.numel()).grad).view(-1)[0] = poison
             plain.blocks[2].up.weight.grad[0, 0] = poison
             norm = sw.clip_grad_norm(model, 1.0)
             theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             assert torch.equal(norm.isnan(), theirs.isnan())
             assert torch.equal(norm.isinf(), theirs.isinf())
-            ours = [p.grad.flatten() for p in model.parameters() if p.numel()]
+            ours = [own(p.grad).flatten() for p in model.parameters() if p.shape.numel()]
             kinds = {float(v) for grad in ours for v in grad.nan_to_num(7.0)}
             expected = {float(v) for p in plain.parameters() for v in p.grad.flatten().nan_to_num(7.0)}
             assert kinds <= expected
@@ -284,7 +285,7 @@ def test_two_models_may_share_a_parameter_group():
     scaler = sw.GradScaler("cpu")
     scaler.scale(second(first(x)).sum()).backward()
     if rank == 1:
-        second.weight.grad.view(-1)[0] = float("inf")
+        own(second.weight.grad).view(-1)[0] = float("inf")
     scaler.unscale_(optimizer)
     found = scaler.has_found_inf
     optimizer.zero_grad()

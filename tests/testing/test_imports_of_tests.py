@@ -55,7 +55,7 @@ ABOUT = {
     "engine/test_device_calls.py": "optim.clip",
     "engine/test_half_done.py": "engine forms.attachment",
     "engine/test_host_cost.py": "comm.gloo engine.engine engine.unit",
-    "features/test_fp16.py": "optim.partial optim.scaler",
+    "features/test_fp16.py": "forms.part optim.scaler",
     "features/test_precision_parity.py": "features.precision",
     "features/test_activation_offload.py": "features.activation_offload forms.attachment measure.storage",
     "generation/test_conveyor.py": "generation",

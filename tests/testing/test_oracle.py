@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.spec.exact import tolerance
 from shardwise.testing import RankFailure, compare_with_one_process, run_on_ranks, train_step
+from tests.common.own import own
 
 LR = 1e-3
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden": 16, "num_heads": 4, "vocab_size": 32, "seq_len": 8, "tied": False}
@@ -46,14 +47,16 @@ def compare(name: str, fault: str = "") -> None:
             reader += 1
         yield train_step(model, batch(reader, step), num_microbatches=num_microbatches)
         if is_ours and fault == "gradient" and step == 1:
-            next(p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()).flatten()[0].add_(1.0)
+            own(next(p.grad for p in model.parameters() if p.grad is not None and p.grad.shape.numel())).view(-1)[
+                0
+            ] += 1.0
 
     def parallelize(model: nn.Module) -> None:
         sw.parallelize(model, sw.ParallelPlan(**fields))
         model.is_ours = True
         if fault == "weight":
             with torch.no_grad():
-                next(p for p in model.parameters() if p.numel()).flatten()[0].add_(0.1)
+                own(next(p for p in model.parameters() if p.shape.numel())).flatten()[0].add_(0.1)
 
     compare_with_one_process(
         build,

@@ -31,9 +31,9 @@ from shardwise.forms import form_of
 from shardwise.forms.attachment import attach, mark_shards
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import NOTHING, Ignored, ignored_of
+from shardwise.forms.part import Part, cover_shards
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
-from shardwise.optim.partial import PartialGradient
 from shardwise.spec.errors import PlanError, Uncopyable
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import TENSOR
@@ -122,7 +122,7 @@ def unit_maker(
         options=options,
         kind_of=lambda entry: kind_of(entry, policies, options.quantization),
         form_of=form_of,
-        as_part=PartialGradient.of,
+        as_part=Part.of_gradient,
     )
 
 
@@ -139,6 +139,7 @@ def start(
     mark_shards(units)
     engine = build.start_engine(units, row, comms, options, lambda entry: find_layer_lists(units, entry))
     attach(engine)
+    cover_shards(engine.groups)
     engine.shared[Ignored] = ignored
     guard.install_guards(root, engine)
     guard.refuse_wrappers(root)

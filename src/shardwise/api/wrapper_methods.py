@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.api.model import gradient_sync
 from shardwise.optim.clip import clip_grad_norm
-from shardwise.spec.errors import StateError, Uncopyable
+from shardwise.spec.errors import Uncopyable
 
 
 def add_wrapper_methods(model: nn.Module) -> None:
@@ -48,17 +48,9 @@ class _ClipGradNorm(_Method):
     """``model.clip_grad_norm_(max_norm)``, which FSDP1 has."""
 
     def __call__(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip by the global norm, as ``sw.clip_grad_norm(model, max_norm)``.
+        """Clip by the global norm, as ``sw.clip_grad_norm(model, max_norm, norm_type)``.
 
         Collective:
             As ``sw.clip_grad_norm``.
-
-        Raises:
-            StateError: ``norm_type`` is not 2.
         """
-        if norm_type != 2:
-            raise StateError(
-                f"clip_grad_norm_(norm_type={norm_type}): the 2-norm alone is computed over all ranks.\n"
-                "  Leave norm_type out."
-            )
-        return clip_grad_norm(self._model, max_norm)
+        return clip_grad_norm(self._model, max_norm, norm_type)

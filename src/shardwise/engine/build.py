@@ -73,7 +73,7 @@ def make_unit(
     *,
     kind_of: Callable[[OwnedParameter], Kind],
     form_of: Callable[[GroupFacts, OffloadPolicy | None], Form],
-    as_part: Callable[[Tensor], Tensor],
+    as_part: Callable[[Tensor, Tensor | None], Tensor],
     offload: OffloadPolicy | None = None,
     ranks: Mapping[int, int] | None = None,
     is_divided: bool = False,
@@ -88,7 +88,7 @@ def make_unit(
         options: How the engine is to work.
         kind_of: What a parameter must have in common with the others of its group.
         form_of: How a group is held and moved.
-        as_part: Makes a gradient, of which other ranks hold other parts, one that refuses norms.
+        as_part: Makes a gradient (of a shard), of which other ranks hold other parts, one that refuses norms.
         offload: What of this unit is kept on the host; ``None``: nothing.
         ranks: With granularity ``tensor``, the rank that owns each parameter, by its ``id``.
         is_divided: Some parameters of the model are spread over the ranks by other means.

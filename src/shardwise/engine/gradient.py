@@ -48,14 +48,14 @@ class Home:
         tensor: The memory, laid out as the master is: a slice of :attr:`full`, or memory of its own.
         views: One view of :attr:`tensor` for each parameter: its ``.grad``.
         plain: The same views as plain tensors.
-        as_part: Makes a gradient, of which other ranks hold other parts, one that refuses norms.
+        as_part: Makes a gradient (of a shard), of which other ranks hold other parts, one that refuses norms.
         is_apart: ``.grad`` never lives in the buffer that is reduced.
         full: The group's own full-size gradient buffer, where it has one.
         is_kept: The memory stays allocated from step to step.
         is_lent: ``.grad`` lives in borrowed buffers (the optimizer steps inside backward).
     """
 
-    def __init__(self, group: Group, as_part: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, group: Group, as_part: Callable[[Tensor, Tensor | None], Tensor]) -> None:
         self.group = group
         self.as_part = as_part
         self.is_apart = group.facts.is_reduced_apart
@@ -81,7 +81,7 @@ class Home:
             self.tensor = self.full[gradient.layout.slice_of(group.rank)]
         self.plain = self.views = group.held_views(self.tensor)
         if group.facts.holds_part:
-            self.views = [self.as_part(view) for view in self.plain]
+            self.views = [self.as_part(view, shard) for view, shard in zip(self.plain, group.shards, strict=True)]
         return self.tensor
 
     def free(self) -> None:
@@ -129,7 +129,7 @@ class Gradient:
         has_added: A reduced gradient was added to what an earlier backward had left in ``.grad``.
     """
 
-    def __init__(self, group: Group, as_part: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, group: Group, as_part: Callable[[Tensor, Tensor | None], Tensor]) -> None:
         facts = group.facts
         self.group = group
         self.layout = facts.reduce_layout
@@ -165,9 +165,10 @@ class Gradient:
         """Some ``.grad`` is there from an earlier backward, to be added to."""
         if self._doubtful:
             return True
-        for shard in self.group.shards:  # noqa: SIM110 - on a hot path
-            if shard.grad is not None:
-                return True
+        with torch_private.without_torch_function():
+            for shard in self.group.shards:
+                if shard.grad is not None:
+                    return True
         return False
 
     @property
@@ -442,6 +443,7 @@ class Gradient:
         else:
             self._give_back(pool)
 
+    @torch_private.on_plain_tensors
     def _put(self, result: Tensor, *, is_home: bool) -> None:
         """Put what was reduced on the shards, as far as the host knows that some rank has used them."""
         group, used, home = self.group, self._used, self.home
@@ -477,6 +479,7 @@ class Gradient:
         """The flags that the host has yet to read, if there are any."""
         return self._flags_in(self.home.make()) if self._doubtful else None
 
+    @torch_private.on_plain_tensors
     def show_used(self, flags: Sequence[float]) -> None:
         """Set ``.grad`` of the doubtful parameters that other ranks have used; ``flags`` as :attr:`doubtful_flags`."""
         for index in self._doubtful:

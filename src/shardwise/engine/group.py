@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Done, Handle
 from shardwise.comm.dtype import memory_order, torch_dtype
@@ -156,7 +157,7 @@ class Group:
         comms: Comms,
         shards: Sequence[nn.Parameter],
         *,
-        as_part: Callable[[Tensor], Tensor],
+        as_part: Callable[[Tensor, Tensor | None], Tensor],
     ) -> None:
         self.unit = unit
         self.facts = facts
@@ -242,9 +243,10 @@ class Group:
     @property
     def wants_gradients(self) -> bool:
         """Some parameter is trained, or sums of earlier microbatches wait: the group takes part in reductions."""
-        for shard in self.shards:  # on a hot path: the first one decides as a rule
-            if shard.requires_grad:
-                return True
+        with torch_private.without_torch_function():
+            for shard in self.shards:
+                if shard.requires_grad:
+                    return True  # the first one decides as a rule
         return self.gradient.is_local
 
     # -- parameters
@@ -303,12 +305,14 @@ class Group:
         offset = flat.storage_offset() + piece.offset - first
         return flat.as_strided(shape, stride or contiguous_stride(shape), offset)
 
+    @torch_private.on_plain_tensors
     def bind_shards(self) -> None:
         """Point the original Parameter objects at their views of the master."""
         for shard, view in zip(self.shards, self.views, strict=True):
             shard.data = view
         self._pointers = [view.data_ptr() for view in self.views]
 
+    @torch_private.on_plain_tensors
     def follow_trained(self) -> None:
         """Have the full parameters require grad where the shards do now; autograd asks them when backward ends."""
         trained = [shard.requires_grad for shard in self.shards]
@@ -316,6 +320,7 @@ class Group:
             for full, is_trained in zip(self.fulls, trained, strict=True):
                 full.requires_grad_(is_trained)
 
+    @torch_private.on_plain_tensors
     def follow_shards(self) -> None:
         """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``."""
         self.follow_trained()

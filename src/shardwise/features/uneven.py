@@ -160,8 +160,8 @@ class Join(Observer):
         """The norm of the gradients is about to be computed."""
         if is_of_part:
             raise StateError(
-                "sw.clip_grad_norm() of a unit inside sw.join(): ranks without a batch clip the whole model.\n"
-                "  Pass the model."
+                "sw.clip_grad_norm() of less or more than the model, or by another norm, inside sw.join(): ranks"
+                " without a batch clip the whole model by its 2-norm.\n  Pass the model, without norm_type."
             )
         self._say(Word.CLIP, _bits(max_norm))
 
@@ -274,7 +274,7 @@ class Join(Observer):
         trained = [shard for group in self._engine.groups for shard in group.shards if shard.requires_grad]
         if any(shard.grad is not None for shard in trained):
             return _Held.SOME
-        return _Held.NONE if any(shard.numel() for shard in trained) else _Held.UNKNOWN
+        return _Held.NONE if any(shard.shape.numel() for shard in trained) else _Held.UNKNOWN
 
     def _follow_loss(self) -> None:
         nothing = torch.zeros(1, dtype=torch.float64, device=self._comm.device)

@@ -77,12 +77,14 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
     attachment = attachment_of(module)
     if attachment is None:
         inner = next((path for path, part in module.named_modules() if attachment_of(part) is not None), None)
-        advice = (
-            "Call model = sw.parallelize(model, plan) first, and pass that model."
-            if inner is None
-            else f"Its {inner!r} is; pass that module, without what is wrapped around it."
-        )
-        raise StateError(f"{call} got a {type(module).__name__} that is not parallelized.\n  {advice}")
+        is_part = any(mark_of(parameter) is not None for parameter in module.parameters())
+        what = "is a part of a parallelized model" if is_part and inner is None else "is not parallelized"
+        advice = "Call model = sw.parallelize(model, plan) first, and pass that model."
+        if inner is not None:
+            advice = f"Its {inner!r} is; pass that module, without what is wrapped around it."
+        elif is_part:
+            advice = "Pass the whole model, which sw.parallelize() has returned."
+        raise StateError(f"{call} got a {type(module).__name__} that {what}.\n  {advice}")
     engine = attachment.engine
     if on_shards and any(unit.whole is not None for unit in engine.units):
         raise StateError(

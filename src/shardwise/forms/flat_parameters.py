@@ -214,7 +214,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
         if self._home is not None and self._home[0] is home:
             return self._home
         flat = home[self.span.start : self.span.stop]
-        flat = group.gradient.home.as_part(flat) if group.facts.holds_part else flat
+        flat = group.gradient.home.as_part(flat, None) if group.facts.holds_part else flat
         found = home, flat, [views[piece.index] for piece in self.span.pieces]
         if group.gradient.home.is_kept:
             self._home = found

@@ -27,7 +27,7 @@ from shardwise.forms.attachment import attachment_of
 from shardwise.integrations.optimizers import optimizers_of
 from shardwise.integrations.plans import check_alone, check_axes, check_samples
 from shardwise.integrations.saving import save_over
-from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
 _FOLDER = "shardwise"
@@ -85,22 +85,17 @@ class ShardwiseAccelerator(Accelerator):
             yield
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """The norm of all gradients of the model that has these parameters, and clipping by it.
+        """The norm of the gradients of these parameters, and clipping by it.
 
         Collective:
             As ``sw.clip_grad_norm``.
-
-        Raises:
-            StateError: They are not all parameters of one prepared model, or another norm than the 2-norm is asked for.
         """
-        given = {id(parameter) for parameter in parameters}
-        for model in self._models:
-            if given == {id(parameter) for parameter in model.parameters()} and norm_type == 2:
-                return sw.clip_grad_norm(model, max_norm)
-        raise StateError(
-            "clip_grad_norm_() takes model.parameters() of one prepared model, and the 2-norm.\n"
-            "  Call sw.clip_grad_norm(part, max_norm) for a unit of the model."
-        )
+        given = list(parameters)
+        chosen = {id(parameter) for parameter in given}
+        for model in self._models:  # also its parameters that no unit has, and on a rank that holds none
+            if chosen == {id(parameter) for parameter in model.parameters()}:
+                return sw.clip_grad_norm(model, max_norm, norm_type)
+        return sw.clip_grad_norm(given, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002, ARG002  accelerate's form
         """The plain model's state dict on the main process, ``{}`` elsewhere; all ranks must call."""

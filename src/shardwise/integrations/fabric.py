@@ -109,17 +109,9 @@ class ShardwiseFabricStrategy(DDPStrategy):
             As ``sw.clip_grad_norm``.
 
         Raises:
-            StateError: Another norm than the 2-norm is asked for, or the norm is not finite.
+            StateError: The norm is not finite, with ``error_if_nonfinite``.
         """
-        if norm_type != 2:
-            raise StateError(f"clip_gradients(norm_type={norm_type}): expected the 2-norm.\n  Leave norm_type out.")
-        norm = sw.clip_grad_norm(module, max_norm)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise StateError(
-                f"clip_gradients(): the norm of the gradients is {norm.item()}.\n"
-                "  Pass error_if_nonfinite=False to go on, and skip the step or call optimizer.zero_grad()."
-            )
-        return norm
+        return sw.clip_grad_norm(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     # -- checkpoints
 

@@ -20,13 +20,12 @@ from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import refuse_replaced
-from shardwise.forms import flat_parameters
+from shardwise.forms import flat_parameters, part
 from shardwise.forms.attachment import mark_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
 from shardwise.forms.waiting import refuse_sums
-from shardwise.optim import partial
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, keeps
 from shardwise.spec.order import Entry
@@ -119,9 +118,9 @@ def _show_gradients(optimizer: torch.optim.Optimizer, engines: list[Engine], *, 
     A step that raises, or calls a backward, ends with that.
     """
     generations = [(engine.backward, engine.backward.generation) for engine in engines]
-    partial.allow(lambda: all(backward.generation == generation for backward, generation in generations))
+    part.allow(lambda: all(backward.generation == generation for backward, generation in generations))
     if not has_closure:  # its backward may be followed by a norm
-        partial.uncover(optimizer)
+        part.uncover(optimizer)
 
 
 def _check_moment(engine: Engine, *, has_closure: bool) -> None:
@@ -140,8 +139,8 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     flat_parameters.after_step(optimizer)
-    partial.allow(None)
-    partial.cover(optimizer)
+    part.allow(None)
+    part.cover(optimizer)
     for engine in engines_of(optimizer):
         if not _is_stepping(engine):
             engine.invalidate(shards_of(optimizer))
@@ -251,6 +250,7 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
             continue
         spec = owner.layout.params[mark.index]
         for key, value in state.items():
+            part.show_plain(value)
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != parameter.shape:
                 raise StateError(
                     f"the optimizer was used before sw.parallelize(): its state {key!r} of {spec.name!r} has shape"

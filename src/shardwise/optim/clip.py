@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import functools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
+from shardwise.comm.base import Comm
 from shardwise.engine.engine import Engine
+from shardwise.forms import part
 from shardwise.forms.attachment import attachment_of, engine_of
+from shardwise.forms.flat_parameters import group_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.waiting import refuse_sums
-from shardwise.optim import partial
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError
 
@@ -20,10 +24,17 @@ from shardwise.spec.errors import StateError
 _CHUNK_NUMEL = 1 << 16
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients so that their global 2-norm is at most ``max_norm``; returns the norm before that.
+@part.allowed()
+def clip_grad_norm(
+    model: nn.Module | Tensor | Iterable[nn.Module | Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients so that their global norm is at most ``max_norm``; returns the norm before that.
 
-    The squares of all elements are added in float64; the root is rounded to float32 (to float64 for float64 models).
+    The powers of all elements are added in float64; the root is rounded to float32 (to float64 for float64 models).
     Every gradient is multiplied by ``clamp(max_norm / (norm + 1e-6), max=1)`` in that dtype. In float32 the norm does
     not depend on how the parameters are sharded. inf and nan pass through, as in ``torch.nn.utils.clip_grad_norm_``.
 
@@ -31,99 +42,180 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     (``ParallelPlan.row_sharded``) are.
 
     Args:
-        model: A parallelized model after ``backward()``. If it is one of the units of such a model, only the gradients
-            below that module count and are scaled; every rank must have it.
+        model: A parallelized model after ``backward()``; or a module in it, parameters of it, or several of these, also
+            of several models, as ``optimizer.param_groups[0]["params"]``. Only the gradients below these modules and of
+            these parameters count and are scaled. Every rank must pass the same; each rank must have a part of every
+            model that is meant.
         max_norm: At least 0.
+        norm_type: The order of the norm: above 0, ``float("inf")`` for the largest element.
+        error_if_nonfinite: Raise where the norm is inf or nan, on all ranks, before anything is scaled. The host waits
+            for the norm.
 
     Returns:
         The norm, a scalar tensor with the same value on every rank.
 
     Collective:
-        One all-reduce of one float64 on ``ep``, on ``dp_shard`` (where gradients are sharded), on ``tp`` and on ``pp``,
-        as far as the mesh has them, and one over all ranks where rows are spread. All ranks must call.
+        Of each model one all-reduce (for the infinity norm all-gather) of one float64 on ``ep``, on ``dp_shard`` (if
+        gradients are sharded), on ``tp`` and on ``pp``, as far as the mesh has them, and one over all ranks where rows
+        are spread. All ranks must call.
 
     Raises:
-        StateError: ``max_norm`` is negative or not a number; the model is not parallelized, or is updated in backward;
-            sums of accumulated microbatches have not been reduced; called on a unit inside ``sw.join``.
+        StateError: ``max_norm`` or ``norm_type`` is none; the model, or a parameter, is not parallelized, or is updated
+            in backward; sums of accumulated microbatches have not been reduced; called for less than a model inside
+            ``sw.join``; or the norm is not finite, with ``error_if_nonfinite``.
     """
-    if not max_norm >= 0:
-        raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")
-    engine = engine_of(model, "sw.clip_grad_norm")
-    refuse(engine, "sw.clip_grad_norm()")
-    refuse_sums(engine, "sw.clip_grad_norm()")
-    part = _part_of(engine, model)
-    for tell in engine.observers.before_norm:
-        tell(engine, max_norm, is_of_part=part is not None)
-    shards = (shard for group in engine.groups for shard in group.shards)
-    spread = ignored_of(engine).spread_parameters.values()
-    grads = [partial.plain_of(p.grad) for p in (*shards, *spread) if p.grad is not None and _is_in(part, p)]
-    norm = grad_norm(engine, part)
+    if not (max_norm >= 0 and norm_type > 0):
+        raise StateError(
+            f"clip_grad_norm(max_norm={max_norm}, norm_type={norm_type}): expected a number of at least 0, and one"
+            " above 0."
+        )
+    chosen = _chosen(model)
+    grads: list[Tensor] = []
+    for engine, below in chosen.items():
+        refuse(engine, "sw.clip_grad_norm()")
+        refuse_sums(engine, "sw.clip_grad_norm()")
+        for tell in engine.observers.before_norm:
+            tell(engine, max_norm, is_of_part=below is not None or norm_type != 2 or len(chosen) > 1)
+        shards = (shard for group in engine.groups for shard in group.shards)
+        spread = ignored_of(engine).spread_parameters.values()
+        grads += [part.plain_of(p.grad) for p in (*shards, *spread) if p.grad is not None and _is_in(below, p)]
+    norm = _norm(chosen, norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise StateError(
+            f"clip_grad_norm(): the norm of the gradients is {norm.item()}; nothing was scaled.\n"
+            "  Leave error_if_nonfinite out to go on, and skip the step or call optimizer.zero_grad()."
+        )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in {grad.device for grad in grads}:  # some may be on the host
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
     return norm
 
 
-def _part_of(engine: Engine, module: nn.Module) -> frozenset[int] | None:
-    """Identities of the parameters below ``module``; ``None`` for the whole model."""
-    attachment = attachment_of(module)
-    if attachment is None or attachment.unit is engine.units[0]:
-        return None
-    return frozenset(map(id, module.parameters()))
+#: Identities of the parameters of a model that are meant; ``None``: the whole model.
+_Below = Collection[int] | None
 
 
-def _is_in(part: Collection[int] | None, parameter: Tensor) -> bool:
-    return part is None or id(parameter) in part
+def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[Engine, _Below]:
+    """What of which model is meant, in the order in which it was passed."""
+    found: dict[Engine, set[int]] = {}
+    whole: set[Engine] = set()
+    for each in [given] if isinstance(given, (nn.Module, Tensor)) else given:
+        attachment = attachment_of(each) if isinstance(each, nn.Module) else None
+        if attachment is not None and attachment.unit is attachment.engine.units[0]:
+            found.setdefault(attachment.engine, set())
+            whole.add(attachment.engine)
+            continue
+        parameters = list(each.parameters() if isinstance(each, nn.Module) else getattr(each, "shards", (each,)))
+        groups = [group for parameter in parameters if (group := group_of(parameter)) is not None]
+        engines = [engine for group in groups if group.unit.engine and (engine := group.unit.engine()) is not None]
+        if attachment is not None:
+            engines.append(attachment.engine)
+        elif not engines and isinstance(each, nn.Module):
+            engine_of(each, "sw.clip_grad_norm")  # refuses
+        elif not engines:
+            raise StateError(
+                f"sw.clip_grad_norm() got a parameter of shape {list(parameters[0].shape)} that is in no parallelized"
+                " model.\n"
+                "  Pass parameters of models that sw.parallelize() has returned, and clip others by themselves."
+            )
+        for engine in engines:
+            found.setdefault(engine, set()).update(map(id, parameters))
+    for engine in found:
+        root = engine.units[0].members[0].module()
+        assert root is not None
+        engine_of(root, "sw.clip_grad_norm")  # tells the observers, and refuses whole parameters
+    return {engine: None if engine in whole else below for engine, below in found.items()}
 
 
-@partial.allowed()
-def grad_norm(engine: Engine, part: Collection[int] | None = None) -> Tensor:
+def _is_in(below: _Below, parameter: Tensor) -> bool:
+    return below is None or id(parameter) in below
+
+
+def grad_norm(engine: Engine) -> Tensor:
     """The global 2-norm of the gradients on the shards.
 
     Collective:
         As :func:`clip_grad_norm`.
     """
+    return _norm({engine: None}, 2.0)
+
+
+@part.allowed()
+def _norm(chosen: Mapping[Engine, _Below], order: float) -> Tensor:
+    """The norm of some gradients of some models; communicates as :func:`clip_grad_norm`."""
+    powers: list[Tensor] = []
+    dtypes: set[torch.dtype] = set()
+    for engine, below in chosen.items():
+        powers.append(_power(engine, below, order, dtypes))
+    total = functools.reduce(lambda a, b: _merge(a, b.to(a.device), order), powers)
+    root = total if order == math.inf else total.sqrt() if order == 2 else total ** (1 / order)
+    return root.to(torch.float64 if torch.float64 in dtypes else torch.float32).squeeze(0)
+
+
+def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]) -> Tensor:
+    """The sum over all ranks of the elements' powers (their maximum for inf), as one float64; notes their dtypes."""
     comms, device = engine.comms, engine.comms.control.device
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
     experts: list[Tensor] = []  # replicated over fewer ranks
-    dtypes: set[torch.dtype] = set()
+    found: set[torch.dtype] = set()
     for group in engine.groups:
         grads = sharded if group.row.shards_optimizer else replicated if group.comms is comms else experts
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
-            if shard.grad is not None and comms.counts(spec.slice) and _is_in(part, shard):
-                dtypes.add(group.dtype)
-                grads.append(partial.plain_of(shard.grad))
-    total = _sum_of_squares(experts, device)
+            if shard.grad is not None and comms.counts(spec.slice) and _is_in(below, shard):
+                found.add(group.dtype)
+                grads.append(part.plain_of(shard.grad))
+    total = _local_power(experts, device, order)
     if comms.ep is not None:
-        comms.ep.all_reduce(total, unit="grad_norm").wait()
-    of_shards = _sum_of_squares(sharded, device)
+        _over_ranks(total, comms.ep, order)
+    of_shards = _local_power(sharded, device, order)
     if engine.row.shards_optimizer:
-        comms.reduce.all_reduce(of_shards, unit="grad_norm").wait()
-    total += of_shards + _sum_of_squares(replicated, device)
+        _over_ranks(of_shards, comms.reduce, order)
+    total = _merge(total, _merge(of_shards, _local_power(replicated, device, order), order), order)
     for comm in comms.across:
-        comm.all_reduce(total, unit="grad_norm").wait()
+        _over_ranks(total, comm, order)
     if ignored_of(engine).spread:
         spread = ignored_of(engine).spread_parameters.values()
-        rows = _sum_of_squares((p.grad for p in spread if p.grad is not None and _is_in(part, p)), device)
-        comms.world.all_reduce(rows, unit="grad_norm").wait()
-        total += rows
-    dtypes = dtypes or {group.dtype for group in engine.groups}  # a stage without gradients goes by what it holds
-    return total.sqrt().to(torch.float64 if torch.float64 in dtypes else torch.float32).squeeze(0)
+        rows = _local_power((p.grad for p in spread if p.grad is not None and _is_in(below, p)), device, order)
+        _over_ranks(rows, comms.world, order)
+        total = _merge(total, rows, order)
+    # A stage without gradients goes by what it holds.
+    dtypes |= found or {group.dtype for group in engine.groups}
+    return total
+
+
+def _merge(a: Tensor, b: Tensor, order: float) -> Tensor:
+    return torch.maximum(a, b) if order == math.inf else a + b
+
+
+def _over_ranks(total: Tensor, comm: Comm, order: float) -> None:
+    """Add up one number over ranks, or take the largest.
+
+    Collective:
+        All-reduce of ``total``; with the infinity norm all-gather.
+    """
+    if order != math.inf:
+        comm.all_reduce(total, unit="grad_norm").wait()
+        return
+    found = total.new_zeros(comm.size)
+    found[comm.rank] = total[0]
+    comm.all_gather(found, unit="grad_norm").wait()
+    total.copy_(found.max())
 
 
 @torch.no_grad()
-def _sum_of_squares(grads: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements, as one float64 on ``device``."""
+def _local_power(grads: Iterable[Tensor], device: torch.device, order: float) -> Tensor:
+    """The sum of the powers of all elements on this rank, or their maximum, as one float64 on ``device``."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        real = torch.view_as_real(grad) if grad.is_complex() else grad
+        real = torch.view_as_real(grad) if grad.is_complex() and order == 2 else grad
         if real.numel():
             alike.setdefault((real.device, real.dtype), []).extend(_pieces(real))
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for pieces in alike.values():
-        norms = torch.stack(torch_private.norms(pieces, torch.float64))
-        total += torch.dot(norms, norms).to(device)
+        norms = torch.stack(torch_private.norms(pieces, torch.float64, order))
+        found = norms.max() if order == math.inf else torch.dot(norms, norms) if order == 2 else (norms**order).sum()
+        total = _merge(total, found.to(device), order)
     return total
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from shardwise.forms import part
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.optimizer import engines_of
 from shardwise.forms.waiting import refuse_sums
-from shardwise.optim import partial
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError
 
@@ -78,7 +78,7 @@ class GradScaler(torch.amp.GradScaler):
                         f"parameter {group.layout.params[0].name!r} is kept in fp16: unscaled, its gradients would"
                         " vanish.\n  Keep masters in fp32: PrecisionPolicy(param_dtype='fp16', master_dtype='fp32')."
                     )
-        with partial.allowed():
+        with part.allowed():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         total = torch.zeros(1, dtype=torch.float32, device=found_inf.device)
         for value in found.values():

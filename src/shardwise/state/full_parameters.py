@@ -22,6 +22,7 @@ from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit
 from shardwise.forms.attachment import engine_of, mark_of
 from shardwise.forms.inner import Around
+from shardwise.forms.part import cover_shards, uncover_shards
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import Entry
 from shardwise.spec.slice import slice_of
@@ -305,6 +306,7 @@ class _Shown:
         group.form = _ShownForm(group.form, whole, mode)
         unit.shows_logical_state = True
         self.views = _views(group, whole)
+        uncover_shards(group)
         for shard, view in zip(group.shards, self.views.values(), strict=True):
             self._grads.append(shard.grad)
             shard.grad = None
@@ -338,6 +340,7 @@ class _Shown:
             shard.grad = None
             shard.data = view
             shard.grad = grad
+        cover_shards([group])
         if isinstance(group.form, _ShownForm):
             group.form = group.form.within
 

@@ -31,6 +31,7 @@ from shardwise.features import safety
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.flat_parameters import states_by_name
 from shardwise.forms.ignored import ignored_of
+from shardwise.forms.part import plain_of
 from shardwise.forms.waiting import WaitingGradient
 from shardwise.measure.storage import held_bytes
 from shardwise.pipeline.pipelined import pipelined_of
@@ -92,12 +93,12 @@ class Shard:
     @property
     def values(self) -> Tensor:
         """This rank's elements, flat, in memory order: a view."""
-        return memory_order(self.parameter)
+        return memory_order(plain_of(self.parameter))
 
     @property
     def grad(self) -> Tensor | None:
         """Their gradients, likewise; ``None`` while :attr:`waits`."""
-        return None if self.parameter.grad is None or self.waits else memory_order(self.parameter.grad)
+        return None if self.parameter.grad is None or self.waits else memory_order(plain_of(self.parameter.grad))
 
     @property
     def waits(self) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.api.save import drop_save
 from shardwise.forms.attachment import engine_of
+from shardwise.forms.part import plain_of
 from shardwise.launch import fault
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
@@ -350,10 +351,11 @@ class Trainer:
         )
 
     def _fault_at(self, point: str, step: int) -> None:
-        fault.at(point, step, lambda: (held.data for held in self.model.parameters() if held.numel()))
+        fault.at(point, step, lambda: (plain_of(held) for held in self.model.parameters() if held.shape.numel()))
 
     def _gradients(self) -> Iterator[Tensor]:
-        return (p.grad for p in self.model.parameters() if p.grad is not None and p.grad.numel())
+        grads = (p.grad for p in self.model.parameters())
+        return (plain_of(grad) for grad in grads if grad is not None and grad.shape.numel())
 
     def _waited_s(self) -> float | None:
         """Seconds that this rank has waited for the model's communication; ``None`` where the host does not wait."""

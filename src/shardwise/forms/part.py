@@ -1,0 +1,410 @@
+"""A tensor that knows that it is one rank's part of a larger one: a gradient, and between steps a parameter.
+
+Arithmetic on parts is right where it acts on single elements, and wrong where it looks beyond them: a norm, a maximum,
+a matrix product or ``if`` would be each rank's own. So a :class:`Part` computes element by element, gives parts, and
+refuses the rest with what to call instead. What is element-wise is read from torch's own tag on the operators that a
+call comes down to, and from a short list. ``docs/adr/0027`` has the alternatives.
+
+A call on a part costs Python. So optimizers, which call once or more for each parameter, see plain tensors during their
+step (:func:`uncover`, :func:`cover`), as does the engine itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import torch_private
+from shardwise.engine.group import Group
+from shardwise.forms.attachment import Mark, mark_of
+from shardwise.forms.flat_parameters import FlatParameter
+from shardwise.spec.errors import ShardwiseError, StateError
+
+#: Operators that keep elements apart and have no tag that says so. All names here are without ``_`` at their ends.
+_KEEPS = frozenset({
+    "alias", "cat", "clone", "copy", "detach", "equal", "fill", "lift_fresh", "permute", "pin_memory", "reshape_alias",
+    "squeeze", "stack", "t", "to_copy", "transpose", "unsafe_view", "unsqueeze", "view", "zero",
+})  # fmt: skip
+#: Operators that take a part for its shape and dtype only; the result holds nothing of it.
+_MAKES = frozenset({
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros",
+})  # fmt: skip
+#: Reads of elements by place: right on parts that were concatenated, whose places the caller knows.
+_PLACES = frozenset({"select", "slice", "split", "split_with_sizes", "unbind"})
+_NORMS = frozenset({"norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm"})
+_CHECKS = frozenset({"amp_foreach_non_finite_check_and_unscale"})
+_PRODUCTS = frozenset({"broadcasting", "mm", "addmm", "bmm", "mv", "dot", "convolution", "embedding"})
+_DRAWS = frozenset({"bernoulli", "exponential", "normal", "random", "uniform"})
+#: Methods that read elements past torch's dispatcher.
+_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+#: Methods that read no element, asked often.
+_FACTS = frozenset({
+    "as_subclass", "data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
+    "untyped_storage",
+    "__format__", "__len__", "__repr__",
+})  # fmt: skip
+
+_is_allowed: Callable[[], bool] | None = None
+
+
+def allow(is_allowed: Callable[[], bool] | None) -> None:
+    """Take parts for plain tensors while ``is_allowed()``; ``None``: no longer."""
+    global _is_allowed  # noqa: PLW0603 - asked by every call on a part
+    _is_allowed = is_allowed
+
+
+@contextlib.contextmanager
+def allowed() -> Iterator[None]:
+    """Inside, parts are plain tensors: the caller knows that it sees one rank's, and adds up over the ranks."""
+    with torch_private.without_torch_function():
+        yield
+
+
+class Part(Tensor):
+    """A part of a tensor whose other parts are on other ranks.
+
+    Attributes:
+        plain: A plain tensor over the same memory, where one is kept.
+        origin: The parameter that it comes from, and whether it is its gradient.
+    """
+
+    is_sparse = False  # asked by optimizers that see it (with a closure); found here, the question costs nothing
+    plain: Tensor | None = None
+    origin: tuple[Mark | None, bool] = None, False
+
+    @classmethod
+    def of_gradient(cls, gradient: Tensor, parameter: Tensor | None) -> Tensor:
+        """The gradient of a shard, or of several (``None``), over the same memory."""
+        made = gradient.as_subclass(cls)
+        made.plain, made.origin = gradient, (mark_of(parameter) if parameter is not None else None, True)
+        return made
+
+    def to_local(self) -> Tensor:
+        """This rank's elements as a plain tensor over the same memory, as of torch's ``DTensor``."""
+        with allowed():
+            return self.detach()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Compute what acts on single elements, and refuse what needs the other parts as well."""
+        if (_is_allowed is not None and _is_allowed()) or torch.compiler.is_compiling():
+            return torch_private.as_plain(func, args, kwargs or {})
+        try:
+            return _way_of(func)(func, args, kwargs or {})
+        except RuntimeError as error:
+            part = next((each for each in _tensors_in((args, kwargs or {})) if isinstance(each, Part)), None)
+            if isinstance(error, ShardwiseError) or part is None:
+                raise
+            held = f"{_what(part)} is this rank's part {list(part.shape)} here"
+            raise StateError(f"{error}: {held}.\n  {_INSIDE} {_WHOLE}") from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with allowed():
+            made = self.detach().clone()
+            made = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+        _become(made, type(self))
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        plain = self.to_local()
+        return (nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain).__reduce_ex__(
+            proto
+        )
+
+
+class Joined(Part):
+    """Parts behind each other, as ``torch.cat`` makes: it may be cut again."""
+
+
+class Shard(Part, nn.Parameter):
+    """What a model's Parameter is while this rank has a part of it: the same object, of this class."""
+
+    @property
+    def origin(self) -> tuple[Mark | None, bool]:  # pyrefly: ignore[bad-override]
+        """The parameter itself."""
+        return mark_of(self), False
+
+    # Asked of every parameter by zero_grad(): answered here, it costs a third of what it costs by way of torch.
+    @property
+    def grad(self) -> Tensor | None:  # pyrefly: ignore[bad-override]
+        """The gradient of the shard."""
+        with torch_private.without_torch_function():
+            return torch_private.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch_private.without_torch_function():
+            torch_private.grad.__set__(self, value)
+
+
+torch_private.allow_foreach(Shard)
+
+
+def _become(tensor: Any, cls: type) -> None:
+    """Make a tensor one of another class: the same object, as ``nn.parameter.UninitializedParameter`` does."""
+    tensor.__class__ = cls
+
+
+def cover_shards(groups: Iterable[Group]) -> None:
+    """Let the parameters know that they are parts, where they are."""
+    for group in groups:
+        is_cut = group.row.shards_optimizer and group.layout.size > 1
+        for spec, shard in zip(group.layout.params, group.shards, strict=True):
+            if (is_cut or spec.shape != spec.logical_shape) and type(shard) is nn.Parameter:
+                _become(shard, Shard)
+
+
+def uncover_shards(group: Group) -> None:
+    """Undo :func:`cover_shards`."""
+    for shard in group.shards:
+        if type(shard) is Shard:
+            _become(shard, nn.Parameter)
+
+
+def plain_of(tensor: Tensor) -> Tensor:
+    """The plain tensor of a part; any other tensor as it is."""
+    if not isinstance(tensor, Part):
+        return tensor
+    return tensor.plain if tensor.plain is not None else tensor.to_local()
+
+
+def show_plain(value: object) -> None:
+    """Have state of an optimizer, which it may have made of its parameters before any step, be plain tensors."""
+    if isinstance(value, Part) and not isinstance(value, Shard):
+        _become(value, Tensor)
+
+
+#: What :func:`uncover` has replaced, by optimizer: parameter, gradient, its plain tensor, and whether it was a shard.
+_covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tensor | None, Tensor | None, bool]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def uncover(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer see plain tensors: its parameters, and their gradients."""
+    cover(optimizer)  # of a step that raised
+    found = _covered[optimizer] = []
+    for settings in optimizer.param_groups:
+        for parameter in settings["params"]:
+            if isinstance(parameter, FlatParameter):
+                continue  # one for many parameters, and setting its gradient would copy
+            if is_part := type(parameter) is Shard:
+                _become(parameter, nn.Parameter)
+            grad = parameter.grad
+            if isinstance(grad, Part):
+                parameter.grad = plain_of(grad)
+            if is_part or isinstance(grad, Part):
+                found.append((parameter, grad, parameter.grad, is_part))
+
+
+def cover(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`uncover`; of the gradients those that are still there."""
+    for parameter, part, plain, is_part in _covered.pop(optimizer, ()):
+        if part is not plain and parameter.grad is plain:
+            parameter.grad = part
+        if is_part:
+            _become(parameter, Shard)
+
+
+# -- what a call on parts comes down to
+
+_Way = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@functools.cache
+def _way_of(func: Callable[..., Any]) -> _Way:
+    """How a function is called that has parts among its arguments: decided by the function alone."""
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = func.__self__.__name__  # pyrefly: ignore[missing-attribute] - of a property
+        is_view = attribute in ("T", "H", "mT", "mH")
+        return _derive if attribute == "data" else _watch if is_view else torch_private.as_plain
+    if name in _FACTS:
+        return torch_private.as_plain
+    if name in ("numel", "nelement"):
+        return _numel
+    if name in ("__getitem__", "__setitem__"):
+        return _index
+    if name in _READS:
+        return _refuse
+    is_of_c = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))
+    is_kept = _bare(name) in ("copy", "zero", "fill", "detach", "clone") or torch_private.is_pointwise(_bare(name))
+    return _derive if is_of_c and is_kept and "foreach" not in name else _watch
+
+
+def _bare(name: str) -> str:
+    return name.strip("_").removeprefix("foreach_")
+
+
+def _numel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of elements of the parameter itself, as of a ``DTensor``, where the part is that of one parameter."""
+    held = torch_private.as_plain(func, args, kwargs)
+    mark = args[0].origin[0]
+    group = mark.group if mark is not None else None
+    is_own = group is not None and held == group.held[mark.index].numel
+    return math.prod(group.layout.params[mark.index].logical_shape) if is_own else held
+
+
+def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
+    raise _refusal(func.__name__, args[0])
+
+
+def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read or write by place, where parts were joined, or write by a mask of the part's shape."""
+    held, index = args[:2]
+    is_mask = func.__name__ == "__setitem__" and isinstance(index, Tensor) and index.dtype is torch.bool
+    if isinstance(held, Part) and not isinstance(held, Joined) and not (is_mask and index.shape == held.shape):
+        raise _refusal("indexing", held)
+    return (torch_private.as_plain if is_mask else _watch)(func, args, kwargs)
+
+
+def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an element-wise function: its result is a part."""
+    with allowed():
+        result = func(*args, **kwargs)
+        parts = [each for each in (*args, *kwargs.values()) if isinstance(each, Part)]
+        _mark(result, parts, func.__name__, keeps_shape=True)
+    return result
+
+
+def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call any function, and look at each operator that it comes down to."""
+    with allowed(), _Watch(args, kwargs) as watch:
+        result = func(*args, **kwargs)
+    with allowed():
+        for each in _tensors_in(result):
+            if parts := watch.parts_in([each]):
+                _mark(each, parts, func.__name__)
+    return result
+
+
+class _Watch(torch_private.TorchDispatchMode):
+    """Refuses operators that look beyond single elements of parts, and follows what holds parts, by its memory."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self._parts: dict[int, tuple[Tensor, Part]] = {}  # by memory: a tensor that keeps it, and where it came from
+        for each in _tensors_in((args, kwargs)):
+            if isinstance(each, Part):
+                self._parts[torch_private.storage_identity(each)] = each, each
+
+    def parts_in(self, value: object) -> list[Part]:
+        """The parts that tensors in ``value`` come from."""
+        strided = (each for each in _tensors_in(value) if each.layout is torch.strided)
+        found = (self._parts.get(torch_private.storage_identity(each)) for each in strided)
+        return [part for entry in found if entry is not None for part in entry[1:]]
+
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override] - torch's own stub has no defaults
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        parts = self.parts_in((args, kwargs))
+        name = func.overloadpacket.__name__
+        bare = _bare(name)
+        if not parts or bare in _MAKES:
+            return func(*args, **kwargs)
+        is_kept = bare in _KEEPS or (bare in _PLACES and isinstance(parts[0], Joined))
+        is_tagged = torch_private.is_pointwise(bare) if "foreach" in name else torch.Tag.pointwise in func.tags
+        if not (is_kept or is_tagged):
+            raise _refusal(bare, parts[0])
+        result = func(*args, **kwargs)
+        changed = args[0] if name.endswith("_") else ()
+        for each in _tensors_in((result, changed)):
+            self._parts[torch_private.storage_identity(each)] = each, _mark(each, parts, name, keeps_shape=not is_kept)
+        return result
+
+
+def _mark(made: Any, parts: Sequence[Part], name: str, *, keeps_shape: bool = False) -> Any:
+    """Let a tensor that was computed from parts be one; returns it. Broadcasting to another shape is refused."""
+    if not isinstance(made, Tensor):
+        return made
+    joined = next((part for part in parts if isinstance(part, Joined)), None)
+    if keeps_shape and joined is None and all(made.shape != part.shape for part in parts):
+        raise _refusal("broadcasting", parts[0])
+    if type(made) is Tensor:
+        _become(made, Joined if name in ("cat", "stack") or joined is not None else Part)
+        vars(made)["origin"] = parts[0].origin
+    return made
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors_in(tuple(value.values()))
+
+
+_WHOLE = "Compute it inside `with sw.full_parameters(model):`, where parameters are whole."
+_INSIDE = (
+    "Compute in the forward of the module that owns it, or in a method of it that"
+    " sw.register_fsdp_forward_method(module, name) has gathered."
+)
+
+
+def _what(part: Part) -> str:
+    """The part in words."""
+    mark, is_gradient = part.origin
+    group = mark.group if mark is not None else None
+    if mark is None or group is None:
+        return "a part of gradients" if is_gradient else "a part of parameters"
+    spec = group.layout.params[mark.index]
+    return f"{'the gradient of ' if is_gradient else ''}{spec.name!r} (logical shape {list(spec.logical_shape)})"
+
+
+def _refusal(name: str, part: Part) -> StateError:
+    """Why a call on a part is refused, and what to call instead."""
+    bare, is_gradient = _bare(name), part.origin[1]
+    if bare in _CHECKS:
+        return StateError(
+            "torch.amp.GradScaler on a parallelized model: each rank would look for inf and nan in its own part of the"
+            " gradients, and ranks that find none would step while others skip.\n"
+            "  Use sw.GradScaler(), which takes the same arguments."
+        )
+    if bare in _PRODUCTS:
+        return StateError(
+            f"{bare} with {_what(part)} outside of its unit's forward: this rank holds a part of its values.\n"
+            f"  {_INSIDE} For a loss that is fused with the head call sw.chunk_cross_entropy(model) before"
+            " sw.parallelize()."
+        )
+    advice = _WHOLE
+    if bare in _DRAWS:
+        advice = "Initialise before sw.parallelize(), or inside `with sw.full_parameters(model, writeback=True):`."
+    elif is_gradient and bare in _NORMS:
+        advice = (
+            "Call norm = sw.clip_grad_norm(model, max_norm), which also takes modules, parameters and norm_type; with"
+            " max_norm=float('inf') it changes nothing. Where a trainer clips by itself, switch that off and call it"
+            " before optimizer.step()."
+        )
+    elif is_gradient:
+        advice = (
+            "sw.clip_grad_norm(model, float('inf')) is inf or nan on every rank if a gradient of any rank is. What"
+            " needs rows or whole tensors belongs into an optimizer's step (sw.declare_granularity)."
+        )
+    return StateError(
+        f"{bare} of {_what(part)} on a parallelized model: this rank holds a part of it, so every rank would get a"
+        f" result of its own.\n  {advice} This rank's part as a plain tensor is tensor.to_local()."
+    )

@@ -1,0 +1,143 @@
+"""What is computed from one rank's part: parts, element by element; the rest is refused with what to call instead."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.forms.part import Joined, Part, Shard
+from shardwise.spec.errors import StateError
+
+KEPT = {
+    "arithmetic": lambda t: 2 * t.mul(3).add(t, alpha=0.5) / 4 - t,
+    "powers": lambda t: t.abs().sqrt() ** 2,
+    "data": lambda t: t.data,
+    "detached": lambda t: t.detach(),
+    "cloned": lambda t: t.clone(),
+    "copied": copy.deepcopy,
+    "cast": lambda t: t.detach().to("cpu", torch.float64),
+    "flattened": lambda t: t.flatten(),
+    "viewed": lambda t: t.view(-1).unsqueeze(0).T.reshape(-1),
+    "finite": torch.isfinite,
+    "without nan": lambda t: torch.where(torch.isnan(t), torch.zeros_like(t), t),
+    "masked": lambda t: t.masked_fill(t > 2, 0.0),
+    "clamped": lambda t: torch.maximum(t.clamp(-1, 1), t),
+    "noise": lambda t: t.detach().add_(torch.randn_like(t)),
+    "in place": lambda t: t.data.mul_(0.5),
+    "own average": lambda t: torch.zeros(1, 6).lerp_(t.detach(), 0.1),
+    "list": lambda t: torch._foreach_mul([t], 2.0)[0],
+    "joined": lambda t: torch.cat([t.view(-1), t.view(-1)]),
+    "cut again": lambda t: torch.cat([t.view(-1), t.view(-1)])[2:8],
+    "vector": lambda t: nn.utils.parameters_to_vector([t, t]),
+}
+
+REFUSED = {
+    "norm": lambda t: t.norm(),
+    "data norm": lambda t: t.data.norm(2),
+    "detached norm": lambda t: t.detach().norm(),
+    "norm of an average": lambda t: torch.zeros(1, 6).lerp_(t.detach(), 0.1).norm(),
+    "norms": lambda t: torch.nn.utils.get_total_norm([t]),
+    "vector norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
+    "norm of joined": lambda t: torch.cat([t.view(-1), t.view(-1)]).norm(),
+    "squares": lambda t: (t**2).sum(),
+    "largest": lambda t: t.abs().max(),
+    "mean": lambda t: t - t.mean(dim=1, keepdim=True),
+    "all": lambda t: torch.isfinite(t).all(),
+    "any": lambda t: torch.isnan(t).any(),
+    "number": lambda t: float(t.view(-1).max()),
+    "item": lambda t: t.detach().view(-1)[0].item(),
+    "list": lambda t: t.tolist(),
+    "numpy": lambda t: t.detach().cpu().numpy(),
+    "rows": lambda t: t.data[:1],
+    "write by rows": lambda t: t.data.__setitem__(slice(0, 1), 0.0),
+    "mask of elements": lambda t: t[t > 1],
+    "product": lambda t: torch.ones(2, 6) @ t.T,
+    "linear": lambda t: F.linear(torch.ones(2, 6), t),
+    "embedding": lambda t: F.embedding(torch.tensor([0]), t),
+    "broadcast": lambda t: torch.ones(4, 1) * t,
+    "other shape": lambda t: t + torch.ones(7),
+    "softmax": lambda t: t.softmax(1),
+    "order": lambda t: t.topk(2),
+    "loss": lambda t: F.mse_loss(t, torch.zeros_like(t)),
+    "xavier": nn.init.xavier_uniform_,
+    "normal": lambda t: nn.init.normal_(t, std=0.02),
+    "trunc normal": nn.init.trunc_normal_,
+}
+
+
+def parts() -> list[Part]:
+    """A gradient and a parameter of one rank."""
+    values = torch.arange(1.0, 7.0).view(1, 6)
+    shard = nn.Parameter(values.clone())
+    shard.__class__ = Shard
+    return [Part.of_gradient(values, None), shard]
+
+
+@pytest.mark.parametrize("call", KEPT)
+def test_what_is_computed_element_by_element_is_a_part_with_the_numbers_of_plain_tensors(call):
+    for part in parts():
+        torch.manual_seed(0)
+        expected = KEPT[call](part.to_local().clone().requires_grad_(part.requires_grad))
+        torch.manual_seed(0)
+        made = KEPT[call](part)
+        assert isinstance(made, Part)
+        assert torch.equal(made.to_local(), expected)
+        with pytest.raises(StateError):
+            made.sum()
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_what_looks_beyond_single_elements_is_refused_and_changes_nothing(call):
+    for part in parts():
+        before = part.to_local().clone()
+        with pytest.raises(StateError, match=r"sw\.(full_parameters|clip_grad_norm|register_fsdp_forward_method)"):
+            REFUSED[call](part)
+        assert torch.equal(part.to_local(), before)
+
+
+def test_what_holds_a_part_is_one_from_then_on():
+    gradient, shard = parts()
+    averages = [torch.zeros(1, 6), torch.zeros(1, 6)]
+    torch._foreach_lerp_(averages, [gradient, shard.detach()], 0.5)
+    averages[0].copy_(gradient)
+    for average in averages:
+        with pytest.raises(StateError):
+            average.norm()
+    made = torch.zeros_like(shard)  # of its shape, but nothing of it
+    assert type(made) is Tensor
+    assert made.norm() == 0
+
+
+def test_a_mask_of_the_parts_own_shape_is_element_wise():
+    gradient, _ = parts()
+    gradient[gradient > 4] = 0.0
+    assert gradient.to_local().tolist() == [[1, 2, 3, 4, 0, 0]]
+
+
+def test_joined_parts_can_be_cut_to_their_shapes_again():
+    _, shard = parts()
+    vector = nn.utils.parameters_to_vector([shard, shard]) * 2
+    assert type(vector) is Joined
+    others = [copy.deepcopy(shard), copy.deepcopy(shard)]
+    nn.utils.vector_to_parameters(vector, others)
+    assert all(torch.equal(other, shard.detach() * 2) for other in others)
+
+
+def test_a_shard_stays_a_parameter_and_is_written_to_files_as_a_plain_one():
+    gradient, shard = parts()
+    assert isinstance(shard, nn.Parameter)
+    shard.grad = gradient
+    assert shard.grad is gradient
+    for part, kind in ((gradient, Tensor), (shard, nn.Parameter)):
+        stored = io.BytesIO()
+        torch.save(part, stored)
+        stored.seek(0)
+        loaded = torch.load(stored)
+        assert type(loaded) is kind
+        assert torch.equal(loaded, part.to_local())
+        assert str(part).startswith(("tensor", "Part", "Parameter"))
