@@ -120,6 +120,8 @@ class Part(Tensor):
             made = self.detach().clone()
             made = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
         _become(made, type(self))
+        if not isinstance(self, Shard):
+            vars(made)["origin"] = self.origin
         memo[id(self)] = made
         return made
 
@@ -255,12 +257,12 @@ def _bare(name: str) -> str:
 
 
 def _numel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The number of elements of the parameter itself, as of a ``DTensor``, where the part is that of one parameter."""
-    held = torch_private.as_plain(func, args, kwargs)
-    mark = args[0].origin[0]
+    """The number of elements of the whole parameter, as of a ``DTensor``; of gradients and other parts this rank's."""
+    (mark, is_gradient), held = args[0].origin, torch_private.as_plain(func, args, kwargs)
     group = mark.group if mark is not None else None
-    is_own = group is not None and held == group.held[mark.index].numel
-    return math.prod(group.layout.params[mark.index].logical_shape) if is_own else held
+    if mark is None or group is None or is_gradient or args[0].shape != group.views[mark.index].shape:
+        return held
+    return math.prod(group.layout.params[mark.index].logical_shape)
 
 
 def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001

@@ -78,7 +78,8 @@ def clip_grad_norm(
             tell(engine, max_norm, is_of_part=below is not None or norm_type != 2 or len(chosen) > 1)
         shards = (shard for group in engine.groups for shard in group.shards)
         spread = ignored_of(engine).spread_parameters.values()
-        grads += [part.plain_of(p.grad) for p in (*shards, *spread) if p.grad is not None and _is_in(below, p)]
+        found = ((p, p.grad) for p in (*shards, *spread))
+        grads += [part.plain_of(grad) for p, grad in found if grad is not None and _is_in(below, p)]
     norm = _norm(chosen, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise StateError(
@@ -162,9 +163,10 @@ def _power(engine: Engine, below: _Below, order: float, dtypes: set[torch.dtype]
     for group in engine.groups:
         grads = sharded if group.row.shards_optimizer else replicated if group.comms is comms else experts
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
-            if shard.grad is not None and comms.counts(spec.slice) and _is_in(below, shard):
+            grad = shard.grad
+            if grad is not None and comms.counts(spec.slice) and _is_in(below, shard):
                 found.add(group.dtype)
-                grads.append(part.plain_of(shard.grad))
+                grads.append(part.plain_of(grad))
     total = _local_power(experts, device, order)
     if comms.ep is not None:
         _over_ranks(total, comms.ep, order)
