@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.spec.order import AgreedOrder, LayerList
+from shardwise.spec.errors import CommError
+from shardwise.spec.order import FAILED, AgreedOrder, Word
+
+T = TypeVar("T")
 
 
-def follow(order: AgreedOrder, path: list[int]) -> list[int]:
+def follow(order: AgreedOrder, path: list[int], *, anew: bool = False) -> list[int]:
     """What a rank issues that runs the units of ``path``."""
     issued: list[int] = []
-    order.start()
+    order.start(anew=anew)
     for unit in path:
         issued += [*order.reach(unit), unit]
     return in_places(issued + list(order.rest()))
@@ -200,65 +209,124 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
     return all(unit in rest for unit in part)
 
 
-# -- lists of layers of which a rank may leave out some, from the first pass on
-
-#: 1 calls a list of layers 2 to 5, of which each holds a unit; 10 comes between; 11 calls the layers 12 to 15.
-OUTER = LayerList(((2, 6), (3, 7), (4, 8), (5, 9)), frozenset({2, 3, 4, 5, 6, 7, 8, 9}))
-LATER = LayerList(((12,), (13,), (14,), (15,)), frozenset({12, 13, 14, 15}))
-WHOLE = [0, 1, 2, 6, 3, 7, 4, 8, 5, 9, 10, 11, 12, 13, 14, 15]
-
-#: Which layers of each list run, at least one.
-SOME = st.lists(st.sampled_from(range(4)), min_size=1, unique=True)
+# -- ranks that negotiate
 
 
-def path_of(outer, later):
-    inner = [unit for place, member in enumerate(OUTER.members) if place in outer for unit in member]
-    return [0, 1, *inner, 10, 11, *(head for place, (head,) in enumerate(LATER.members) if place in later)]
+class Meeting:
+    """Ranks, each a thread, that exchange their words."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.num_words = 0
+        self._words: dict[int, Word] = {}
+        self._barrier = threading.Barrier(size, timeout=20)
+
+    def peer(self, rank: int) -> Peer:
+        return Peer(self, rank)
+
+    def exchange(self, rank: int, word: Word) -> list[Word]:
+        self._words[rank] = word
+        if self._barrier.wait() == 0:
+            self.num_words += 1
+        words = [self._words[rank] for rank in range(self.size)]
+        self._barrier.wait()
+        if word.wants != FAILED and any(other.wants == FAILED for other in words):
+            raise CommError("a peer has failed.\n  Look there.")
+        return words
+
+    def run(self, body: Callable[[int], T]) -> list[T]:
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(body, range(self.size)))
 
 
-@given(st.lists(st.tuples(SOME, SOME), min_size=1, max_size=4))
-def test_layers_may_be_left_out_from_the_first_pass_on(passes):
-    order = AgreedOrder([OUTER, LATER])
-    for outer, later in passes:
-        assert follow(order, path_of(outer, later)) == WHOLE
+@dataclass
+class Peer:
+    meeting: Meeting
+    rank: int
+    are_there: bool = True
+
+    def exchange(self, word: Word) -> list[Word]:
+        return self.meeting.exchange(self.rank, word)
 
 
-@given(SOME, SOME)
-def test_backward_too(outer, later):
-    forward = path_of(outer, later)
-    order = AgreedOrder([OUTER.reversed(), LATER.reversed()], set(forward).__contains__)
-    backward = [0, 11, *reversed(forward[forward.index(11) + 1 :]), 10, 1]
-    backward += [unit for member in reversed(OUTER.members) if member[0] in forward for unit in member]
-    assert follow(order, backward) == [0, 11, 15, 14, 13, 12, 10, 1, 5, 9, 4, 8, 3, 7, 2, 6]
+def follow_together(
+    meeting: Meeting, orders: list[AgreedOrder], paths: Sequence[list[int]], *, anew: bool = False
+) -> list[int]:
+    """What all ranks issue, the same, and in it what each runs."""
+    issued = meeting.run(lambda rank: follow(orders[rank], list(paths[rank]), anew=anew))
+    assert all(each == issued[0] for each in issued)
+    assert all(order.units == orders[0].units for order in orders)
+    assert all(order.is_settled == orders[0].is_settled for order in orders)
+    assert all(_is_subsequence(path, issued[0]) for path in paths)
+    return issued[0]
 
 
-def test_backward_need_not_reach_every_layer_that_has_run():
-    order = AgreedOrder([LATER.reversed()], {12, 13, 15}.__contains__)
-    assert follow(order, [13, 12]) == [14, 13, 12]
+@st.composite
+def subsets_of_a_path(draw):
+    """For some passes the path of each of two or three ranks: any units of one path, in its order."""
+    path = draw(st.permutations(range(draw(st.integers(1, 6)))))
+    size = draw(st.integers(2, 3))
+    masks = st.lists(st.booleans(), min_size=len(path), max_size=len(path))
+    passes = draw(st.lists(st.lists(masks, min_size=size, max_size=size), min_size=1, max_size=6))
+    return path, [[[u for u, runs in zip(path, mask, strict=True) if runs] for mask in ranks] for ranks in passes]
 
 
-def test_lists_that_take_turns_stay_as_they_are():
-    first, second = (
-        LayerList(tuple((unit,) for unit in units), frozenset(range(1, 9))) for units in ((1, 2, 3, 4), (5, 6, 7, 8))
-    )
-    order = AgreedOrder([first, second])
-    assert follow(order, [0, 1, 5, 2, 6, 3, 7, 4, 8]) == [0, 1, 5, 2, 6, 3, 7, 4, 8]
-    order = AgreedOrder([first, second])
-    assert follow(order, [0, 1, 5, 3, 7, 4, 8]) == [0, 1, 5, 2, 3, 6, 7, 4, 8]
+@settings(max_examples=60, deadline=None)
+@given(subsets_of_a_path(), st.booleans())
+def test_ranks_may_take_different_paths_from_the_first_pass_on(case, is_backward):
+    path, passes = case
+    meeting = Meeting(len(passes[0]))
+    orders = [
+        AgreedOrder(meeting.peer(rank), () if is_backward else path, is_backward=is_backward)
+        for rank in range(meeting.size)
+    ]
+    for paths in passes:
+        follow_together(meeting, orders, paths, anew=is_backward)  # before a backward, a forward has told of it
+        assert set(orders[0].units) >= {unit for each in paths for unit in each}
 
 
-def test_lists_of_one_module_that_follow_one_another_do_so():
-    first, second = (
-        LayerList(tuple((unit,) for unit in units), frozenset(range(1, 9))) for units in ((1, 2, 3, 4), (5, 6, 7, 8))
-    )
-    for path in ([1, 2, 3, 5, 6, 7, 8], [1, 3, 6, 8], [1, 3, 4, 5]):
-        assert follow(AgreedOrder([first, second]), [0, *path]) == list(range(9))
+@settings(max_examples=30, deadline=None)
+@given(PATHS)
+def test_ranks_that_take_one_path_record_it_and_then_exchange_nothing(path):
+    meeting = Meeting(2)
+    orders = [AgreedOrder(meeting.peer(rank), set(path)) for rank in range(2)]
+    assert follow_together(meeting, orders, [path, path]) == path
+    assert meeting.num_words == len(path) + 1
+    assert follow_together(meeting, orders, [path, path]) == path
+    assert meeting.num_words == len(path) + 1
 
 
-def test_a_list_that_is_never_entered_is_not_visited():
-    assert follow(AgreedOrder([OUTER, LATER]), [0, 1, 2, 6, 3, 7, 4, 8, 5, 9]) == [0, 1, 2, 6, 3, 7, 4, 8, 5, 9]
+def test_the_union_of_two_paths_holds_what_they_share_once():
+    meeting = Meeting(2)
+    orders = [AgreedOrder(meeting.peer(rank), range(6)) for rank in range(2)]
+    # Unit 5 is registered last and runs second: what follows it on rank 0 is issued twice in this pass only.
+    assert follow_together(meeting, orders, [[0, 5, 2, 3], [0, 2, 3]]) == [0, 2, 3, 5, 2, 3]
+    assert orders[0].units == (0, 5, 2, 3)
+    assert orders[0].is_settled
+    assert follow_together(meeting, orders, [[0, 2, 3], [0, 5, 2]]) == [0, 5, 2, 3]
+    # One rank alone comes to a unit that nobody has run: it visits the rest first.
+    assert follow_together(meeting, orders, [[0, 2, 3], [0, 1, 2, 3]]) == [0, 5, 2, 3, 1, 2, 3]
+    assert orders[0].units == (0, 1, 5, 2, 3)
+    assert not orders[0].is_settled  # nobody has run 1 and 5 in one pass
+    # They run in the other order: one rank that leaves the order tells the others at the end of the pass.
+    assert follow_together(meeting, orders, [[0, 5, 1, 2, 3], [0, 3]]) == [0, 1, 5, 2, 3, 1, 2, 3]
 
 
-def test_layers_that_run_again_are_not_expected_twice():
-    path = [0, 1, 2, 6, 3, 7, 4, 8, 5, 9, 2, 6, 3, 7, 4, 8, 5, 9]
-    assert follow(AgreedOrder([OUTER]), path) == path
+def test_where_a_rank_fails_while_ranks_negotiate_all_others_raise():
+    meeting = Meeting(3)
+    orders = [AgreedOrder(meeting.peer(rank), range(4)) for rank in range(3)]
+
+    def body(rank: int) -> str:
+        orders[rank].start()
+        list(orders[rank].reach(0))
+        if rank == 1:
+            orders[rank].fail()
+            orders[rank].fail()  # nobody waits for a second word
+            return "failed"
+        with pytest.raises(CommError):
+            list(orders[rank].reach(rank + 1))
+        orders[rank].fail()
+        return "told"
+
+    assert meeting.run(body) == ["told", "failed", "told"]
+    assert follow_together(meeting, orders, [[0, 1], [0, 1], [0, 1, 2]]) == [0, 1, 2]

@@ -23,7 +23,6 @@ from shardwise.features.wrap import (
     assign_parameters,
     assign_ranks,
     check_parameters,
-    find_layer_lists,
     kind_of,
     merge_units,
 )
@@ -137,7 +136,7 @@ def start(
 ) -> Engine:
     """Make the engine of ``units``, with what guards every model. What is attached later comes before these."""
     mark_shards(units)
-    engine = build.start_engine(units, row, comms, options, lambda entry: find_layer_lists(units, entry))
+    engine = build.start_engine(units, row, comms, options)
     attach(engine)
     cover_shards(engine.groups)
     engine.shared[Ignored] = ignored

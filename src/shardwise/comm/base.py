@@ -170,6 +170,15 @@ class Recorder:
         finally:
             self._listeners = [held for held in self._listeners if held is not events]
 
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Make no events inside the context: of what belongs to no step in particular."""
+        listeners, self._listeners = self._listeners, []
+        try:
+            yield
+        finally:
+            self._listeners = listeners
+
     def _note(self, kind: str, unit: str, dtype: torch.dtype, sent_bytes: int) -> CollectiveEvent:
         event = CollectiveEvent(kind, self.axis, unit, dtype_name(dtype), sent_bytes)
         for events in self._listeners:
@@ -192,10 +201,12 @@ class Comm(Recorder, ABC):
         is_in_order: A collective begins when all that were issued before it are done, as on a stream. A receive then
             holds up whatever is issued after it until its message has come. :meth:`exchange` is right on every
             transport.
+        answers: There are peers. A dry run's Comm has none: what it receives is what was there.
         waited_s: Seconds that the host has waited for messages; 0 where it does not wait (NCCL).
     """
 
     is_in_order = False
+    answers = True
     waited_s = 0.0
 
     def __init__(self, axis: str, rank: int, size: int, device: torch.device, channel: str | None = None) -> None:
@@ -485,6 +496,7 @@ class Wrapper(Comm):
     def __init__(self, inner: Comm, device: torch.device | None = None) -> None:
         super().__init__(inner.axis, inner.rank, inner.size, device or inner.device, inner.channel)
         self._inner = inner
+        self.answers = inner.answers
 
     @property
     def held_bytes(self) -> int:
@@ -498,6 +510,10 @@ class Wrapper(Comm):
     def record(self, events: list[CollectiveEvent] | None = None) -> Any:
         """As :meth:`Comm.record`."""
         return self._inner.record(events)
+
+    def unrecorded(self) -> Any:
+        """As :meth:`Comm.unrecorded`."""
+        return self._inner.unrecorded()
 
     def _start(self, *given: Any, **named: Any) -> Issued:
         return self._inner._start(*given, **named)

@@ -29,11 +29,21 @@ def agree(comm: Comm, code: int) -> list[int]:
     Collective:
         One all-gather of eight bytes per rank. All ranks must call.
     """
+    return [row[0] for row in agree_row(comm, [code])]
+
+
+def agree_row(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[list[int]]:
+    """Every rank's ``row`` of integers, in rank order, on every rank.
+
+    Collective:
+        One all-gather of eight bytes for each integer per rank. All ranks must call.
+    """
     comm = comm.host
-    buffer = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
-    buffer[comm.rank] = code
-    comm.all_gather(buffer, unit="control").wait()
-    return [int(value) for value in buffer.tolist()]
+    buffer = torch.zeros(comm.size, len(row), dtype=torch.int64)
+    buffer[comm.rank] = torch.tensor(row)
+    moved = buffer.view(-1).to(comm.device)
+    comm.all_gather(moved, unit=unit).wait()
+    return moved.view(comm.size, -1).tolist()
 
 
 def all_gather_json(comm: Comm, value: Any) -> list[Any]:

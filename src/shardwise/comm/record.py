@@ -27,6 +27,8 @@ class RecordComm(Comm):
         receives: Hold the buffers into which sums over Gloo receive, as ``GlooComm`` does.
     """
 
+    answers = False
+
     def __init__(
         self, axis: str, *, rank: int, size: int, device: torch.device | str = "cpu", receives: bool = False
     ) -> None:

@@ -31,8 +31,8 @@ moved. An *observer* (``hooks.Observer``, most in ``features``) is told of the m
 backwards is a ``hooks.Step`` that ``features`` puts in place of the plain one.
 
 Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
-``spec.order`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls, and what
-attaches from outside), ``build`` (from modules to units to an engine).
+``spec.order`` and ``agreement`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls, and
+what attaches from outside), ``build`` (from modules to units to an engine).
 
 [Note: Streams and lifetimes]
 
@@ -57,13 +57,15 @@ the compute stream wait for it; the host does not wait. Copies from and to the h
 [Note: Agreed order]
 
 Ranks must issue the same collectives in the same order on each ``Comm`` (gathers and reductions have one each, and may
-interleave differently), though data may lead them along different paths. The first pass records the order in which
-units were gathered (forward) and entered (backward); later passes follow it on every rank. A rank that skips a unit
-still gathers it, and reduces zeros for it; a unit that the order does not know is inserted where it came: all ranks
-must meet it in the same pass. No rank removes a unit by itself. So nothing is sent to agree, except where paths keep
-changing and the order has grown to twice its first length: then the ranks exchange what they have used. Each way into
-the model (the root, a unit that is called by itself, a stage of a pipeline) has an order of its own
-(``spec.order.Paths``). Forwards that do not train gather what they use and reduce nothing. ADR 6 says why.
+interleave differently), though data may lead them along different paths. In the first pass the ranks exchange, before
+each unit, which one each of them wants next (``agreement.RankPeers``); all issue one of these, and the union of their
+paths becomes the order in which units are gathered (forward) and entered (backward). Later passes follow it on every
+rank. A rank that skips a unit still gathers it, and reduces zeros for it. No rank removes a unit by itself. Nothing is
+sent to agree once all units are in the order and some rank has run all of it in one pass. Before, one word a pass tells
+whether a rank has left the order, so that the ranks negotiate again. Where paths keep changing and the order has grown
+to twice its first length, the ranks exchange what they have used. Each way into the model (the root, a unit that is
+called by itself, a stage of a pipeline) has an order of its own (``spec.order.Paths``). Forwards that do not train
+gather what they use and reduce nothing: ranks that gather together run the same units in them. ADR 6 says why.
 
 [Note: Missing gradients]
 

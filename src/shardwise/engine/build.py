@@ -23,7 +23,6 @@ from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.activations import eager_numel
 from shardwise.spec.memory.footprint import size_class
-from shardwise.spec.order import Entry, LayerList
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import NO_QUANTIZATION
@@ -184,10 +183,9 @@ def start_engine(
     row: Placements,
     comms: Comms,
     options: EngineOptions,
-    layer_lists: Callable[[Entry], Sequence[LayerList]],
 ) -> Engine:
     """Make the engine of ``units`` (the root first), and hook it into their modules."""
-    engine = Engine(units, row, comms, options, layer_lists)
+    engine = Engine(units, row, comms, options)
     _number(engine)
     _relate(units)
     _deal_slots(engine)

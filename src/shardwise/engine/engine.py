@@ -21,6 +21,7 @@ from torch import Tensor
 from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
+from shardwise.engine.agreement import RankPeers
 from shardwise.engine.gradient import settle
 from shardwise.engine.group import Group
 from shardwise.engine.hooks import (
@@ -39,7 +40,7 @@ from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.memory.footprint import SLOTS_PER_CLASS
-from shardwise.spec.order import AgreedOrder, Entry, LayerList, Paths
+from shardwise.spec.order import AgreedOrder, Entry, Paths
 from shardwise.spec.placement import Placements
 
 #: Inside ``features.safety.checks`` released slots are filled with NaN.
@@ -76,6 +77,7 @@ class Backward:
         entered: Units that backward has entered and not left.
         active: The one that was entered last, also where it had been entered before.
         makes_graph: It was called with ``create_graph=True``.
+        awaited: Those that some rank will enter again, while the ranks negotiate the order.
         had_sums: Sums of earlier microbatches were waiting when it began.
         has_waited: Such sums were waiting when some backward began.
         end: What torch calls at its end; torch drops it when the backward raises.
@@ -87,6 +89,7 @@ class Backward:
         self.makes_graph = False
         self.entered: list[Unit] = []
         self.active: Unit | None = None
+        self.awaited: set[Unit] = set()
         self.had_sums = False
         self.has_waited = False
         self.end: weakref.ref[EndOfBackward] | None = None
@@ -100,7 +103,6 @@ class Engine:
         row: Placements of the strategy.
         comms: Carry gathers and reductions.
         options: How the engine is to work.
-        layer_lists: The lists of layers of which a forward through an entry may skip some.
 
     Attributes:
         observers: What attaches from outside.
@@ -125,7 +127,6 @@ class Engine:
         row: Placements,
         comms: Comms,
         options: EngineOptions,
-        layer_lists: Callable[[Entry], Sequence[LayerList]],
     ) -> None:
         self.units = list(units)
         self.reducing: deque[tuple[Unit, Group, Handle]] = deque()
@@ -140,8 +141,8 @@ class Engine:
         self.host_waits: tuple[Callable[[], None], ...] = ()
         self.slots = SlotPool(options.num_slots or SLOTS_PER_CLASS, keeps=options.keeps_buffers)
         self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one, keeps=options.keeps_buffers)
-        self.orders = Paths(layer_lists, lambda index: units[index].calls.has_run, self.observers.wake)
         self.forward, self.backward = Forward(), Backward()
+        self.orders = self._make_orders()
         self.version = 0
         self._changes: dict[frozenset[int] | None, tuple[int, list[Unit]]] = {}  # when what was last written, and where
         self.epoch = 0
@@ -162,6 +163,16 @@ class Engine:
                 handle.wait()
         for unit in self.units:
             unit.dissolve()
+
+    def _make_orders(self) -> Paths:
+        units, gradients, backward = self.units, self.gradients, self.backward
+        gather, control, gathers = self.comms.gather, self.comms.control, self.row.shards_optimizer
+
+        def peers(entry: Entry) -> tuple[RankPeers | None, RankPeers]:
+            forward = RankPeers(gather, entry, units, gradients) if gathers else None
+            return forward, RankPeers(control, entry, units, gradients, backward)
+
+        return Paths(peers, lambda entry: indices_below(units, entry), self.observers.wake)
 
     def remove(self) -> None:
         """Take the hooks off: the units now belong to another engine."""
@@ -247,7 +258,9 @@ class Engine:
             for tell in self.observers.forward_ended:
                 tell(self)
             if output is not None or sys.exception() is forward.handled:
-                self._end_forward()  # else it raised: what is under way is dropped by the next forward
+                self._end_forward()
+            else:  # it raised: what is under way is dropped by the next forward
+                self._fail(self.orders.gathers)
 
     def _leave(self, unit: Unit, member: Member) -> None:
         member.num_frames -= 1
@@ -579,10 +592,32 @@ class Engine:
         backward.has_waited |= backward.had_sums
         backward.generation += 1
         backward.entered.clear()
-        self.orders.enter_backward(entry)
+        self.orders.enter_backward(entry, anew=self._is_unlike_others(entry))
         end = EndOfBackward(self)
         torch_private.at_end_of_backward(end)
         backward.end = weakref.ref(end)
+
+    def _is_unlike_others(self, entry: Entry) -> bool:
+        """Whether this backward may leave its order on some rank, so that the ranks negotiate it. Alike on all of them.
+
+        Collective:
+            An exchange of words over all data-parallel ranks, while there are trained units that no backward has
+            entered, or the order is a guess.
+        """
+        order, gathers = self.orders.backward[entry], self.orders.forward[entry]
+        has_forward = self.row.shards_optimizer and self.comms.gather.size > 1
+        was_open, gathers.was_open = gathers.was_open and self.comms.control is self.comms.gather, False
+        if was_open:
+            return True
+        units = [self.units[index] for index in order.missing]
+        lacks_trained = any(group.wants_gradients for unit in units for group in unit.groups)
+        is_new = any(unit.calls.is_outstanding for unit in units) or not (order.is_settled or has_forward)
+        return order.is_asked_for(is_wanted=is_new, is_asked=lacks_trained or not order.is_settled)
+
+    def _fail(self, order: AgreedOrder) -> None:
+        """An exception has ended a pass on this rank: peers that negotiate it raise too."""
+        with contextlib.suppress(CommError):
+            order.fail()
 
     def _enter(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
         """Backward is now in ``unit``: finalise what it has left, and have this unit's parameters there."""
@@ -598,10 +633,10 @@ class Engine:
 
     def _is_outstanding(self, unit: Unit) -> bool:
         """Backward will come to this unit again, in an earlier call of it."""
-        order, calls = self.orders.entries, unit.calls
-        if order.is_recorded and order.remaining(unit.index) > 0:
-            return True
-        return calls.num_outstanding > calls.num_left or 0 < calls.num_repeated < calls.num_silent
+        order = self.orders.entries
+        if order.is_open:
+            return unit in self.backward.awaited
+        return (order.is_recorded and order.remaining(unit.index) > 0) or unit.calls.is_outstanding
 
     def finalise(self, unit: Unit) -> None:
         """Release a unit that backward has left, and issue the reduction of its gradients.
@@ -775,6 +810,7 @@ class Engine:
     def recover(self) -> None:
         """A backward raised before its end: drop what it left under way. A ``.grad`` that was done stays."""
         backward = self.backward
+        self._fail(self.orders.entries)
         self.wait_for_host()
         while self.reducing:
             self.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
@@ -810,6 +846,7 @@ class Engine:
         """A forward was left without its hooks: nothing is under way any more."""
         for tell in self.observers.forward_ended:
             tell(self)
+        self._fail(self.orders.gathers)
         self._abandon()
 
     def _abandon(self) -> None:
@@ -914,6 +951,15 @@ class Engine:
         """Undo :meth:`unshard_now`."""
         if unit.state is State.UNSHARDED and not unit.calls.frames:
             self.reshard(unit)
+
+
+def indices_below(units: Sequence[Unit], entry: Entry) -> Sequence[int]:
+    """Numbers of the units that a forward through ``entry`` may come to; none for a stage, whose units all run."""
+    if entry[0] < 0:
+        return ()
+    roots = (entry[1],) if entry[1] else tuple(member.path for member in units[entry[0]].members)
+    inside = tuple(f"{path}." for path in roots) if roots != ("",) else ("",)
+    return [i for i, unit in enumerate(units) if any(f"{member.path}.".startswith(inside) for member in unit.members)]
 
 
 def _refuse_compiled(unit: Unit) -> NoReturn:

@@ -192,6 +192,11 @@ class CallCounts:
         self.has_run = False
         self.num_outstanding = self.num_left = self.num_silent = self.num_repeated = 0
 
+    @property
+    def is_outstanding(self) -> bool:
+        """Backward will come to another call of the unit, as far as this rank knows."""
+        return self.num_outstanding > self.num_left or 0 < self.num_repeated < self.num_silent
+
     def end_backward(self) -> None:
         """A backward has ended."""
         self.num_silent = self.num_repeated = 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.control import all_gather_json, check_same, digest_text
+from shardwise.comm.control import agree_row, all_gather_json, check_same, digest_text
 from shardwise.engine import engine as heart
 from shardwise.engine.hooks import Observer
 from shardwise.features.module_buffers import BufferSync
@@ -304,12 +304,7 @@ class Join(Observer):
         return self._spoken(self._exchange(word, first, second))
 
     def _exchange(self, word: Word, first: int = 0, second: int = 0) -> list[list[int]]:
-        comm = self._comm
-        rows = torch.zeros(comm.size, 3, dtype=torch.int64)
-        rows[comm.rank] = torch.tensor([word, first, second])
-        moved = rows.view(-1).to(comm.device)
-        comm.all_gather(moved, unit="join").wait()
-        return moved.view(comm.size, 3).tolist()
+        return agree_row(self._comm, [word, first, second], unit="join")
 
     def _spoken(self, rows: list[list[int]]) -> dict[int, list[int]]:
         """What the ranks that have a batch have said, by rank; it must be the same."""

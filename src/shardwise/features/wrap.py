@@ -17,7 +17,6 @@ from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine.build import Kind, OwnedParameter, is_below
-from shardwise.engine.unit import Unit
 from shardwise.features.precision import Policies
 from shardwise.forms.attachment import mark_of
 from shardwise.forms.ignored import NOTHING, Ignored
@@ -26,7 +25,6 @@ from shardwise.spec.chain import Mergeable, default_limit, merge
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.granularity import assign
 from shardwise.spec.layout import is_dense
-from shardwise.spec.order import Entry, LayerList
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPolicy, name_matcher
 from shardwise.spec.quantize import Quantization
@@ -328,49 +326,3 @@ def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, com
         weights = [p.nbytes * (_TRAINED_WEIGHT if p.requires_grad else 1) for p in group]
         ranks |= {id(p): rank for p, rank in zip(group, assign(weights, size), strict=True)}
     return ranks
-
-
-def find_layer_lists(units: Sequence[Unit], entry: Entry) -> list[LayerList]:
-    """The lists of layers that were made units, in what a forward through ``entry`` runs, those of inner modules first.
-
-    A list is what a module holds in one ``nn.ModuleList``, lists in that list included: the module calls its members in
-    the order of registration. Members of an ``nn.ModuleDict`` are alternatives, and those of an ``nn.Sequential`` are
-    never left out. ``units[0]`` is the root.
-    """
-    path = entry[1] or units[entry[0]].path
-    root = units[0].members[0].module()
-    assert root is not None
-    found: dict[tuple[str, str], list[int]] = {}
-    for index, unit in enumerate(units[1:], 1):
-        places = {_list_of(root, member.path) for member in unit.members}
-        place = places.pop() if len(places) == 1 else None  # sw.fully_shard of a list takes modules from anywhere
-        if place is not None and f"{place[0]}.".startswith(f"{path}." if path else ""):
-            found.setdefault(place, []).append(index)
-    inner_first = sorted(found, key=lambda place: -len(place[0]))
-    return [
-        _layer_list(units, place[0], found[place]) for place in inner_first if _num_modules(units, found[place]) > 1
-    ]
-
-
-def _num_modules(units: Sequence[Unit], indices: Sequence[int]) -> int:
-    return sum(len(units[index].members) for index in indices)
-
-
-def _list_of(root: nn.Module, name: str) -> tuple[str, str] | None:
-    """The module that calls the unit at ``name``, and the attribute of it that lists the unit."""
-    scope, _, child = name.rpartition(".")
-    is_listed = False
-    while scope and not is_called(holder := root.get_submodule(scope)):
-        if isinstance(holder, nn.ModuleDict):
-            return None
-        is_listed = True
-        scope, _, child = scope.rpartition(".")
-    return (scope, child) if is_listed else None
-
-
-def _layer_list(units: Sequence[Unit], scope: str, indices: Sequence[int]) -> LayerList:
-    def inside(path: str) -> list[int]:
-        return [index for index, unit in enumerate(units) if index and unit.path.startswith(path)]
-
-    members = tuple((index, *inside(f"{units[index].path}.")) for index in indices)
-    return LayerList(members, frozenset(inside(f"{scope}." if scope else "")))

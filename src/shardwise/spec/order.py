@@ -1,63 +1,58 @@
-"""The order in which units are gathered and reduced: recorded from the run, followed, and extended. No torch here.
+"""The order in which units are gathered and reduced: agreed on in the first pass, followed, and extended. No torch.
 
 Ranks must issue the same collectives in the same order, even where one of them takes another path through the model. So
-every rank follows one agreed order: the first step records it (all ranks issue the same, so it is agreed), later steps
-follow it. A rank that skips units visits them all the same, so that its peers do not wait; a unit that the order does
-not expect is inserted where it came. No rank removes a unit by itself, since its peers may still use it. Where paths
-keep changing, the order grows and every rank visits all of it: from twice the recorded length on, the ranks exchange
-which places they have used, and keep those.
+every rank follows one agreed order. A rank that skips units visits them all the same, so that its peers do not wait.
 
-Each way into the model (:class:`Paths`) has an order of its own.
+A pass that the ranks *negotiate* makes the order: before each unit they exchange which one each of them wants next
+(``Peers``), all issue one of those, and so on until all are through. What is recorded is the union of their paths. The
+first pass through each entry of the model (:class:`Paths`) is negotiated. In later ones ranks exchange nothing while
+every unit is in the order and some rank has run through all of it. Until then one word at the end of a forward tells
+whether a rank has come to a unit that the order does not hold there: such a rank visits the rest of the order first,
+then the ranks negotiate what it still needs. After that a rank that leaves the order waits for its peers to do so as
+well, and the stall watch tells all of them if they do not: foreign data is never exchanged.
 
-Even in the first step a rank may skip members of a list of layers (:class:`LayerList`): peers are expected to run all
-of them in order. So a model that drops layers at random (stochastic depth, LayerDrop) has one order from the start.
+No rank removes a unit by itself, since its peers may still use it. Where paths keep changing, the order grows and
+every rank visits all of it: from twice the recorded length on, the ranks exchange which places they have used, and keep
+those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple, Protocol
+
+#: What a rank says instead of the number of a unit: it has run its path to the end; an exception ended its pass.
+THROUGH, FAILED = -1, -2
 
 
-@dataclass(frozen=True)
-class LayerList:
-    """Units that one module calls one after another, of which a rank may skip some.
+class Word(NamedTuple):
+    """What a rank says while ranks negotiate.
 
     Attributes:
-        members: For each member its number and the numbers of the units inside it, in the order of forward.
-        scope: All units inside the module that calls the members.
+        wants: Number of the unit that it wants next, ``THROUGH`` or ``FAILED``.
+        place: Where in the order its path has left the order; the end, where it has not.
+        cursor: Place in the order up to which it has issued what the order holds.
+        is_whole: It has run all units before that place in this pass, or at the start of a pass, in the one before.
     """
 
-    members: tuple[tuple[int, ...], ...]
-    scope: frozenset[int]
+    wants: int
+    place: int = 0
+    cursor: int = 0
+    is_whole: bool = False
 
-    def reversed(self) -> LayerList:
-        """The list in the order of backward: members reversed, each before the units inside it."""
-        members = tuple((head, *reversed(inner)) for head, *inner in reversed(self.members))
-        return LayerList(members, self.scope)
 
-    def place_of(self, unit: int | None) -> int | None:
-        """Place of the member that ``unit`` is, or lies in; ``None``: it is in no member."""
-        return next((place for place, member in enumerate(self.members) if unit in member), None)
+class Peers(Protocol):
+    """The ranks that follow an order together with this one."""
 
-    def places(self, reached: Collection[int]) -> list[int]:
-        """Places of the members that were reached."""
-        return [place for place, (head, *_) in enumerate(self.members) if head in reached]
+    @property
+    def are_there(self) -> bool:
+        """There are any, and they can answer."""
+        ...
 
-    def missing(self, unit: int | None, reached: Collection[int], first_place: int | None) -> Sequence[tuple[int, ...]]:
-        """Members after the reached ones that a peer may run before ``unit`` (``None``: before the end of the pass).
-
-        That is every one of them once the list has been left. Another list of the same module begins at
-        ``first_place``: if this list is further on by then, the other one comes after it; else the two alternate.
-        """
-        places = self.places(reached)
-        last = places[-1] if places else -1
-        place = self.place_of(unit)
-        if place is not None:
-            return self.members[last + 1 : place]
-        is_left = unit not in self.scope or (first_place is not None and first_place < last)
-        return self.members[last + 1 :] if places and is_left else ()
+    def exchange(self, word: Word) -> Sequence[Word]:
+        """Every rank's word, in rank order. Raises where one has failed."""
+        ...
 
 
 #: Places that an order may have beyond twice the length of the path that was recorded.
@@ -72,20 +67,30 @@ class AgreedOrder:
     while a unit is visited it stands behind that unit, as on a rank that runs it.
 
     Args:
-        lists: Lists of layers that a rank may skip, those of inner modules first.
-        has_run: Tells which units have run although this pass may not reach them: backward does not enter every unit
-            that forward ran.
+        peers: The ranks to agree with; ``None``: this rank records its own path.
+        expected: Units that a pass may come to. Until the order holds them all, ranks exchange a word at the end of
+            each forward.
+        is_backward: Of two units that no rank has run in one pass, the one with the higher number comes first; and
+            ranks exchange nothing at the end of a pass.
         changed: Called when the path differs from the order.
+
+    Attributes:
+        is_open: This pass is negotiated, and peers wait for this rank's next word.
+        was_open: A pass since this was last set to ``False`` has been negotiated.
+        is_settled: Some rank has run all units of the order in one pass, so that nothing in it is a guess.
     """
 
     def __init__(
         self,
-        lists: Sequence[LayerList] = (),
-        has_run: Callable[[int], bool] | None = None,
+        peers: Peers | None = None,
+        expected: Collection[int] = (),
         changed: Callable[[], object] = lambda: None,
+        *,
+        is_backward: bool = False,
     ) -> None:
-        self._lists = lists
-        self._has_run = has_run or (lambda _unit: False)
+        self._peers = peers
+        self._expected = frozenset(expected)
+        self._is_backward = is_backward
         self._order: list[int] = []
         self._used_in: list[int] = []  # by place: the last pass in which this rank ran the unit there
         self._pass = 0
@@ -96,6 +101,11 @@ class AgreedOrder:
         self._newcomers: set[int] = set()
         self.num_changes = 0
         self._changed = changed
+        self.is_open = self.was_open = False
+        self.is_settled = True
+        self._before: list[tuple[int, int]] = []  # order and use, as they were when the pass was opened
+        self._left_at = Word(THROUGH)  # where and how this rank's path has left the order
+        self._tails: list[tuple[Word, list[int]]] = []  # by rank: where its path has left it, and the units since then
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -112,20 +122,41 @@ class AgreedOrder:
         self._order = list(units)
         self._used_in = [self._pass] * len(self._order)
         self._kept_since = self._pass - 1
-        self._recorded = False
+        self._recorded = self.is_open = False
         self.end()
 
-    def start(self) -> None:
-        """Begin a pass."""
+    def start(self, *, anew: bool = False) -> None:
+        """Begin a pass; with ``anew``, which is the same on all ranks, they negotiate it from its beginning."""
         self._cursor = 0
         self._pass += 1
         self._newcomers.clear()
+        self.is_open = False
+        if not self._recorded:
+            self._order, self._used_in = [], []
+        if (anew or not self._recorded) and self._may_ask:
+            if self._recorded:
+                self._change()
+            self._open()
+            self._order, self._used_in = [], []
+
+    @property
+    def _may_ask(self) -> bool:
+        return self._peers is not None and self._peers.are_there
+
+    @property
+    def _ends_with_word(self) -> bool:
+        """Ranks exchange a word at the end of this pass. The same on every rank."""
+        return not self._is_backward and bool(not self.is_settled or self.missing) and self._may_ask
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Units that a pass may come to and that have no place in the order."""
+        return self._expected.difference(self._order)
 
     def reach(self, unit: int) -> Iterable[int]:
         """Move to the next place of ``unit``; returns the units that were skipped, in order, which the caller visits.
 
-        A unit that is not in the rest of the order is inserted here, after the members of its list that this rank has
-        skipped.
+        A unit that is not in the rest of the order is negotiated, or without peers inserted here.
         """
         order, cursor = self._order, self._cursor
         if cursor and order[cursor - 1] == unit:
@@ -134,16 +165,22 @@ class AgreedOrder:
             self._used_in[cursor] = self._pass
             self._cursor = cursor + 1
             return ()
-        try:
-            place = order.index(unit, cursor)
-        except ValueError:
-            if self._recorded:
-                self._change()
-            place = self._insert(unit)
-        else:
+        if self.is_open:
+            return self._negotiate(unit)
+        if unit in order[cursor:]:
             self._change()
-        self._used_in[place] = self._pass
-        return self._walk(place)
+            place = order.index(unit, cursor)
+            self._used_in[place] = self._pass
+            return self._walk(place)
+        if self._recorded:
+            self._change()
+        if self._may_ask:
+            return self._leave(unit)
+        order.insert(cursor, unit)
+        self._used_in.insert(cursor, self._pass)
+        self._newcomers.add(unit)
+        self._cursor = cursor + 1
+        return ()
 
     def _change(self) -> None:
         self.num_changes += 1
@@ -155,26 +192,103 @@ class AgreedOrder:
             yield self._order[self._cursor - 1]
         self._cursor += 1
 
-    def _insert(self, unit: int) -> int:
-        """Insert ``unit`` at the cursor, after the units that peers may run before it; returns its place."""
-        cursor = self._cursor
-        missing = self._missing(unit, self._order[:cursor])
-        self._order[cursor:cursor] = [*missing, unit]
-        self._used_in[cursor:cursor] = [self._pass] * (len(missing) + 1)
-        self._newcomers.update((*missing, unit))
-        return cursor + len(missing)
+    # -- negotiating
 
-    def _missing(self, unit: int | None, reached: Collection[int]) -> list[int]:
-        """Units that are not in the order and that peers may run after those ``reached`` and before ``unit``."""
-        own = [layers for layers in self._lists if layers.place_of(unit) is not None]
-        begun = [layers.place_of(unit) for layers in own if not layers.places(reached)]
-        known, missing = set(self._order), []
-        for layers in [*(layers for layers in self._lists if layers not in own), *own]:
-            for member in layers.missing(unit, reached, begun[0] if begun else None):
-                if not (member[0] in known or self._has_run(member[0])):
-                    missing += member
-                    known.update(member)
-        return missing
+    def _open(self) -> None:
+        self.is_open = True
+        self._before = list(zip(self._order, self._used_in, strict=True))
+        self._left_at = Word(THROUGH, self._cursor, is_whole=self._has_run_all)
+        self._tails = []
+
+    def _leave(self, unit: int) -> Iterator[int]:
+        """The path leaves the order at ``unit``: peers that do not may be met at its end, where they ask for a word."""
+        is_met_at_end = self._ends_with_word
+        self._open()
+        if is_met_at_end:
+            yield from self._until(len(self._order))
+        yield from self._negotiate(unit)
+
+    def _negotiate(self, wants: int) -> Iterator[int]:
+        """Exchange words with the peers until it is the turn of what this rank wants; returns what others want."""
+        turn = None
+        while turn != wants:
+            words = self._say(wants)
+            # Ranks that leave the order at different places first catch up with the farthest one.
+            farthest = max(word.cursor for word in words)
+            yield from self._until(farthest)
+            del self._order[farthest:], self._used_in[farthest:]
+            wanted = {word.wants for word in words} - {THROUGH}
+            if not wanted:
+                return
+            self.was_open = True
+            turn = max(wanted) if self._is_backward else min(wanted)
+            for (_, tail), word in zip(self._tails, words, strict=True):
+                if word.wants == turn:
+                    tail.append(turn)
+            self._order.append(turn)
+            self._used_in.append(self._pass)
+            self._newcomers.add(turn)
+            self._cursor += 1
+            if turn != wants:
+                yield turn
+
+    def _say(self, wants: int) -> Sequence[Word]:
+        assert self._peers is not None
+        self.is_open = False  # where this raises, nobody waits for this rank
+        words = self._peers.exchange(self._left_at._replace(wants=wants, cursor=self._cursor))
+        self.is_open = True
+        self._tails = self._tails or [(word, []) for word in words]
+        return words
+
+    def _until(self, place: int) -> Iterator[int]:
+        while self._cursor < place:
+            self._cursor += 1
+            yield self._order[self._cursor - 1]
+
+    @property
+    def _has_run_all(self) -> bool:
+        """This rank has run, in the newest pass, all that the order holds before the cursor."""
+        return all(used == self._pass for used in self._used_in[: self._cursor])
+
+    def fail(self) -> None:
+        """An exception has ended the pass on this rank: tell the peers that wait for its next word."""
+        if self.is_open and self._peers is not None:
+            self.is_open = False
+            self._peers.exchange(Word(FAILED))
+
+    def is_asked_for(self, *, is_wanted: bool, is_asked: bool) -> bool:
+        """Before the start of a pass: whether some rank wants it to be negotiated. ``is_asked`` is alike on all."""
+        if not (self._recorded and self._may_ask and is_asked):
+            return False
+        assert self._peers is not None
+        self._cursor = len(self._order)
+        words = self._peers.exchange(Word(0 if is_wanted else THROUGH, is_whole=self._has_run_all))
+        self.is_settled |= any(word.is_whole for word in words)
+        return any(word.wants != THROUGH for word in words)
+
+    def _unite(self) -> None:
+        """Record the union of what the order was and of the paths of all ranks."""
+        united, before = self._before, [unit for unit, _ in self._before]
+        for left_at, tail in sorted(self._tails, key=lambda entry: -entry[0].place):
+            united = united[: left_at.place] + self._merged(united[left_at.place :], tail)
+        self._order, self._used_in = [unit for unit, _ in united], [used for _, used in united]
+        self._cursor = len(self._order)
+        self.is_settled = (self.is_settled and self._order == before) or any(
+            left_at.is_whole and before[: left_at.place] + tail == self._order for left_at, tail in self._tails
+        )
+
+    def _merged(self, known: Sequence[tuple[int, int]], path: Sequence[int]) -> list[tuple[int, int]]:
+        """A sequence that holds both, and units that they share once where their order allows it."""
+        merged: list[tuple[int, int]] = []
+        new = [(unit, self._pass) for unit in path]
+        matcher = SequenceMatcher(None, [unit for unit, _ in known], path, autojunk=False)
+        for kind, start, stop, new_start, new_stop in matcher.get_opcodes():
+            ours, theirs = list(known[start:stop]), new[new_start:new_stop]
+            while kind != "equal" and ours and theirs:
+                is_first = (ours[0][0] > theirs[0][0]) is self._is_backward
+                merged.append((ours if is_first else theirs).pop(0))
+            merged += theirs or ours
+        return [entry for place, entry in enumerate(merged) if not place or merged[place - 1][0] != entry[0]]
 
     def is_new(self, unit: int) -> bool:
         """Whether ``unit`` came into the order in this pass."""
@@ -184,18 +298,18 @@ class AgreedOrder:
         """End the pass; returns the units that were not reached, in order, which the caller visits."""
         if self._cursor < len(self._order):
             self._change()
-        if self._newcomers:
-            missing = self._missing(None, self._order)
-            self._order += missing
-            self._used_in += [self._pass] * len(missing)
-            self._newcomers.update(missing)
-        while self._cursor < len(self._order):
-            self._cursor += 1
-            yield self._order[self._cursor - 1]
+        yield from self._until(len(self._order))
+        if self._ends_with_word and not self.is_open:
+            self._open()
+        if self.is_open:
+            yield from self._negotiate(THROUGH)
         self.end()
 
     def end(self) -> None:
         """End the pass without visiting what was not reached."""
+        if self.is_open:
+            self.is_open = False
+            self._unite()
         if not self._recorded:
             self._recorded = True
             self._most = 2 * len(self._order) + _SLACK
@@ -287,8 +401,9 @@ class Paths:
     """All agreed orders of a model, and those in force.
 
     Args:
-        lists: The lists of layers of which a forward through an entry may skip some, those of inner modules first.
-        has_run: Tells which units have run in a forward whose backward is to come.
+        peers: The ranks that gather with this one in a forward through an entry, and those that reduce with it in the
+            backward; ``None``: nobody.
+        expected: The units that a forward through an entry may come to.
         changed: Called when a backward takes another path than the ones before.
 
     Attributes:
@@ -302,18 +417,13 @@ class Paths:
 
     def __init__(
         self,
-        lists: Callable[[Entry], Sequence[LayerList]],
-        has_run: Callable[[int], bool],
+        peers: Callable[[Entry], tuple[Peers | None, Peers | None]],
+        expected: Callable[[Entry], Collection[int]],
         changed: Callable[[], object],
     ) -> None:
-        def lists_of(entry: Entry) -> Sequence[LayerList]:
-            return () if entry[0] == _STAGES else lists(entry)
-
-        self.forward = Orders(lambda entry: AgreedOrder(lists_of(entry)))
+        self.forward = Orders(lambda entry: AgreedOrder(peers(entry)[0], expected(entry)))
         self.evaluation = Orders(lambda _entry: AgreedOrder())
-        self.backward = Orders(
-            lambda entry: AgreedOrder([layers.reversed() for layers in lists_of(entry)], has_run, changed)
-        )
+        self.backward = Orders(lambda entry: AgreedOrder(peers(entry)[1], expected(entry), changed, is_backward=True))
         self.entry = ROOT_ENTRY
         self.gathers = self.forward[ROOT_ENTRY]
         self.entries = self.backward[ROOT_ENTRY]
@@ -328,10 +438,10 @@ class Paths:
         self.entry = entry
         self.gathers = (self.forward if trains else self.evaluation)[entry]
 
-    def enter_backward(self, entry: Entry) -> None:
-        """The backward of such a forward begins."""
+    def enter_backward(self, entry: Entry, *, anew: bool) -> None:
+        """The backward of such a forward begins; with ``anew`` the ranks negotiate it."""
         self.entries = self.backward[entry]
-        self.entries.start()
+        self.entries.start(anew=anew)
 
     def has_backward(self, index: int) -> bool:
         """Whether backward has entered the unit of this number in some step."""
