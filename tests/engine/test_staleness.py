@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,8 +32,13 @@ def shift_no_grad(model, _step):
 
 
 def through_a_vector(model, _step):
-    vector = parameters_to_vector(model.parameters())
-    vector_to_parameters(vector * 0.5, model.parameters())
+    is_cut = any(hasattr(p, "to_local") for p in model.parameters())
+    if is_cut:  # numel() is that of whole parameters
+        vector = parameters_to_vector(model.parameters())
+        assert "full_parameters" in refusal(StateError, vector_to_parameters, vector, model.parameters())
+    with sw.full_parameters(model, writeback=True) if is_cut else contextlib.nullcontext():
+        vector = parameters_to_vector(model.parameters())
+        vector_to_parameters(vector * 0.5, model.parameters())
 
 
 def replace_data(model, _step):

@@ -11,7 +11,6 @@ step (:func:`uncover`, :func:`cover`), as does the engine itself.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import types
@@ -64,11 +63,8 @@ def allow(is_allowed: Callable[[], bool] | None) -> None:
     _is_allowed = is_allowed
 
 
-@contextlib.contextmanager
-def allowed() -> Iterator[None]:
-    """Inside, parts are plain tensors: the caller knows that it sees one rank's, and adds up over the ranks."""
-    with torch_private.without_torch_function():
-        yield
+#: Inside it parts are plain tensors: the caller knows that it sees one rank's, and adds up over the ranks.
+allowed: Any = torch_private.without_torch_function
 
 
 class Part(Tensor):
@@ -345,8 +341,10 @@ def _mark(made: Any, parts: Sequence[Part], name: str, *, keeps_shape: bool = Fa
     if keeps_shape and joined is None and all(made.shape != part.shape for part in parts):
         raise _refusal("broadcasting", parts[0])
     if type(made) is Tensor:
-        _become(made, Joined if name in ("cat", "stack") or joined is not None else Part)
-        vars(made)["origin"] = parts[0].origin
+        is_joined = joined is not None or name in ("cat", "stack")
+        mark, is_gradient = parts[0].origin
+        _become(made, Joined if is_joined else Part)
+        vars(made)["origin"] = None if is_joined else mark, is_gradient
     return made
 
 

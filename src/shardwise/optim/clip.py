@@ -24,7 +24,7 @@ from shardwise.spec.errors import StateError
 _CHUNK_NUMEL = 1 << 16
 
 
-@part.allowed()
+@torch_private.on_plain_tensors
 def clip_grad_norm(
     model: nn.Module | Tensor | Iterable[nn.Module | Tensor],
     max_norm: float,
@@ -141,7 +141,7 @@ def grad_norm(engine: Engine) -> Tensor:
     return _norm({engine: None}, 2.0)
 
 
-@part.allowed()
+@torch_private.on_plain_tensors
 def _norm(chosen: Mapping[Engine, _Below], order: float) -> Tensor:
     """The norm of some gradients of some models; communicates as :func:`clip_grad_norm`."""
     powers: list[Tensor] = []
