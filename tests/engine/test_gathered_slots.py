@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.base import CollectiveEvent
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing import probe, run_on_ranks
@@ -42,6 +43,10 @@ PARTS = {"auto_wrap_policy": sw.wrap_by_name("blocks.*.small", "blocks.*.large")
 
 def every_number_of_slots() -> None:
     with checks():
+        for strategy in ("zero2", "zero3"):
+            options = {"forward_prefetch": 3, "backward_prefetch": 2, "merge_units": False, "keep_buffers": False}
+            compare_each(Uneven, plain_loss, (strategy,), steps=2, **options)
+            compare_each(Chain, plain_loss, (strategy,), steps=2, activation_checkpointing="full", **options)
         for count, *kept in ((1, True, False), (2, False)):
             for keeps in kept:
                 options = {"gathered_slots": count, "keep_buffers": keeps, "merge_units": False}
@@ -113,3 +118,95 @@ def test_units_inside_a_recomputed_module_have_a_slot_each_of_their_own_size() -
 def test_what_is_no_number_of_slots_is_refused(value: object) -> None:
     with pytest.raises(PlanError, match="gathered_slots="):
         ParallelPlan(gathered_slots=value)
+
+
+# -- how many units are gathered ahead
+
+
+class Watched(Chain):
+    """Notes, as each block begins its forward, which blocks have been gathered or are on their way."""
+
+    def __init__(self, num_blocks: int = 6) -> None:
+        super().__init__(num_blocks=num_blocks)
+        self.events: list[CollectiveEvent] = []
+        self.seen: list[int] = []
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda *_: self.seen.append(len(gathered(self.events))))
+
+
+def gathered(events: list[CollectiveEvent]) -> list[str]:
+    return [event.unit for event in events if event.kind == "all_gather" and event.unit.startswith("blocks.")]
+
+
+def ahead_in(model: Watched) -> tuple[list[int], list[int]]:
+    """By block: how many blocks ahead are gathered when it begins forward, and in backward when it is reduced."""
+    model.seen.clear()
+    with sw.record_collectives(model) as events:
+        model.events = events
+        model(sample(dist.get_rank(), 0)).square().mean().backward()
+    model.zero_grad()
+    forward = [count - 1 - index for index, count in enumerate(model.seen)]
+    last = len(model.blocks) - 1
+    places = [place for place, event in enumerate(events) if event.kind == "reduce_scatter" and "blocks." in event.unit]
+    # The last block is kept from forward to backward, so that each gather but those of forward is of an earlier one.
+    backward = [len(gathered(events[:place])) - (last + 1) - reduced for reduced, place in enumerate(places)]
+    return forward, backward
+
+
+def expected(ahead: int) -> list[int]:
+    return [min(ahead, 5 - index) for index in range(6)]
+
+
+@on_ranks(2)
+def test_as_many_units_are_gathered_ahead_as_the_plan_says() -> None:
+    held = {}
+    for forward, backward in ((0, 0), (1, 1), (2, 1), (1, 3), (3, 2)):
+        plan = sw.ParallelPlan(merge_units=False, forward_prefetch=forward, backward_prefetch=backward)
+        model = sw.parallelize(Watched(), plan)
+        for _ in range(2):
+            found = ahead_in(model)
+        assert found == (expected(forward), expected(backward)), (forward, backward)
+        seen = probe(model)
+        trace = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in model.events]
+        assert trace == [tuple(event) for event in seen.predicted_collectives()]
+        assert sum(slot.nbytes for slot in seen.slots) == seen.predicted_bytes()["gathered"]
+        held[max(forward, backward)] = seen.predicted_bytes()["gathered"]
+        assert sw.summary(model).num_grown_slots == 0
+    block = held[2] - held[1]
+    assert (held[0], held[3]) == (held[1], held[1] + 2 * block)
+    # Slots of all sizes together: all but one are for units ahead.
+    model = sw.parallelize(Watched(), sw.ParallelPlan(merge_units=False, gathered_slots=4))
+    for _ in range(2):
+        found = ahead_in(model)
+    assert found == (expected(3), expected(3))
+
+
+@on_ranks(2)
+def test_listed_modules_are_gathered_ahead() -> None:
+    model = Watched()
+    for block in model.blocks:
+        sw.fully_shard(block)
+    sw.fully_shard(model)
+    blocks = model.blocks
+    for index in range(4):
+        blocks[index].set_modules_to_forward_prefetch([blocks[index + 1], blocks[index + 2]])
+        blocks[index + 2].set_modules_to_backward_prefetch([blocks[index]])  # the one between is gathered first
+    blocks[4].set_modules_to_forward_prefetch([])
+    for _ in range(2):
+        found = ahead_in(model)
+    assert found == ([2, 2, 2, 2, 1, 0], [2, 2, 2, 2, 1, 0])
+    trace = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in model.events]
+    seen = probe(model)
+    assert trace == [tuple(event) for event in seen.predicted_collectives()]
+    assert sum(slot.nbytes for slot in seen.slots) == seen.predicted_bytes()["gathered"]
+
+
+@pytest.mark.parametrize("field", ["forward_prefetch", "backward_prefetch"])
+def test_depths_that_cannot_be_honoured_are_refused(field: str) -> None:
+    for value in (-1, "two", 1.5, True):
+        with pytest.raises(PlanError, match=f"{field}="):
+            ParallelPlan(**{field: value})
+    for options in ({"gathered_slots": 2}, {"quantized_gather": "int8"}):
+        with pytest.raises(PlanError, match=f"{field}=2 with"):
+            ParallelPlan(**{field: 2}, **options)
+    assert ParallelPlan(**{field: 2}, gathered_slots=3).prefetch == (2, 2)  # as the message says

@@ -47,6 +47,8 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "accumulation",
         "pipeline",
         "merge_units",
+        "forward_prefetch",
+        "backward_prefetch",
         "gathered_slots",
         "gradient_buffers",
         "keep_buffers",

@@ -111,15 +111,16 @@ def test_whatever_path_a_rank_takes_everything_agreed_is_issued_and_everything_i
 def test_what_is_upcoming_is_what_comes(path):
     order = AgreedOrder()
     order.start()
-    assert order.upcoming() is None
+    assert order.upcoming() == []
     follow(order, path)
     order.start()
     for index, unit in enumerate(path):
-        assert order.upcoming() == unit
+        assert order.upcoming() == [unit]
+        assert list(order.upcoming(3)) == path[index : index + 3]
         assert order.remaining(unit) == path[index:].count(unit)
         assert not order.is_last(unit)
         order.reach(unit)
-    assert order.upcoming() is None
+    assert order.upcoming() == []
     assert order.is_last(path[-1])
     assert not order.is_last(path[-1] + 1)
 

@@ -389,8 +389,7 @@ class _UnitMethod(Uncopyable):
     """A method that ``fully_shard`` adds to a module; it holds the module by weak reference.
 
     What FSDP2 asks to be told and is so here anyway is taken and changes nothing: every backward waits for its
-    reductions (``set_is_last_backward``) and releases the units (``set_reshard_after_backward``), and units are
-    gathered ahead in the order that the first step has recorded (``set_modules_to_forward_prefetch``).
+    reductions (``set_is_last_backward``) and releases the units (``set_reshard_after_backward``).
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -455,14 +454,26 @@ class _UnitMethod(Uncopyable):
     ) -> None:
         """Nothing to set: units are released after backward, and gathered again by the next forward."""
 
-    def _set_modules_to_forward_prefetch(self, _engine: Engine, unit: Unit, modules: Sequence[nn.Module]) -> None:
-        """Nothing to set: one unit is gathered ahead, in the order that the first step has recorded."""
+    def _set_modules_to_forward_prefetch(self, engine: Engine, unit: Unit, modules: Sequence[nn.Module]) -> None:
+        """While ``unit`` computes, gather these units, in the order that the first step has recorded.
+
+        Units that come before one of them are gathered first. An empty list gathers none ahead.
+        """
+        engine.settle(self._name)
+        listed = []
         for module in modules:
-            if attachment_of(module) is None:
+            attachment = attachment_of(module)
+            if attachment is None or attachment.engine is not engine:
                 raise StateError(
-                    f"{self._name}() of unit {unit.name!r} got a {type(module).__name__} that is no unit.\n"
-                    "  Pass modules that sw.fully_shard was called for."
+                    f"{self._name}() of unit {unit.name!r} got a {type(module).__name__} that is no unit of the same"
+                    " model.\n"
+                    "  Pass modules that sw.fully_shard was called for, after the call for the outermost module."
                 )
+            listed.append(attachment.unit.index)
+        forward, backward = unit.ahead
+        is_backward = "backward" in self._name
+        unit.ahead = (forward, frozenset(listed)) if is_backward else (frozenset(listed), backward)
+        build.make_room_ahead(engine, len(listed))
 
     _set_modules_to_backward_prefetch = _set_modules_to_forward_prefetch
 

@@ -247,6 +247,7 @@ def engine_options(plan: ParallelPlan, device_type: str) -> EngineOptions:
         accumulates_sharded=_accumulates_sharded(plan),
         defers_replicate=plan.accumulation == "defer_replicate",
         num_slots=plan.num_slots,
+        prefetch=plan.prefetch,
         num_gradient_buffers=plan.gradient_buffers,
         keeps_buffers=keeps_buffers(device_type, wanted=plan.keep_buffers),
         recompute=plan.recompute,

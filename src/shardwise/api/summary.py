@@ -312,7 +312,7 @@ def unit_facts(engine: Engine) -> dict[int, UnitFacts]:
     for group in group_facts(engine):
         facts.setdefault(group.unit, []).append(group)
     return {
-        unit.index: UnitFacts(unit.name, unit.family, facts.get(unit.index, []), unit.recomputed_in)
+        unit.index: UnitFacts(unit.name, unit.family, facts.get(unit.index, []), unit.recomputed_in, unit.ahead)
         for unit in engine.units
     }
 

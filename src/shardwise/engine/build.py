@@ -16,13 +16,14 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
 from shardwise.engine.hooks import AfterForward, BeforeForward, gradient_hook
+from shardwise.engine.pool import SlotPool
 from shardwise.engine.unit import Member, Owner, Unit
 from shardwise.spec.chain import merged_name
 from shardwise.spec.facts import EngineOptions, GroupFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.activations import eager_numel
-from shardwise.spec.memory.footprint import size_class
+from shardwise.spec.memory.footprint import size_class, slots_per_class
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import NO_QUANTIZATION
@@ -95,6 +96,7 @@ def make_unit(
     is_root = tuple(modules) == ("",)
     reshards, inner_size = options.reshards(default=not row.keeps_gathered and not is_root)
     unit = Unit(merged_name(tuple(modules)) or ROOT, modules, reshards=reshards, inner_size=inner_size)
+    unit.ahead = options.prefetch
     kinds: dict[Kind, list[OwnedParameter]] = {}
     for path in modules:
         for entry in owned[path]:
@@ -146,6 +148,7 @@ def make_unit(
             num_ranks=comms.num_ranks,
             holds_part=is_part or (group_row.shards_optimizer and layout.size > 1),
             num_slots=options.num_slots,
+            num_ahead=max(options.prefetch),
         )
         shards = [entry.parameter for entry in entries]
         group = Group(unit, facts, form_of(facts, offload), over, shards, as_part=as_part)
@@ -227,6 +230,8 @@ def _relate(units: Sequence[Unit]) -> None:
 
 def _deal_slots(engine: Engine) -> None:
     """Give every group its slot, and make the full parameters there."""
+    num_ahead = max((group.facts.num_ahead for group in engine.groups), default=1)
+    engine.slots.slots_per_class = slots_per_class(engine.options.num_slots, num_ahead)
     slots = {group: engine.slots.hold(group.master) for group in engine.groups if group.is_alone}
     gathered = [(u, group) for u in engine.units for group in u.groups if group.uses_slot and not group.is_alone]
     together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
@@ -241,6 +246,16 @@ def _deal_slots(engine: Engine) -> None:
         group.use_slot(slots.get(group))
     for slot in engine.slots.slots:
         slot.owner = None  # where slots are not kept, this frees them
+
+
+def make_room_ahead(engine: Engine, num_ahead: int) -> None:
+    """Between steps: deal slots anew, where more units are to be gathered ahead than there are slots for."""
+    if num_ahead <= max((group.facts.num_ahead for group in engine.groups), default=1):
+        return
+    for group in engine.groups:
+        group.facts = dataclasses.replace(group.facts, num_ahead=num_ahead)
+    engine.slots = SlotPool(keeps=engine.options.keeps_buffers)
+    _deal_slots(engine)
 
 
 def _slot_key(unit: Unit, group: Group) -> Hashable:

@@ -39,7 +39,6 @@ from shardwise.engine.pool import GradientPool, SlotPool
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
 from shardwise.spec.facts import EngineOptions
-from shardwise.spec.memory.footprint import SLOTS_PER_CLASS
 from shardwise.spec.order import AgreedOrder, Entry, Paths
 from shardwise.spec.placement import Placements
 
@@ -139,7 +138,7 @@ class Engine:
         self.step = Step()
         self.shared: dict[Hashable, Any] = {}
         self.host_waits: tuple[Callable[[], None], ...] = ()
-        self.slots = SlotPool(options.num_slots or SLOTS_PER_CLASS, keeps=options.keeps_buffers)
+        self.slots = SlotPool(keeps=options.keeps_buffers)
         self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one, keeps=options.keeps_buffers)
         self.forward, self.backward = Forward(), Backward()
         self.orders = self._make_orders()
@@ -231,7 +230,7 @@ class Engine:
         self.unshard(unit, ahead=self.orders.gathers)
         unit.is_unused = False
         member.swap_in()
-        self._prefetch(self.orders.gathers)
+        self._prefetch(unit, self.orders.gathers)
         begin(calls.labels, "forward", unit.name)
 
     def after_forward(self, unit: Unit, member: Member, output: object, path: str = "") -> None:
@@ -393,7 +392,7 @@ class Engine:
             self._issue_gather(unit)
         # Packed gathers use one buffer in turn.
         if ahead is not None and not any(group.facts.sent_as for group in unit.groups):
-            self._prefetch(ahead)
+            self._prefetch(unit, ahead)
         self.wait(unit)
 
     def _issue_gather(self, unit: Unit) -> None:
@@ -458,23 +457,31 @@ class Engine:
             unit.handles.clear()
         unit.move_to(State.UNSHARDED)
 
-    def _prefetch(self, order: AgreedOrder) -> None:
-        """Issue the gather of the unit that comes next, unless its slot's owner computes or is entered by backward."""
-        index = order.upcoming()
-        if index is None:
-            return
-        unit = self.units[index]
-        if unit.calls.frames or unit.state is State.UNSHARDING or unit.state is State.REDUCING:
-            return
-        if unit.state is State.UNSHARDED and (self.backward.is_under_way or self._is_current(unit)):
-            return
+    def _prefetch(self, unit: Unit, order: AgreedOrder) -> None:
+        """While ``unit`` computes, issue the gathers of those that come next, up to one that has to wait."""
+        waiting: list[Unit] = []
+        for index in order.upcoming(unit.ahead[order.is_backward]):
+            following = self.units[index]
+            if following.state is State.REDUCING or not self._has_room(following, waiting):
+                return
+            is_there = following.calls.frames or following.state is State.UNSHARDING
+            if following.state is State.UNSHARDED and (self.backward.is_under_way or self._is_current(following)):
+                is_there = True
+            if not is_there:
+                self._issue_gather(following)
+            waiting.append(following)
+
+    def _has_room(self, unit: Unit, waiting: Sequence[Unit]) -> bool:
+        """No owner of the unit's slots computes, is entered by backward, or waits for an earlier turn."""
         for group in unit.groups:
             holder = group.slot.owner if group.slot is not None else None
             if holder is not None and holder is not group:
                 other = holder.unit
                 if other.calls.frames or other is self.backward.active or other in self.backward.entered:
-                    return
-        self._issue_gather(unit)
+                    return False
+                if other in waiting:
+                    return False
+        return True
 
     def _ensure(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
         """Have the unit's parameters there, inside a backward, without taking part in the order."""
@@ -526,7 +533,7 @@ class Engine:
             self._enter(self.units[index])
         self._enter(unit, ahead=self.orders.entries)
         unit.is_unused = False
-        self._prefetch(self.orders.entries)
+        self._prefetch(unit, self.orders.entries)
 
     def on_use_outside(self, group: Group, index: int, grad: Tensor) -> None:
         """Backward has brought a gradient for a shard that is the whole parameter: it was used outside of its unit."""

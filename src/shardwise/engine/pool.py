@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.spec.memory.footprint import SLOTS_PER_CLASS
+from shardwise.spec.memory.footprint import slots_per_class as default_slots
 
 if TYPE_CHECKING:
     from shardwise.engine.group import Group
@@ -83,7 +83,7 @@ class SlotPool:
     a class has at least as many slots as such a module has groups of it.
     """
 
-    def __init__(self, slots_per_class: int = SLOTS_PER_CLASS, *, keeps: bool = True) -> None:
+    def __init__(self, slots_per_class: int = default_slots(), *, keeps: bool = True) -> None:
         self.slots_per_class = slots_per_class
         self._keeps = keeps
         self.slots: list[Slot] = []

@@ -26,6 +26,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.spec.errors import StateError
+from shardwise.spec.order import Ahead
 
 if TYPE_CHECKING:
     from shardwise.comm.base import Handle
@@ -215,6 +216,7 @@ class Unit:
     Attributes:
         family: Numbers of the units around it, of those in it, and its own.
         recomputed_in: A module around it whose forward is run again in backward.
+        ahead: Units that are gathered ahead while this one computes, in forward and in backward.
         is_resident: Its parameters are replicated and never released.
         has_swapped_in: All members together have swapped in, and none has swapped out since.
         shows_logical_state: The modules hold whole tensors: ``state_dict()`` and the like are right.
@@ -237,6 +239,7 @@ class Unit:
         self.groups: list[Group] = []
         self.reshards_after_forward = reshards
         self.recomputed_in: str | None = None
+        self.ahead: tuple[Ahead, Ahead] = (1, 1)
         self.inner_size = inner_size if reshards else None
         self.is_resident = False
         self.state = State.SHARDED

@@ -110,6 +110,7 @@ def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
         quantization=plan.quantization,
         optimizer_tensors=workload.optimizer_tensors,
         num_slots=plan.num_slots,
+        prefetch=plan.prefetch,
         num_gradient_buffers=plan.gradient_buffers,
         accumulation=_accumulation(plan, workload),
         is_pipeline=plan.pp > 1,

@@ -149,7 +149,9 @@ class Rank:
             ):
                 behind = part.count - 1 - index  # units of this part whose backward is over
                 ahead = unit if index else following
-                prefetched = ahead.gathered if ahead is not None and shards and rules.num_slots != 1 else 0.0
+                prefetched = 0.0
+                if ahead is not None and shards and rules.num_slots != 1:
+                    prefetched = ahead.gathered * min(rules.prefetch[1], place + index)
                 left = below - behind * part.kept  # of this unit and those before it
                 left += beside - part.kept  # now without this one's own, but with what comes back for the next
                 gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))

@@ -16,11 +16,11 @@ from shardwise.spec.chain import Mergeable, default_limit, merge
 from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import (
-    SLOTS_PER_CLASS,
     Footprint,
     Replicas,
     footprint,
     packed_buffer_bytes,
+    slots_per_class,
     stage_bytes,
 )
 from shardwise.spec.placement import PRESETS, Placements
@@ -80,7 +80,8 @@ class Rules:
         offload: What is kept on the host.
         quantization: What is held or sent in fewer bytes.
         optimizer_tensors: State tensors per parameter.
-        num_slots: Slots with which units of every size take turns; 0: two for each size.
+        num_slots: Slots with which units of every size take turns; 0: each size has its own.
+        prefetch: How many units are gathered ahead in forward and in backward.
         num_gradient_buffers: Most gradient buffers for each size class.
         accumulation: How microbatches are added up; ``None``: there is one.
         is_pipeline: Units stay gathered until the last microbatch's backward.
@@ -104,6 +105,7 @@ class Rules:
     quantization: Quantization = NO_QUANTIZATION
     optimizer_tensors: float = 2
     num_slots: int = 0
+    prefetch: tuple[int, int] = (1, 1)
     num_gradient_buffers: int = 2
     accumulation: str | None = None
     is_pipeline: bool = False
@@ -173,7 +175,7 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
         rules: How they are placed.
     """
     of_root, placed = _placed(root, merged_runs(root, runs, rules), rules)
-    few = max(rules.num_slots or SLOTS_PER_CLASS, rules.num_gradient_buffers) + 2
+    few = max(slots_per_class(rules.num_slots, max(rules.prefetch)), rules.num_gradient_buffers) + 2
     if rules.receives and rules.num_gradient_buffers > 2:  # receive buffers are then made in turns that never settle
         few = max((run.count for run in placed), default=0)
     least = [min(run.count, few) for run in placed]
@@ -337,6 +339,7 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
         keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(row),
         ep=ep,
         num_slots=rules.num_slots,
+        num_ahead=max(rules.prefetch),
     )
 
 

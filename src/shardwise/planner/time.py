@@ -384,6 +384,7 @@ class Timing:
             num_microbatches=self.num_microbatches,
             accumulation=self._accumulation,
             num_slots=self.plan.num_slots,
+            prefetch=self.plan.prefetch,
             num_gradient_buffers=self.plan.gradient_buffers,
             slowdown=self._slowdown,
         )

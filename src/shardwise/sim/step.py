@@ -149,6 +149,7 @@ def simulate_step(
     num_microbatches: int = 1,
     accumulation: str = "sharded",
     num_slots: int = 0,
+    prefetch: tuple[int, int] = (1, 1),
     num_gradient_buffers: int = 2,
     optimizer_s: float = 0.0,
     slowdown: Slowdown = NO_SLOWDOWN,
@@ -163,6 +164,7 @@ def simulate_step(
         accumulation: ``"sharded"``: every backward reduces; ``"unsharded"``: the last one alone; ``"defer_replicate"``:
             every backward, on ``dp_replicate`` the last one alone.
         num_slots: As in ``EngineOptions``; with 1 no unit is gathered while another one computes.
+        prefetch: As in ``EngineOptions``.
         num_gradient_buffers: As in ``EngineOptions``.
         optimizer_s: The optimizer's step after the last backward, and what else follows it.
         slowdown: How much longer work takes where computation and communication overlap.
@@ -186,6 +188,7 @@ def simulate_step(
             reduces=is_last or accumulation != "unsharded",
             is_first_of_window=is_first,
             has_one_slot=num_slots == 1,
+            ahead=prefetch,
         )
         is_gathered = row.shards_optimizer and (row.shards_parameters or is_first)
         timelines.append(
@@ -206,12 +209,14 @@ def chain_moments(
     reduces: bool,
     is_first_of_window: bool,
     has_one_slot: bool = False,
+    ahead: tuple[int, int] = (1, 1),
 ) -> tuple[Moment, ...]:
     """The moments of a microbatch of a root (unit 0) and a chain of units in it."""
     units = {
         unit: Moves(
             str(unit),
             frozenset({0, unit}) if unit else range(num_units),
+            ahead=ahead,
             is_released=releases and unit > 0,
             is_freed=shards_parameters,
             is_trained=unit in trained,

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from shardwise.spec.granularity import ELEMENT, Granularity
 from shardwise.spec.layout import GroupLayout, ReduceLayout
+from shardwise.spec.order import Ahead
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import (
     FULL_PRECISION,
@@ -51,7 +52,8 @@ class GroupFacts:
         ep: Ranks that hold different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
         num_ranks: Ranks over whose batches gradients are averaged.
         holds_part: Other ranks hold other parts of the model's gradients, of this group's or of other parameters.
-        num_slots: Slots with which groups of every size take turns; 0: two for each size.
+        num_slots: Slots with which groups of every size take turns; 0: each size has its own.
+        num_ahead: Most units that are gathered ahead of their turn.
     """
 
     unit: int
@@ -75,6 +77,7 @@ class GroupFacts:
     num_ranks: int = 1
     holds_part: bool = False
     num_slots: int = 0
+    num_ahead: int = 1
 
     def place(self, rank: int) -> int:
         """Place of rank ``rank`` of ``dp_shard`` among those that share the group; other methods take it."""
@@ -222,12 +225,14 @@ class UnitFacts:
         family: Numbers of the units that enclose it, that it encloses, and its own.
         groups: The unit's groups.
         recomputed_in: Name of a module around the unit that is recomputed in backward.
+        ahead: Units that are gathered ahead while this one computes, in forward and in backward.
     """
 
     name: str
     family: frozenset[int]
     groups: Sequence[GroupFacts]
     recomputed_in: str | None = None
+    ahead: tuple[Ahead, Ahead] = (1, 1)
 
     @property
     def is_released(self) -> bool:
@@ -268,7 +273,9 @@ class EngineOptions:
             says (ddp and zero1 keep local sums, the others reduce every time).
         defers_replicate: Reduce every backward inside its group of ``dp_shard``; inside ``gradient_sync(model, False)``
             not over ``dp_replicate``.
-        num_slots: Slots with which gathered units of every size take turns; 0: two for each size.
+        num_slots: Slots with which gathered units of every size take turns; 0: each size has as many as ``prefetch``
+            needs, at least two.
+        prefetch: How many units are gathered ahead in forward and in backward.
         num_gradient_buffers: Full-size gradient buffers per size class: two let a reduction run while the next unit's
             gradients are collected.
         keeps_buffers: Slots, gradient buffers and what ``.grad`` lives in stay allocated from step to step.
@@ -285,6 +292,7 @@ class EngineOptions:
     accumulates_sharded: bool | None = None
     defers_replicate: bool = False
     num_slots: int = 0
+    prefetch: tuple[int, int] = (1, 1)
     num_gradient_buffers: int = 2
     keeps_buffers: bool = True
     recompute: RecomputePolicy | None = None

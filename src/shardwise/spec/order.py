@@ -77,6 +77,7 @@ class AgreedOrder:
     Attributes:
         is_open: This pass is negotiated, and peers wait for this rank's next word.
         was_open: A pass since this was last set to ``False`` has been negotiated.
+        is_backward: As given.
         is_settled: Some rank has run all units of the order in one pass, so that nothing in it is a guess.
     """
 
@@ -90,7 +91,7 @@ class AgreedOrder:
     ) -> None:
         self._peers = peers
         self._expected = frozenset(expected)
-        self._is_backward = is_backward
+        self.is_backward = is_backward
         self._order: list[int] = []
         self._used_in: list[int] = []  # by place: the last pass in which this rank ran the unit there
         self._pass = 0
@@ -146,7 +147,7 @@ class AgreedOrder:
     @property
     def _ends_with_word(self) -> bool:
         """Ranks exchange a word at the end of this pass. The same on every rank."""
-        return not self._is_backward and bool(not self.is_settled or self.missing) and self._may_ask
+        return not self.is_backward and bool(not self.is_settled or self.missing) and self._may_ask
 
     @property
     def missing(self) -> frozenset[int]:
@@ -221,7 +222,7 @@ class AgreedOrder:
             if not wanted:
                 return
             self.was_open = True
-            turn = max(wanted) if self._is_backward else min(wanted)
+            turn = max(wanted) if self.is_backward else min(wanted)
             for (_, tail), word in zip(self._tails, words, strict=True):
                 if word.wants == turn:
                     tail.append(turn)
@@ -285,7 +286,7 @@ class AgreedOrder:
         for kind, start, stop, new_start, new_stop in matcher.get_opcodes():
             ours, theirs = list(known[start:stop]), new[new_start:new_stop]
             while kind != "equal" and ours and theirs:
-                is_first = (ours[0][0] > theirs[0][0]) is self._is_backward
+                is_first = (ours[0][0] > theirs[0][0]) is self.is_backward
                 merged.append((ours if is_first else theirs).pop(0))
             merged += theirs or ours
         return [entry for place, entry in enumerate(merged) if not place or merged[place - 1][0] != entry[0]]
@@ -346,9 +347,11 @@ class AgreedOrder:
         """Whether ``unit`` has a place in the order."""
         return unit in self._order
 
-    def upcoming(self) -> int | None:
-        """The unit expected next, or ``None`` at the end or while nothing is known."""
-        return self._order[self._cursor] if self._cursor < len(self._order) else None
+    def upcoming(self, ahead: Ahead = 1) -> Sequence[int]:
+        """The units expected next (:func:`units_ahead`); none at the end or while nothing is known."""
+        if isinstance(ahead, int):
+            return self._order[self._cursor : self._cursor + ahead]
+        return units_ahead(self._order[self._cursor :], ahead)
 
     def remaining(self, unit: int) -> int:
         """How often ``unit`` is still expected in this pass."""
@@ -357,6 +360,17 @@ class AgreedOrder:
     def is_last(self, unit: int) -> bool:
         """The cursor stands at the end of a recorded pass, just behind ``unit``."""
         return self._recorded and self._cursor == len(self._order) > 0 and self._order[-1] == unit
+
+
+#: Units that are gathered ahead of their turn: so many, or up to the last one of these.
+Ahead = int | frozenset[int]
+
+
+def units_ahead(later: Sequence[int], ahead: Ahead) -> Sequence[int]:
+    """Those of the units that come later which are gathered now, in their order."""
+    if isinstance(ahead, int):
+        return later[:ahead]
+    return later[: max((later.index(unit) + 1 for unit in ahead if unit in later), default=0)]
 
 
 #: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).

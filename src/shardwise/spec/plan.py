@@ -113,9 +113,13 @@ class ParallelPlan:
         merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` are gathered and reduced together up to
             this many bytes of parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB (on CUDA 1 MiB a rank
             if that is more), and at most an eighth of the model (``spec.chain``). ``False``: every unit by itself.
-        gathered_slots: How many slots gathered units take turns with. ``"auto"``: two for each size of unit: one is
-            gathered while another computes. A number: so many for units of every size, as large as the largest unit
-            that has a turn; 1 takes the least memory, and every gather is waited for.
+        forward_prefetch: How many units are gathered ahead of their turn in forward, in the order that the first step
+            has recorded. ``"auto"``: one, or where ``gathered_slots`` is a number, as many as have a slot. More hide
+            slow gathers behind several small units; each one ahead takes the memory of one more gathered unit.
+        backward_prefetch: The same in backward.
+        gathered_slots: How many slots gathered units take turns with. ``"auto"``: for each size of unit one more than
+            are gathered ahead. A number: so many for units of every size, as large as the largest unit that has a turn;
+            1 takes the least memory, and every gather is waited for.
         gradient_buffers: Number of full-size gradient buffers for each size of unit. With n, the gradients of a unit
             are collected while those of the n - 1 units before are being reduced; 1 takes the least memory.
         keep_buffers: ``True``: memory of gathered units, gradient buffers and gradients stays allocated from step to
@@ -162,6 +166,8 @@ class ParallelPlan:
     accumulation: str = "auto"
     pipeline: PipelinePolicy | Mapping[str, Any] | str | None = None
     merge_units: str | bool | int = "auto"
+    forward_prefetch: str | int = "auto"
+    backward_prefetch: str | int = "auto"
     gathered_slots: str | int = "auto"
     gradient_buffers: int = 2
     keep_buffers: str | bool = "auto"
@@ -249,6 +255,7 @@ class ParallelPlan:
                 f"gathered_slots={self.gathered_slots!r}: expected 'auto' or a positive integer.\n"
                 "  Leave it at 'auto', or use 1 for the least memory."
             )
+        self._check_prefetch()
         if not is_positive(self.gradient_buffers):
             raise PlanError(
                 f"gradient_buffers={self.gradient_buffers!r}: expected a positive integer.\n"
@@ -418,10 +425,42 @@ class ParallelPlan:
         """The most bytes of parameters in a merged unit; 0: no merging, ``None``: depends on the model's size."""
         return None if self.merge_units == "auto" else int(self.merge_units)
 
+    def _check_prefetch(self) -> None:
+        for name in ("forward_prefetch", "backward_prefetch"):
+            value = getattr(self, name)
+            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise PlanError(
+                    f"{name}={value!r}: expected 'auto' or the number of units that are gathered ahead.\n"
+                    "  Leave it at 'auto', or use 2 where gathers of small units are slow."
+                )
+            if value == "auto" or value < 2:
+                continue
+            if 0 < self.num_slots <= value:
+                raise PlanError(
+                    f"{name}={value} with gathered_slots={self.num_slots}: the unit that computes and each one ahead"
+                    f" need a slot.\n  Leave gathered_slots at 'auto', or set gathered_slots={value + 1}."
+                )
+            if self._gathers_packed:
+                raise PlanError(
+                    f"{name}={value} with quantized parameters: packed gathers use one receive buffer in turn.\n"
+                    f"  Leave {name} at 'auto', or quantized_gather and quantize_frozen at 'none'."
+                )
+
     @property
     def num_slots(self) -> int:
-        """Slots that gathered units of every size take turns with; 0: two for each size."""
+        """Slots that gathered units of every size take turns with; 0: each size has its own."""
         return 0 if isinstance(self.gathered_slots, str) else self.gathered_slots
+
+    @property
+    def _gathers_packed(self) -> bool:
+        return self.quantized_gather != "none" or self.quantize_frozen != "none"
+
+    @property
+    def prefetch(self) -> tuple[int, int]:
+        """How many units are gathered ahead in forward and in backward."""
+        default = 1 if self._gathers_packed else max(self.num_slots - 1, 1)
+        forward, backward = self.forward_prefetch, self.backward_prefetch
+        return default if isinstance(forward, str) else forward, default if isinstance(backward, str) else backward
 
     def mesh(self, world_size: int, local_size: int | None = None) -> Mesh:
         """The mesh of this plan.

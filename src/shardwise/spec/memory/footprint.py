@@ -41,8 +41,15 @@ from shardwise.spec.layout import ParamSpec, flat_ranges
 #: Bytes of an optimizer's state of a parameter: its name, the elements of which a rank has state, bytes of each.
 StateBytes = Callable[[str, int, int], int]
 
-#: Slots per size class for gathered units.
-SLOTS_PER_CLASS = 2
+
+def slots_per_class(num_slots: int = 0, num_ahead: int = 1) -> int:
+    """Slots that gathered groups of a class take turns with: one computes, the others are gathered ahead.
+
+    Args:
+        num_slots: The plan's number; 0: as many as prefetching needs, at least two.
+        num_ahead: Most units gathered ahead.
+    """
+    return num_slots or 1 + max(num_ahead, 1)
 
 
 def size_class(numel: int) -> int:
@@ -187,7 +194,7 @@ def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
 
 
 def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0) -> int:
-    """Bytes of the slots: ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable, axis), used in turn.
+    """Bytes of the slots: ``slots_per_class()`` for each (depth, size class, dtype, trainable, axis), used in turn.
 
     Where groups have a number of slots (``GroupFacts.num_slots``), those of every size take turns with so many.
     A class has more slots where more of its groups are recomputed together. Slices that units keep over an inner group
@@ -201,7 +208,7 @@ def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0) -> int:
         if group.is_resident or group.is_alone:
             continue
         numel, item = group.layout.numel, group.gather_item_bytes
-        limits[key := _slot_key(group)] = group.num_slots or SLOTS_PER_CLASS
+        limits[key := _slot_key(group)] = slots_per_class(group.num_slots, group.num_ahead)
         together[key, group.recomputed_in] += 1
         if group.inner_size:
             total += group.inner_numel(group.place(rank)) * item

@@ -7,8 +7,9 @@
     backward   wait 0, backward 0, gather 2, wait 3, backward 3, reduce 3, gather 1, wait 2, backward 2, advance 3,
                reduce 2, wait 1, backward 1, end of backward, advance 2, reduce 1, advance 1, reduce 0, advance 0
 
-The gather of the unit that comes next is issued before this one's is waited for (the prefetch, one unit ahead). A unit
-is reduced when backward enters one that neither encloses it nor lies in it; the reductions before are waited for then.
+The gather of the unit that comes next is issued before this one's is waited for (the prefetch, here one unit ahead). A
+unit is reduced when backward enters one that neither encloses it nor lies in it; the reductions before are waited for
+then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
+
+from shardwise.spec.order import Ahead, units_ahead
 
 
 class What(Enum):
@@ -64,6 +67,10 @@ class UnitMoves(Protocol):
         """Name of a module around the unit that is recomputed in backward."""
 
     @property
+    def ahead(self) -> tuple[Ahead, Ahead]:
+        """Units that are gathered ahead while this one computes, in forward and in backward."""
+
+    @property
     def is_released(self) -> bool:
         """Its parameters are released between forward and backward."""
 
@@ -87,6 +94,7 @@ class Moves:
     name: str
     family: Collection[int]
     recomputed_in: str | None = None
+    ahead: tuple[Ahead, Ahead] = (1, 1)
     is_released: bool = True
     is_freed: bool = True
     is_trained: bool = True
@@ -141,8 +149,7 @@ class Walk:
                 self._resident.discard(left)
                 self._kept.add(left)
             self._need(unit)
-            if place + 1 < len(order):
-                self._prefetch(order[place + 1], [unit])
+            self._prefetch(units_ahead(order[place + 1 :], self._units[unit].ahead[0]), [unit])
             self._note(What.WAIT, unit)
             self._note(What.FORWARD, unit)
             left = unit
@@ -158,8 +165,7 @@ class Walk:
             self._need(unit)
             if unit not in self._entered:
                 self._entered.append(unit)
-            if later:
-                self._prefetch(later[0], [unit, *self._entered])
+            self._prefetch(units_ahead(later, self._units[unit].ahead[1]), [unit, *self._entered])
             self._note(What.WAIT, unit)
             self._recompute(unit)
             self._note(What.BACKWARD, unit)
@@ -193,10 +199,12 @@ class Walk:
                         self._need(unit)
                         self._note(What.WAIT, unit)
 
-    def _prefetch(self, unit: int, computing: Sequence[int]) -> None:
-        """Gather the unit that comes next, unless one that computes has the only slot that it could take."""
-        wanted = self._units[unit].only_slots
-        if not any(wanted & self._units[other].only_slots for other in computing if other != unit):
+    def _prefetch(self, units: Sequence[int], computing: Sequence[int]) -> None:
+        """Gather the units that come next, up to one whose only slot belongs to a unit that computes."""
+        for unit in units:
+            wanted = self._units[unit].only_slots
+            if any(wanted & self._units[other].only_slots for other in computing if other != unit):
+                return
             self._need(unit)
 
     def _need(self, unit: int) -> None:
