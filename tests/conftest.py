@@ -36,17 +36,11 @@ ON_TRANSPORTS = (
 )
 TRANSPORTS = ("in-order", "early-free")
 #: Layouts and agreed orders, which `make test` repeats on 3 ranks: beginnings of paths in tests/. Any other repetition
-#: is marked long on another number of ranks than 2 (than the smallest, where 2 is not among them).
+#: is marked long, but for the smallest number of ranks above 1.
 ON_THREE = (
     *("comm/", "engine/test_disagreement", "engine/test_gathered_slots", "engine/test_layer_drop"),
-    *(
-        "engine/test_parameters",
-        "engine/test_parity",
-        "engine/test_slots",
-        "engine/test_tied_weights",
-        "engine/test_trace_of_steps",
-    ),
-    *("optim/test_granularity_ranks", "optim/test_muon", "state/test_logical_state"),
+    *("engine/test_parameters", "engine/test_parity", "engine/test_slots", "engine/test_tied_weights"),
+    *("engine/test_trace_of_steps", "optim/test_granularity_ranks", "optim/test_muon", "state/test_logical_state"),
 )
 #: A module in which one of these stands starts processes that take seconds: no part of a quick look (``--quick``).
 STARTS = re.compile(r"on_ranks\(|train_here|launch\.elastic|pytestmark = pytest\.mark\.(slow|long)")
@@ -128,7 +122,9 @@ def _mark_repetitions(items: list[pytest.Item]) -> None:
             key = (item.path, item.originalname, tuple(sorted((name, repr(value)) for name, value in params.items())))
             worlds.setdefault(key, {})[world] = item
     for (path, *_), found in worlds.items():
-        kept = {2 if 2 in found else min(found)} | ({3} if _place(path).startswith(ON_THREE) else set())
+        kept = {min(found, key=lambda world: (world == 1, world))} | (
+            {3} if _place(path).startswith(ON_THREE) else set()
+        )
         for world, item in found.items():
             if world not in kept:
                 item.add_marker(pytest.mark.long)
