@@ -113,6 +113,20 @@ def test_gradients_with_a_graph_are_refused_under_ddp():
     gradient_penalty(model, 0, 0).backward()
 
 
+@on_ranks(2)
+def test_derivatives_by_sharded_parameters_are_refused_in_favour_of_backward():
+    for strategy in ("zero1", "zero3"):
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
+        x = sample(0, 0).requires_grad_()
+        loss = model(x).square().mean()
+        for inputs in (model.head.weight, [x, *model.parameters()]):
+            message = refusal(StateError, torch.autograd.grad, loss, inputs, allow_unused=True, retain_graph=True)
+            assert message.startswith("torch.autograd.grad() by parameters of a parallelized model")
+            assert message.endswith("Call loss.backward(), and read .grad.")
+        loss.backward()
+        assert all(p.grad is not None or 0 in p.shape for p in model.parameters())
+
+
 # -- weights from outside
 
 

@@ -241,8 +241,8 @@ def _way_of(func: Callable[..., Any]) -> _Way:
         return _numel
     if name in ("__getitem__", "__setitem__"):
         return _index
-    if name in _READS:
-        return _refuse
+    if name in _READS or func is torch.autograd.grad:
+        return _refuse if name in _READS else _differentiate
     is_of_c = isinstance(func, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType))
     is_kept = _bare(name) in ("copy", "zero", "fill", "detach", "clone") or torch_private.is_pointwise(_bare(name))
     return _derive if is_of_c and is_kept and "foreach" not in name else _watch
@@ -263,6 +263,16 @@ def _numel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
     raise _refusal(func.__name__, args[0])
+
+
+def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    if any(isinstance(each, Shard) for each in inputs):
+        raise StateError(
+            "torch.autograd.grad() by parameters of a parallelized model: its outputs are computed with whole"
+            " parameters that stand in for these shards.\n  Call loss.backward(), and read .grad."
+        )
+    return torch_private.as_plain(func, args, kwargs)
 
 
 def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
