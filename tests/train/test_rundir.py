@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train import folder as rundir
 from shardwise.train.log.metrics import MetricsFile, Record, to_line
+from tests.train.train_here import sets, train_here, train_well
 
 
 def begin(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: x\n")
     return folder
+
+
+def fill_the_disk() -> None:
+    """On a rank: 300 kB are free."""
+    rundir.shutil.disk_usage = lambda _path: mock.Mock(free=300_000)
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    short = sets("train.steps=1", "train.eval_every=null")
+    unsaved = sets("checkpoint.every=null", "checkpoint.final=false")  # as the message says
+    runs = (("--run-dir", "full", *short), ("--run-dir", "unsaved", *short, *unsaved))
+    (code, text), (unsaved_code, _) = train_here(tmp_path, 2, *runs, before=fill_the_disk)
+    assert (code, unsaved_code) == (74, 0)
+    found = re.search(r"a checkpoint has at least ([\d.]+) kB, and the disk of full has 300.0 kB free", text)
+    assert found is not None, text
+    assert "checkpoint.every=null" in text
+    assert not (tmp_path / "full" / "metrics.jsonl").exists() or not (tmp_path / "full" / "metrics.jsonl").read_text()
+    train_well(tmp_path, 2, ("--run-dir", "room", *short))
+    saved = sum(path.stat().st_size for path in (tmp_path / "room/checkpoints/step-00000001").iterdir())
+    assert 0.8 * saved < 1000 * float(found[1]) < saved
 
 
 def test_new_runs_are_numbered_and_resume_means_the_newest(tmp_path: Path) -> None:

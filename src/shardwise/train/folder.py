@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardwise.checkpoint.folder import RefusedError, open_folder, open_for_read
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS, RUN_ID
-from shardwise.spec.text import printable
+from shardwise.spec.text import printable, size
 
 #: Of a run's folder, in characters: its name is part of what checkpoints say of their run.
 _LONGEST_NAME = 200
@@ -38,6 +39,21 @@ def holds_run(directory: Path) -> bool:
         or (directory / METRICS).exists()
         or (checkpoints.is_dir() and any(checkpoints.iterdir()))
     )
+
+
+def check_room(directory: Path, num_bytes: int) -> None:
+    """Refuse a disk on which not one checkpoint of ``num_bytes`` has room: the run would train and save nothing.
+
+    Raises:
+        StorageError: So it is.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise StorageError(
+            f"a checkpoint has at least {size(num_bytes)}, and the disk of {printable(directory)} has {size(free)}"
+            " free.\n  Make room, or name a folder elsewhere (--run-dir). --set checkpoint.every=null --set"
+            " checkpoint.final=false trains without saving."
+        )
 
 
 def choose(

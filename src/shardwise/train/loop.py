@@ -51,7 +51,7 @@ from shardwise.train.log.report import Outcome, Progressed, Report, Speed
 from shardwise.train.microbatches import Microbatches
 from shardwise.train.model.build import build_optimizer, defer_model, objective_of, parameter_groups, set_lr
 from shardwise.train.model.lora import check_base, fingerprint
-from shardwise.train.predicted.memory import PeakTensorBytes, predict
+from shardwise.train.predicted.memory import PeakTensorBytes, least_checkpoint_bytes, predict
 from shardwise.train.predicted.time import predict_step
 from shardwise.train.proof import parity_line
 from shardwise.train.saves import random_state
@@ -125,6 +125,9 @@ class Trainer:
             owned_units(self.model, resolved.mesh, control),
             predict_step(resolved, self.device, control.size),
         )
+        if config.checkpoint.final or config.checkpoint.every is not None:
+            num_bytes = least_checkpoint_bytes(config.optimizer, self.model, self.optimizer)
+            control.on_first(lambda: folder.check_room(directory, num_bytes))
         run_id = control.on_first(lambda: folder.read_run_id(directory) or f"{directory.name}-{secrets.token_hex(4)}")
         self.saves = Checkpoints(
             self.model, directory, run_id=run_id, section=config.checkpoint, control=control, device=device

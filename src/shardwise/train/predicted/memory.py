@@ -108,6 +108,19 @@ def predict(
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
+def least_checkpoint_bytes(section: OptimizerSection, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that a checkpoint has at the least: parameters and optimizer state of what this rank's stage trains."""
+    engine, total = engine_of(model, "least_checkpoint_bytes"), 0
+    states = _state_bytes(section, engine, optimizer)
+    for group in engine.groups:
+        for spec, shard in zip(group.layout.params, group.shards, strict=True):
+            if shard.requires_grad:
+                num_bytes = spec.numel * shard.dtype.itemsize
+                held = states(spec.name, spec.numel, shard.dtype.itemsize) if callable(states) else states * num_bytes
+                total += num_bytes + held
+    return total
+
+
 def _state_bytes(section: OptimizerSection, engine: Engine, optimizer: torch.optim.Optimizer) -> int | StateBytes:
     """State tensors that the optimizer keeps for each parameter; of Muon and of 8-bit states their bytes."""
     if section.name == "adamw8bit":
