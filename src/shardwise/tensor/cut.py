@@ -212,8 +212,10 @@ def known_table(model: nn.Module) -> dict[str, str]:
             for pattern, style in TABLES.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
                 table.setdefault(_join(path, pattern) if pattern else path, style)
     for path, module in model.named_modules():
-        # In transformers 5.10 the table of an instance hides that of its class, which alone has the head.
-        own = [getattr(place, "_tp_plan", None) for place in (module, type(module))]
+        # In transformers 5.10 the table of an instance hides that of its class, which alone has the head. Embeddings
+        # are in neither, so a head that is tied to them stays whole.
+        is_tied = getattr(getattr(module, "config", None), "tie_word_embeddings", False)
+        own = [getattr(place, "_tp_plan", None) for place in ((module,) if is_tied else (module, type(module)))]
         for pattern, style in itertools.chain(*(each.items() for each in own if isinstance(each, Mapping))):
             translation = translated(pattern, style)
             if translation == "colwise_gather_output" and "." not in pattern and has_loss(module):
