@@ -2,8 +2,8 @@
 """The private functions of torch that the engine calls, each with the public alternative that is missing.
 
 Other modules read private names only on lines that are marked ``noqa: SLF001`` (versions of tensors, operators by name,
-registries of modules), import ``torch.utils._pytree``, ``torch.utils._python_dispatch`` and torch's fake tensors, and call
-``torch._foreach_*``. A test keeps the list of modules with marked lines from growing.
+registries of modules), import ``torch.utils._pytree``, ``torch.utils._python_dispatch`` and torch's fake tensors, and
+call ``torch._foreach_*``. A test keeps the list of modules with marked lines from growing.
 """
 
 from __future__ import annotations
