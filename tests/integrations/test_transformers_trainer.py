@@ -220,3 +220,128 @@ def refuse_on_rank(folder: str) -> None:
 
 def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
     run_on_ranks(refuse_on_rank, 2, str(tmp_path), timeout_s=100)
+
+
+def pairs() -> Any:
+    from datasets import Dataset
+
+    asked = [f"what is {n}+{n}? " for n in range(16)]
+    return Dataset.from_dict(
+        {
+            "prompt": asked,
+            "chosen": [f"{2 * n}!" for n in range(16)],
+            "rejected": ["no idea" * (1 + n % 2) for n in range(16)],
+        }
+    )
+
+
+def prefer(folder: str, world: int, kind: Any, *, is_adapted: bool, **given: Any) -> Any:
+    """Direct preference optimization beside the model itself: its adapter is switched off, or a second model."""
+    from peft import LoraConfig
+    from trl import DPOConfig
+
+    from shardwise.train.data.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token = chr(0x100)
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    more = {} if is_adapted else {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+    args = DPOConfig(**settings(folder, world) | {"max_steps": 4, "max_length": 48, "bf16": False} | more)
+    trainer = kind(
+        model=build(),
+        ref_model=None if is_adapted else build(),
+        args=args,
+        train_dataset=pairs(),
+        processing_class=tokenizer,
+        peft_config=adapter if is_adapted else None,
+        **given,
+    )
+    trainer.train()
+    return trainer
+
+
+def prefer_on_rank(folder: str, is_adapted: bool, plan: str) -> tuple[Log, dict[str, Tensor], dict[str, Tensor] | None]:
+    from trl import DPOTrainer
+
+    from shardwise.integrations.transformers import ShardwiseTrainerMixin
+
+    kind = type("Preferrer", (ShardwiseTrainerMixin, DPOTrainer), {})
+    trainer = prefer(folder, 2, kind, is_adapted=is_adapted, plan=plan)
+    reference = None if trainer.ref_model is None else sw.full_state_dict(trainer.ref_model)
+    return logged(trainer), sw.full_state_dict(trainer.model), reference
+
+
+@pytest.mark.parametrize(("is_adapted", "plans"), [(True, ["zero3"]), (False, ["zero3", "zero2"])])
+def test_trl_prefers_by_the_mixin_as_in_one_process(tmp_path: Path, is_adapted: bool, plans: list[str]) -> None:
+    from trl import DPOTrainer
+
+    plain = prefer(str(tmp_path / "plain"), 1, DPOTrainer, is_adapted=is_adapted)
+    assert all(line[1] for line in logged(plain)[:4])
+    for plan in plans:
+        log, state, reference = run_on_ranks(prefer_on_rank, 2, str(tmp_path / plan), is_adapted, plan, timeout_s=200)[
+            0
+        ]
+        print(plan, log, logged(plain))
+        close(log, logged(plain))
+        for expected, found in ((plain.model, state), (plain.ref_model, reference)):
+            for name, value in expected.state_dict().items() if expected is not None else ():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Tokens with one number or one class each, or with other tokens."""
+
+    def __init__(self, kind: str) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(1, 64, (16, 6), generator=generator)
+        self.labels = {
+            "t5": self.ids.flip(1), "regression": torch.randn(16, generator=generator), "classes": self.ids[:, 0] % 2
+        }[kind]  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def build_of(kind: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "t5":
+        sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+        config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+        return transformers.T5ForConditionalGeneration(config)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    more = {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**sizes, **more, num_labels=1 if kind == "regression" else 2)
+    return transformers.BertForSequenceClassification(config)
+
+
+def learn(folder: str, world: int, trainer: type, kinds: list[str], **given: Any) -> list[Log]:
+    from transformers import TrainingArguments
+
+    found = []
+    for kind in kinds:
+        args = TrainingArguments(**settings(f"{folder}/{kind}", world) | {"max_steps": 2})
+        made = trainer(model=build_of(kind), args=args, train_dataset=Numbers(kind), **given)
+        made.train()
+        found.append(logged(made))
+    return found
+
+
+def learn_on_rank(folder: str, kinds: list[str]) -> list[Log]:
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    return learn(folder, 2, ShardwiseTrainer, kinds, plan="zero3")
+
+
+def test_losses_that_ignore_the_number_of_labels_are_not_multiplied_by_the_ranks(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    kinds = ["t5", "regression", "classes"]
+    expected = learn(str(tmp_path / "plain"), 1, Trainer, kinds)
+    found = run_on_ranks(learn_on_rank, 2, str(tmp_path / "shards"), kinds, timeout_s=200)[0]
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)

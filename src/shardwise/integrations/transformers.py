@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -55,16 +56,30 @@ class ShardwiseTrainerMixin(_Any):
     """
 
     def __init__(self, *args: Any, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
+        if not hasattr(Trainer, "_defer_fsdp_gradient_reduction"):
+            raise PlanError(
+                f"transformers {transformers.__version__}: its Trainer has no hook for deferred reductions.\n"
+                "  Install transformers 5.23 or newer (the extra shardwise[integrations])."
+            )
         self._counted: Tensor | None = None  # while held-out losses are taken: their sum, and of how many labels
         super().__init__(*args, **kwargs)
         _check(self.args)
-        if attachment_of(self.model) is None:
+        given, came_in_shards = ParallelPlan(), attachment_of(self.model) is not None
+        if not came_in_shards:
             given = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
             check_samples(given, "ShardwiseTrainer")
             sw.parallelize(self.model.to(self.args.device), given)
         elif plan is not None:
             raise PlanError("the model is parallelized already, and there is a plan beside it.\n  Leave out plan=.")
         check_axes(self.model, "ShardwiseTrainer")
+        reference = getattr(self, "ref_model", None)  # TRL's, which sync_ref_model averages shard by shard
+        if isinstance(reference, nn.Module) and attachment_of(reference) is None and reference is not self.model:
+            if came_in_shards and getattr(self.args, "sync_ref_model", False):
+                raise PlanError(
+                    "sync_ref_model=True averages shards, and ref_model is whole where the model came in shards.\n"
+                    "  Pass ref_model=sw.from_pretrained(folder, plan) too, or a whole model and plan=."
+                )
+            sw.parallelize(reference.to(self.args.device), given)
         # So it takes models that it must neither wrap nor move; of the model itself the public name has no setter.
         self.is_distributed_loading_by_transformers = True
         self.place_model_on_device = False
@@ -87,6 +102,26 @@ class ShardwiseTrainerMixin(_Any):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return sw.clip_grad_norm(self.model, float("inf")) if grad_norm is None else grad_norm
+
+    # -- the loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """As the trainer's, but a loss that is a mean over this rank's labels is not multiplied by the ranks.
+
+        The trainer multiplies a loss by the number of ranks wherever the model's forward accepts
+        ``num_items_in_batch``, because a loss that divides by it is one rank's part of the mean. Losses of
+        classification, regression and T5 accept the number and do not use it.
+        """
+        is_shifted = num_items_in_batch is None or self._loss_shifts_labels  # then the number is used, or none is there
+        if is_shifted or not self.args.average_tokens_across_devices:
+            return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        count = torch.as_tensor(num_items_in_batch).as_subclass(_Count)
+        count.uses = uses = []
+        found = super().compute_loss(model, inputs, *args, num_items_in_batch=count, **kwargs)
+        factor = 1 if uses else self.accelerator.num_processes
+        return (found[0] / factor, *found[1:]) if isinstance(found, tuple) else found / factor
 
     # -- held-out losses: the mean over all labels, where the trainer takes the mean of the batches' means
 
@@ -121,7 +156,9 @@ class ShardwiseTrainerMixin(_Any):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Of a step; held-out losses are means over this rank's labels, which :meth:`prediction_step` counts."""
-        return super()._get_num_items_in_batch(batch_samples, device) if self._counted is None else None
+        count = super()._get_num_items_in_batch(batch_samples, device) if self._counted is None else None
+        # The trainer's is a float, which a plan's 16-bit inputs would round beyond 256 labels.
+        return count.round().long() if isinstance(count, Tensor) else count
 
     def _num_real(self, batch_size: int) -> int:
         """Samples of this rank's batch that do not only make the last batch of all ranks as long as the others."""
@@ -166,6 +203,27 @@ class ShardwiseTrainerMixin(_Any):
 
 class ShardwiseTrainer(ShardwiseTrainerMixin, Trainer):
     """``transformers.Trainer`` with ``plan=``."""
+
+
+#: How a number is read from a tensor.
+_READS = {Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__index__}
+
+
+class _Count(Tensor):
+    """A number of labels that notes in ``uses`` when a value is computed from it."""
+
+    uses: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        (count, *_) = (each for each in args if isinstance(each, cls))
+        if any(isinstance(each, Tensor) and not isinstance(each, cls) for each in args) or func in _READS:
+            count.uses.append(getattr(func, "__name__", ""))
+            return found.as_subclass(Tensor) if isinstance(found, Tensor) else found
+        if isinstance(found, cls):
+            found.uses = count.uses
+        return found
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
