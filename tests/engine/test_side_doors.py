@@ -183,19 +183,32 @@ class LeavesAnInputAlone(nn.Module):
 def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_shape():
     """pytorch#153354, trl#4550: methods other than forward compute with shards, or fail without a name."""
     found = []
-    for strategy in ("ddp", "zero1", "zero3"):
+    for strategy in ("zero1", "zero3"):
         model = sw.parallelize(Chain(LeavesAnInputAlone), sw.ParallelPlan(strategy=strategy))
         found.append(refusal(StateError, model.blocks[2].extra, sample(0, 0)))
         plain_loss(model, 0, 0).backward()
         with pytest.raises(StateError):
             model.blocks[2].extra(sample(0, 0))
-    ddp, zero1, zero3 = found
+    zero1, zero3 = found
     start = "Linear 'blocks.2.extra' was called outside the forward of its unit 'blocks.2': its parameter "
     start += "'blocks.2.extra.weight' of logical shape [8, 8] "
-    assert ddp.startswith(f"{start}would train alone.\n")
     assert zero1.startswith(f"{start}is a shard [1, ")
     assert zero3.startswith(f"{start}is a shard [1, ")
     assert "Call 'blocks.2' or the model" in zero3
+
+
+@on_ranks(2)
+def test_a_submodule_called_outside_its_units_forward_trains_as_the_plain_one_where_it_is_there_in_full():
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Chain(LeavesAnInputAlone))
+    plain, model = models[0], sw.parallelize(models[1], sw.ParallelPlan(strategy="ddp"))
+    for each in (plain, model):
+        each.blocks[2].extra(each.stem(sample(0, 0))).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) is (q.grad is None), name
+        assert q.grad is None or torch.allclose(p.grad, q.grad), name
 
 
 class GivesWeight(nn.Module):

@@ -184,7 +184,7 @@ def _refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Ten
 class _OutsideGuard(Uncopyable):
     """Forward pre-hook of a module whose parameters are shards at the moment.
 
-    Where a rank holds them whole (``ddp``) the module may compute but not train: gradients would stay on this rank.
+    Where a rank holds them whole (``ddp``) the module may compute: :class:`_UseOutside` takes its gradients.
     """
 
     def __init__(self, unit: Unit, member: Member, owner: Owner) -> None:
@@ -197,8 +197,7 @@ class _OutsideGuard(Uncopyable):
         unit, member = self._unit(), self._member()
         if unit is None or member is None or member.is_swapped:
             return
-        is_split = any(group.row.shards_optimizer and not group.form.is_shown for group in unit.groups)
-        if not (is_split or torch.is_grad_enabled()):
+        if not any(group.row.shards_optimizer and not group.form.is_shown for group in unit.groups):
             return
         attribute = self._attributes[0]
         name = f"{self._path}.{attribute}"
@@ -206,7 +205,7 @@ class _OutsideGuard(Uncopyable):
         shapes = {spec.name: spec.logical_shape for group in unit.groups for spec in group.layout.params}
         shape = shapes.get(name)
         logical = f" of logical shape {list(shape)}" if shape is not None else ""
-        held = f"is a shard {list(shard.shape) if shard is not None else None} now" if is_split else "would train alone"
+        held = f"is a shard {list(shard.shape) if shard is not None else None} now"
         raise StateError(
             f"{type(module).__name__} {self._path!r} was called outside the forward of its unit {member.path!r}: its"
             f" parameter {name!r}{logical} {held}.\n"
