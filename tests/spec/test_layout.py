@@ -166,6 +166,34 @@ def test_pieces_headers_and_gaps_of_a_gradient_buffer_cover_it_exactly_once(layo
     assert end == reduce.numel
 
 
+def expanded(rows):
+    """Start, offset and elements of every piece of rows."""
+    return [(r.start + k * r.numel, r.offset + k * r.step, r.numel) for r in rows for k in range(r.count)]
+
+
+@given(layouts(), st.booleans())
+def test_rows_hold_the_pieces_of_a_parameter_and_the_headers(layout, scatters):
+    reduce = ReduceLayout(layout, layout.size if scatters else 1)
+    for index, rows in enumerate(reduce.rows):
+        pieces = [piece for piece in reduce.pieces if piece.index == index]
+        assert expanded(rows) == [(piece.start, piece.offset, piece.numel) for piece in pieces]
+        assert len(rows) <= (3 if layout.is_even else 4)
+        assert reduce.is_divided(index) == (len(pieces) != 1)
+    assert [(offset, numel) for _, offset, numel in expanded(reduce.header_rows)] == list(reduce.headers())
+
+
+@pytest.mark.parametrize("granularity", [ELEMENT, block(2048), ROW], ids=str)
+@pytest.mark.parametrize("size", [8, 64, 1024])
+def test_more_ranks_make_no_more_rows(size, granularity):
+    """Slices of whole rows of GPT-2 are unequal from 64 ranks on."""
+    shapes = [(768, 2304), (768, 768), (768, 3072), (3072, 768), (768,), (2304,), (3072,)]
+    params = [ParamSpec(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    layout = GroupLayout.build(params, size, granularity=granularity)
+    assert layout.is_even or granularity != ELEMENT
+    assert max(map(len, layout.scattered.rows)) <= (3 if layout.is_even else 4)
+    assert len(layout.scattered.header_rows) <= (1 if layout.is_even else 4 * len(shapes))
+
+
 @given(layouts(), st.booleans())
 def test_a_gradient_lies_in_the_slice_of_the_rank_that_owns_it_at_the_same_place(layout, scatters):
     reduce = ReduceLayout(layout, layout.size if scatters else 1)

@@ -33,7 +33,7 @@ from shardwise.comm.base import Chain, Comm, Done, Handle
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.pool import GradientPool
 from shardwise.spec.errors import StateError
-from shardwise.spec.layout import Piece, ReduceLayout
+from shardwise.spec.layout import ReduceLayout, Rows
 from shardwise.spec.memory.footprint import size_class
 from shardwise.spec.precision import divisors
 
@@ -198,12 +198,9 @@ class Gradient:
         if full.grad is None or self._shown:  # the hook that calls this also fires for an undefined gradient
             return
         views = self._begin(pool)
-        targets, sources = views.by_param[index], self._cut(index, full.grad, views.pieces[index])
+        targets, sources = views.by_param[index], self._cut(index, full.grad)
         full.grad = None
-        if self._written[index]:
-            torch._foreach_add_(targets, sources)
-        elif targets:
-            torch._foreach_copy_(targets, sources)
+        _each(torch._foreach_add_ if self._written[index] else torch._foreach_copy_, targets, sources)
         self._written[index] = True
 
     def collect(self, pool: GradientPool) -> None:
@@ -225,11 +222,9 @@ class Gradient:
             targets, sources = (add_to, terms) if written[index] else (copy_to, copies)
             written[index] = True
             targets += views.by_param[index]
-            sources += self._cut(index, grad, views.pieces[index])
-        if terms:
-            torch._foreach_add_(add_to, terms)
-        if copies:
-            torch._foreach_copy_(copy_to, copies)
+            sources += self._cut(index, grad)
+        _each(torch._foreach_add_, add_to, terms)
+        _each(torch._foreach_copy_, copy_to, copies)
 
     def _collect_all(self, views: BufferViews) -> bool:
         """As :meth:`collect` where every parameter has its first gradient, as in nearly every backward; else False."""
@@ -241,9 +236,8 @@ class Gradient:
             full.grad = None
         self._written = [True] * len(fulls)
         for index in views.divided:  # the last one first
-            grads[index : index + 1] = self._cut(index, grads[index], views.pieces[index])
-        if grads:
-            torch._foreach_copy_(views.every, grads)
+            grads[index : index + 1] = self._cut(index, grads[index])
+        _each(torch._foreach_copy_, views.every, grads)
         return True
 
     def show(self) -> None:
@@ -255,7 +249,7 @@ class Gradient:
         if self._local is None or group.compute_dtype is not group.reduce_dtype:
             return  # a gradient has the dtype of its parameter
         for index, views in enumerate(self._local.by_param):
-            if self._written[index] and index not in self._shown and len(views) == 1:
+            if self._written[index] and index not in self._shown and index not in self._local.divided:
                 self._shown[index] = group.fulls[index].grad = views[0]
 
     def _hide(self) -> None:
@@ -264,7 +258,7 @@ class Gradient:
         self._shown.clear()
 
     def local_views(self, index: int, pool: GradientPool) -> list[Tensor]:
-        """This rank's gradient of one parameter, in the pieces in which the flat buffer holds it, to be changed there.
+        """This rank's gradient of one parameter, to be changed there, in the :meth:`parts` of the flat buffer.
 
         Where there is none yet it is -0.0 from now on.
         """
@@ -277,8 +271,7 @@ class Gradient:
 
     def add(self, index: int, grad: Tensor, pool: GradientPool) -> None:
         """Add to this rank's gradient of one parameter, which came otherwise than through the full parameter."""
-        targets = self.local_views(index, pool)
-        torch._foreach_add_(targets, self._cut(index, grad, self._begin(pool).pieces[index]))
+        _each(torch._foreach_add_, self.local_views(index, pool), self._cut(index, grad))
 
     def has_collected(self, index: int) -> bool:
         """Whether sums of earlier microbatches have a gradient of parameter ``index``, and ``.grad`` would show it."""
@@ -312,20 +305,26 @@ class Gradient:
         self._local = views
         return views
 
-    def _cut(self, index: int, grad: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-        """The gradient in the pieces in which the flat buffer holds it."""
+    def _cut(self, index: int, grad: Tensor) -> list[Tensor]:
+        """The gradient in the parts in which the flat buffer holds it."""
+        spec = self.layout.group.params[index]
         if grad.layout is not torch.strided:
             raise StateError(
-                f"the gradient of {self.layout.group.params[index].name!r} is {grad.layout}; a flat buffer holds dense"
-                " ones.\n  Build the embedding with sparse=False."
+                f"the gradient of {spec.name!r} is {grad.layout}; a flat buffer holds dense ones.\n"
+                "  Build the embedding with sparse=False."
             )
-        if len(pieces) == 1:
+        if not self.layout.is_divided(index):
             return [grad]
-        spec = self.layout.group.params[index]
         if grad.stride() != spec.strides:
             grad = torch.empty_strided(spec.shape, spec.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
-        flat = grad.detach().as_strided((grad.numel(),), (1,))  # dense: its elements as they lie in memory
-        return [flat[piece.start : piece.stop] for piece in pieces]
+        return self.parts(index, grad.detach())
+
+    def parts(self, index: int, dense: Tensor) -> list[Tensor]:
+        """Views of all elements of a parameter, as they lie in memory, in the parts in which the buffer holds them."""
+        spec, first = self.layout.group.params[index], dense.storage_offset()
+        if not self.layout.is_divided(index):
+            return [dense.as_strided(spec.shape, spec.strides, first)]
+        return [dense.as_strided((r.count, r.numel), (r.numel, 1), first + r.start) for r in self.layout.rows[index]]
 
     # -- local -> reducing
 
@@ -524,6 +523,17 @@ def _fill_with_nothing(tensors: list[Tensor]) -> None:
         torch._foreach_neg_(tensors)
 
 
+def _each(change: Callable[..., object], targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy or add each source. On CUDA one launch does all of them, unless the strides of a single pair differ."""
+    even: list[tuple[Tensor, Tensor]] = []
+    odd: list[tuple[Tensor, Tensor]] = []
+    for pair in zip(targets, sources, strict=True):
+        (even if pair[0].stride() == pair[1].stride() else odd).append(pair)
+    for pairs in (even, *([pair] for pair in odd)):
+        if pairs:
+            change([target for target, _ in pairs], [source for _, source in pairs])
+
+
 def settle(gradients: Iterable[Gradient]) -> None:
     """Read for which parameters other ranks have sent gradients, and set ``.grad`` there: with one wait a device."""
     asking: dict[torch.device, list[tuple[Gradient, Tensor]]] = {}
@@ -542,41 +552,31 @@ class BufferViews:
 
     Attributes:
         buffer: The buffer.
-        pieces: The pieces of each parameter.
-        by_param: One view for each of them; in the parameter's shape, where there is one piece.
+        by_param: The views of each parameter: one in its shape, or one for each of its rows in ``layout``.
         every: All of them, in order.
-        divided: Numbers of the parameters that have several pieces or none, the last one first.
+        divided: Numbers of the parameters that have rows or nothing, the last one first.
         gaps: What no gradient is written to.
     """
 
     def __init__(self, layout: ReduceLayout, buffer: Tensor, pool: GradientPool) -> None:
-        count = len(layout.group.params)
+        params, first = layout.group.params, buffer.storage_offset()
         self.buffer = buffer
-        self.pieces: list[list[Piece]] = [[] for _ in range(count)]
-        for piece in layout.pieces:
-            self.pieces[piece.index].append(piece)
-        self.by_param: list[list[Tensor]] = []
-        for spec, held in zip(layout.group.params, self.pieces, strict=True):
-            if len(held) == 1:
-                offset = buffer.storage_offset() + held[0].offset
-                self.by_param.append([buffer.as_strided(spec.shape, spec.strides, offset)])
-            else:
-                self.by_param.append([buffer[p.offset : p.offset + p.numel] for p in held])
-        self.every = [view for views in self.by_param for view in views]
-        self.divided = [index for index in reversed(range(count)) if len(self.by_param[index]) != 1]
-        self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
-        self._headers = self._header_views(layout, buffer)
-        key = count, self._headers[0].shape[-1] if self._headers else 0, buffer.dtype
-        self._all_used = pool.constant(key, lambda: self._flags([True] * count))
+        self.divided = [index for index in reversed(range(len(params))) if layout.is_divided(index)]
 
-    @staticmethod
-    def _header_views(layout: ReduceLayout, buffer: Tensor) -> list[Tensor]:
-        """The headers; of equal slices as rows of one view, so that one copy writes them for any number of ranks."""
-        if layout.uneven_cuts is not None:
-            return [buffer[start : start + numel] for start, numel in layout.headers()]
-        shape = layout.num_slices, layout.header_numel(0)
-        first = buffer.storage_offset() + layout.data_numel(0)
-        return [buffer.as_strided(shape, (layout.slice_numel(0), 1), first)]
+        def views(rows: Sequence[Rows]) -> list[Tensor]:
+            return [buffer.as_strided((r.count, r.numel), (r.step, 1), first + r.offset) for r in rows]
+
+        self.by_param = [
+            views(rows)
+            if layout.is_divided(index)
+            else [buffer.as_strided(spec.shape, spec.strides, first + rows[0].offset)]
+            for index, (spec, rows) in enumerate(zip(params, layout.rows, strict=True))
+        ]
+        self.every = [view for held in self.by_param for view in held]
+        self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
+        self._headers = views(layout.header_rows)
+        key = len(params), self._headers[0].shape[-1] if self._headers else 0, buffer.dtype
+        self._all_used = pool.constant(key, lambda: self._flags([True] * len(params)))
 
     def set_flags(self, used: list[bool]) -> None:
         """Write the headers: 1 for each parameter that this rank's backward used."""

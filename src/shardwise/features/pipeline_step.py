@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer, Step
 from shardwise.engine.unit import State, Unit
@@ -283,9 +282,11 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
         group = mark.group if mark is not None else None
         if mark is None or group is None or not group.wants_gradients:
             continue
-        views = group.gradient.local_views(mark.index, engine.gradients)
-        own = torch.cat([memory_order(view) for view in views])
-        unit = f"copies of {group.layout.params[mark.index].name}"
+        gradient, spec = group.gradient, group.layout.params[mark.index]
+        views = gradient.local_views(mark.index, engine.gradients)
+        own = views[0].new_empty(spec.numel)
+        torch._foreach_copy_(gradient.parts(mark.index, own), views)
+        unit = f"copies of {spec.name}"
         terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}
         peers = [peer for peer in ranks if peer != comm.rank]
         sends, receives = [(own, peer, unit) for peer in peers], [(terms[peer], peer, unit) for peer in peers]
@@ -293,5 +294,4 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
         total = terms[ranks[0]].clone()
         for peer in ranks[1:]:
             total += terms[peer]
-        for view, part in zip(views, total.split([view.numel() for view in views]), strict=True):
-            memory_order(view).copy_(part)
+        torch._foreach_copy_(views, gradient.parts(mark.index, total))

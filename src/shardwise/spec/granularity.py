@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -194,7 +195,14 @@ def arrange(
         return tuple(offsets), tuple(index * each for index in range(size + 1))
     places = [*tight, tight_end]
     cuts = [_nearest(index * tight_end, size, places, numels, granules) for index in range(size)]
-    return tuple(tight), (*cuts, tight_end)
+    ordered: list[int] = []
+    for _, inside in itertools.groupby(cuts, key=lambda cut: bisect.bisect_right(places, cut)):
+        # Slices inside one parameter differ by a granule. The larger ones come first, so that few strided copies
+        # (``layout.Rows``) move them all.
+        first, *others = inside
+        steps = sorted((stop - start for start, stop in itertools.pairwise([first, *others])), reverse=True)
+        ordered += itertools.accumulate(steps, initial=first)
+    return tuple(tight), (*ordered, tight_end)
 
 
 def _nearest(target: int, divisor: int, places: Sequence[int], numels: Sequence[int], granules: Sequence[int]) -> int:

@@ -102,6 +102,36 @@ class Piece:
         return self.stop - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """``count`` pieces of ``numel`` elements that follow one another in a parameter, ``step`` apart in a flat buffer.
+
+    Attributes:
+        start: Of the first piece, in the parameter.
+        offset: Of the first piece, in the buffer.
+    """
+
+    start: int
+    offset: int
+    numel: int
+    count: int
+    step: int
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> tuple[Rows, ...]:
+        """The fewest rows that hold ``pieces``, which follow one another in a parameter."""
+        found: list[list[int]] = []
+        newest = 0
+        for piece in pieces:
+            step, newest = piece.offset - newest, piece.offset
+            last = found[-1] if found else []
+            if last and piece.numel == last[2] and (last[3] == 1 or step == last[4]):
+                last[3:] = last[3] + 1, step
+            else:
+                found.append([piece.start, piece.offset, piece.numel, 1, piece.numel])
+        return tuple(cls(*row) for row in found)
+
+
 @dataclass(frozen=True)
 class GroupLayout:
     """Flat layout of one group of parameters over ``size`` ranks.
@@ -352,6 +382,23 @@ class ReduceLayout:
             Piece(piece.index, piece.start, piece.stop, self.cuts[rank] + piece.offset)
             for rank, piece in self.group.pieces()
         )
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Rows, ...], ...]:
+        """The pieces of each parameter: at most three rows of equal slices, and four of others, for any number."""
+        held: list[list[Piece]] = [[] for _ in self.group.params]
+        for piece in self.pieces:
+            held[piece.index].append(piece)
+        return tuple(map(Rows.of, held))
+
+    def is_divided(self, index: int) -> bool:
+        """Whether parameter ``index`` is not in one piece: a cut falls inside it, or it is empty."""
+        return [held.count for held in self.rows[index]] != [1]
+
+    @cached_property
+    def header_rows(self) -> tuple[Rows, ...]:
+        """The headers, those of neighbours that lie equally far apart together."""
+        return Rows.of(Piece(0, 0, numel, start) for start, numel in self.headers())
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
