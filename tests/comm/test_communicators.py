@@ -5,9 +5,14 @@ NCCL's communicators are made of Gloo here: who calls, under which name the memb
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import time
+from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -19,9 +24,9 @@ from shardwise.comm.axes import communicator, timeout_s_of
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.stall import StallWatch
-from shardwise.spec.errors import CommError
+from shardwise.spec.errors import CommError, RankDisagreement
 from shardwise.spec.mesh import Mesh
-from shardwise.testing import run_on_ranks
+from shardwise.testing import RankFailure, run_on_ranks
 from tests.common.oracle import Chain, plain_loss, sample
 
 CPU = torch.device("cpu")
@@ -103,7 +108,7 @@ def count_groups():
     """Groups alive after each call of ``sw.parity``, where every Comm is opened as over NCCL."""
     made = []
 
-    def over_gloo(group, axis, device, *, channel, ledger, host):
+    def over_gloo(group, axis, device, *, channel, ledger, host, take_turn):
         made.append(channel)
         return GlooComm(group, axis, channel=host.channel)
 
@@ -127,11 +132,105 @@ def test_the_number_of_communicators_does_not_grow_with_the_number_of_models():
         assert num_comms > 12
 
 
+class OfModule:
+    """A module, some of whose names are replaced."""
+
+    def __init__(self, module, **names):
+        self.__dict__ |= names
+        self._module = module
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+def all_gather_single(out, own, group):
+    dist.all_gather(list(out.view(group.size(), -1)), own.clone(), group=group)
+
+
+def reduce_scatter_single(out, buffer, op, group):
+    del op
+    total = buffer.clone()
+    dist.all_reduce(total, group=group)
+    out.copy_(total.chunk(group.size())[group.rank()])
+
+
+@contextlib.contextmanager
+def as_on_nccl(*, is_done=True):
+    """Open every Comm as over NCCL. Gloo moves what is sent, and only its order tells it apart, as NCCL does."""
+    cuda = mock.MagicMock()
+    cuda.Stream().record_event().query.return_value = is_done
+    moving = OfModule(dist, all_gather_single=all_gather_single, reduce_scatter_single=reduce_scatter_single)
+    with (
+        mock.patch.object(opening, "_is_moved_by_nccl", return_value=True),
+        mock.patch.object(opening, "communicator", functools.partial(communicator, backend="gloo")),
+        mock.patch.object(nccl, "dist", moving),
+        mock.patch.object(nccl, "torch", OfModule(torch, cuda=cuda)),
+        mock.patch.object(nccl, "way_of_sum", return_value=nccl.Sum.PLAIN),
+    ):
+        yield
+
+
+def step_two(order):
+    """Losses and weights of the first two of three models, which are stepped in ``order``."""
+    torch.manual_seed(0)
+    models = [sw.parallelize(Chain()) for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    losses = []
+    for index in map(int, order):
+        loss = plain_loss(models[index], dist.get_rank(), index)
+        loss.backward()
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+        losses.append(loss.item())
+    return losses, [[value.tolist() for value in sw.full_state_dict(model).values()] for model in models]
+
+
+def step_two_on_nccl():
+    over_gloo = step_two("0110")
+    with as_on_nccl():
+        assert step_two("0110") == over_gloo
+        with pytest.raises(RankDisagreement) as caught:
+            step_two(["01", "10"][dist.get_rank()])
+    return str(caught.value)
+
+
+def test_ranks_that_step_two_models_in_opposite_orders_disagree_instead_of_swapping_their_weights():
+    first, second = run_on_ranks(step_two_on_nccl, 2)
+    a, b = (f"all_gather of unit root of dp_shard/{number}/gather" for number in (6, 7))
+    assert f"Rank 0 is about to issue {a}, rank 1 {b}.\n" in first
+    assert f"Rank 1 is about to issue {b}, rank 0 {a}.\n" in second
+    assert first.endswith("Run the models' forwards, backwards and steps in the same order on all ranks.")
+
+
+def issue(orders):
+    """The device is never done: each host goes on until it is told."""
+    silent = SimpleNamespace(all_gather_single=lambda *_, **__: None, reduce_scatter_single=len)
+    with as_on_nccl(is_done=False), mock.patch.object(nccl, "dist", silent):
+        comms = [opening.open_comms(CPU)[0] for _ in range(2)]
+        order = orders[dist.get_rank()]
+        for index in itertools.chain(order, itertools.repeat(order[-1])):
+            comms[int(index)].all_gather(torch.zeros(6), unit="u")
+            time.sleep(0.05)
+
+
+OPPOSITE = "models share a communicator along dp_shard, and ranks use it in different orders"
+ANOTHER = "ranks issued different collectives at #1 of dp_shard/gather:"
+
+
+@pytest.mark.parametrize(("orders", "told"), [(("0", "10", "01"), OPPOSITE), (("10", "1"), ANOTHER)])
+def test_all_ranks_are_told(orders, told):
+    """Rank 1 of three differs, which ranks 1 and 2 see; rank 1 of two stays with its model, and its device waits."""
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(issue, len(orders), orders, timeout_s=30)
+    assert not caught.value.timed_out
+    assert all(told in caught.value.tracebacks[rank] for rank in range(len(orders)))
+
+
 def control_without_gloo():
     """Ranks 0 and 2 of three open Comms over a group that says that it has NCCL alone."""
     hosts, rank = [], dist.get_rank()
 
-    def over_gloo(group, axis, device, *, channel, ledger, host):
+    def over_gloo(group, axis, device, *, channel, ledger, host, take_turn):
         hosts.append((host, ledger.peers))
         return GlooComm(group, axis, channel=channel)
 

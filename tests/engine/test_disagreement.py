@@ -382,3 +382,72 @@ def test_after_a_stall_has_passed_nobody_publishes_any_more() -> None:
         seen._publish_if_asked()
         found.append(seen._store.get("rank-0") != b"nothing")
     assert found == [True, False, True]
+
+
+class CountingStore:
+    """A store that counts requests."""
+
+    def __init__(self):
+        self.held, self.num_requests = {}, 0
+
+    def set(self, key, value):
+        self.num_requests += 1
+        self.held[key] = value.encode()
+
+    def get(self, key):
+        self.num_requests += 1
+        return self.held[key]
+
+    def check(self, keys):
+        self.num_requests += 1
+        return all(key in self.held for key in keys)
+
+    def compare_set(self, key, expected, value):
+        self.num_requests += 1
+        if self.held.get(key, b"") == expected.encode():
+            self.held[key] = value.encode()
+        return self.held[key]
+
+
+class Place:
+    """A process group of ``size``, as one rank's watch sees it."""
+
+    def __init__(self, rank, size, store):
+        self.rank, self.size, self.get_group_store = (lambda: rank), (lambda: size), lambda: store
+        self.sent = []
+
+    def send(self, tensors, to, _tag):
+        self.sent.append(to)
+
+
+def test_stalled_ranks_make_requests_in_proportion_to_their_number():
+    """64 ranks wait, each for the next one; then the last one turns out to have issued something else."""
+    size, store = 64, CountingStore()
+    places = [Place(rank, size, store) for rank in range(size)]
+    ours, theirs = (stall.Issued("dp_shard", 0, "all_gather", unit, 8, torch.float32) for unit in ("a", "b"))
+    with (
+        mock.patch.object(stall.dist, "PrefixStore", lambda _, held: held),
+        mock.patch.object(stall.threading.Thread, "start"),
+        mock.patch.object(stall.atexit, "register"),
+    ):
+        watches = [stall.StallWatch(place) for place in places]
+    for rank, watch in enumerate(watches):
+        messages = [("receive", (rank + 1) % size, 5, 32)]
+        watch._waiting = mock.Mock(issued=ours, messages=messages), time.monotonic() - 60
+    counts = []
+    for turn in range(5):
+        before = store.num_requests
+        for rank, watch in enumerate(watches):
+            issued = theirs if rank == size - 1 and turn > 1 else ours
+            with mock.patch.multiple(stall, history=[issued], newest={"dp_shard": 0}):
+                watch._look()
+        counts.append(store.num_requests - before)
+        assert all(watch.verdict is None for watch in watches) or turn > 1
+    assert max(counts) <= 12 * size  # 128 for each of them if each compared
+    for rank, watch in enumerate(watches):
+        assert isinstance(watch.verdict, RankDisagreement)
+        assert "different collectives at #0 of dp_shard" in str(watch.verdict)
+        assert places[rank].sent == ([(rank - 1) % size] if rank == size - 1 else [])  # others have issued it, too
+    assert [watch._has_turn(time.monotonic()) for watch in watches[:2]] == [True, False]
+    with mock.patch.object(stall, "INTERVAL_S", 0.0):
+        assert watches[1]._has_turn(time.monotonic())  # the first one says no more that it compares

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import functools
 import hashlib
 import os
 import weakref
@@ -39,6 +40,7 @@ from shardwise.comm.debug import TRANSPORT, debugged
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.staged import StagedComm
 from shardwise.comm.stall import Ledger, StallWatch
+from shardwise.comm.turns import Turns
 from shardwise.launch import watchdog
 from shardwise.launch.world import gloo_on_loopback, init_process_group, read_world
 from shardwise.spec.errors import CommError, MeshError, ShardwiseError
@@ -339,8 +341,17 @@ class _Opener:
             group = communicator(self._group, ranks, axis, purpose, self._device)
             places = [self._host_rank[rank] for rank in ranks]
             ledger = Ledger([place for place in places if place != self._host.rank()], self._watch)
-            host = GlooComm(self._host, axis, channel=f"{channel}/host", watch=self._watch, ranks=places)
-            return NcclComm(group, axis, self._device, channel=channel, ledger=ledger, host=host)
+            host, asked = (
+                GlooComm(self._host, axis, channel=name, watch=self._watch, ranks=places)
+                for name in (f"{channel}/host", f"{place}/{purpose}/turns")
+            )
+            turns = _turns.setdefault(group, Turns())
+            take_turn = functools.partial(turns.take, channel, asked)
+            name = f"{place}/{purpose}"
+            nccl = NcclComm(group, axis, self._device, channel=name, ledger=ledger, host=host, take_turn=take_turn)
+            turns.num_comms += 1
+            nccl._num_issued = asked._num_issued = turns.num_issued
+            return nccl
         transport = os.environ.get(TRANSPORT)
         watch = None if transport else self._watch
         comm: Comm = GlooComm(self._group, axis, channel=channel, watch=watch, ranks=ranks)
@@ -376,6 +387,7 @@ def _shown(members: Sequence[int]) -> str:
 
 _Key = tuple[str, str, tuple[int, ...]]
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, Turns] = weakref.WeakKeyDictionary()
 
 
 def communicator(

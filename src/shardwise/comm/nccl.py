@@ -35,11 +35,13 @@ class NcclComm(Comm):
         channel: str | None = None,
         ledger: Ledger | None = None,
         host: Comm | None = None,
+        take_turn: Callable[[Issued], None] | None = None,
     ) -> None:
         super().__init__(axis, group.rank(), group.size(), device, channel)
         self._is_alone = False
         self._ledger = ledger or Ledger((), None)
         self._host = host
+        self._take_turn = take_turn
         self._group = group
         self._stream = torch.cuda.Stream(device, priority=-1)
         # torch 2.13 renamed the in-place calls and deprecates the old names.
@@ -156,7 +158,10 @@ class NcclComm(Comm):
     def _start(self, *given: Any, **named: Any) -> Issued:
         """As :meth:`Comm._start`."""
         self._ledger.check()
-        return super()._start(*given, **named)
+        issued = super()._start(*given, **named)
+        if self._take_turn is not None and issued.kind != "message":
+            self._take_turn(issued)
+        return issued
 
     @contextlib.contextmanager
     def _on_stream(self, issued: Issued | None, *moved: Tensor | None) -> Iterator[_StreamHandle]:

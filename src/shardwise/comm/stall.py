@@ -1,13 +1,14 @@
 """Telling ranks that disagree apart from ranks that are slow.
 
 Ranks that issue different collectives wait for messages that never come (``comm.gloo`` gives every collective a tag of
-its own). A thread in each process notices a wait that lasts, publishes in the store that the ranks share what this rank
-has issued, and compares. Two ranks disagree for certain if they issued different collectives at the same place of one
-Comm's sequence; so do ranks in a ring of which each waits for a collective that the next one has not issued.
+its own). A thread in each process notices a wait that lasts, and publishes in the store that the ranks share what this
+rank has issued. One of the stalled ranks compares for all, so that requests to the store grow with the ranks, not with
+their square. Two ranks disagree for certain if they issued different collectives at the same place of one Comm's
+sequence; so do ranks in a ring of which each waits for a collective that the next one has not issued.
 
-The rank that finds a disagreement writes it into the store as the verdict. Each rank then answers its peers' open
-messages with dummies, which wakes their main threads; all of them read the verdict and raise RankDisagreement. Nothing
-is sent while no wait lasts.
+The rank that finds a disagreement writes it into the store as the verdict, and for each rank the open messages of its
+peers. Each rank then answers these with dummies, which wakes the peers' main threads; all of them read the verdict and
+raise RankDisagreement. Nothing is sent while no wait lasts.
 
 On a device (:class:`Ledger`) the host does not wait, or waits where nothing can wake it. There a collective is overdue
 if the device has completed neither it nor any other collective for a while. The ranks compare as above, with one
@@ -219,6 +220,7 @@ class StallWatch:
         self._overdue: tuple[Issued, Sequence[int], float] | None = None  # a collective, its peers, overdue since
         self._is_told = False  # the main thread has raised the verdict
         self._verdict_since = math.inf
+        self._claim = "", -math.inf  # who compares, by the store, and since when that has not changed
         self._last_asked: bytes | None = None  # the request for which this rank last published
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
@@ -244,7 +246,7 @@ class StallWatch:
         """
         if getattr(sys, "last_value", None) is None and not os.environ.get(LOG_DIR):
             with contextlib.suppress(Exception):
-                self._store.set(f"ended-{self._rank}", "1")
+                self._store.set("ended", str(self._rank))
         self._ends.set()
         self._thread.join(timeout=_END_S)
 
@@ -316,20 +318,16 @@ class StallWatch:
     def _ended_rank(self) -> int | None:
         """A rank that has noted its end, or ``None`` if there is none within ``LAST_WORD_S``."""
         deadline = time.monotonic() + LAST_WORD_S
+        directory = os.environ.get(LOG_DIR)
+        has_notes = directory and str(self._size) == os.environ.get("WORLD_SIZE")  # they are by rank of the world
         while time.monotonic() < deadline:
-            for rank in range(self._size):
-                if self._store.check([f"ended-{rank}"]) or self._has_noted_end(rank):
+            if self._store.check(["ended"]):
+                return int(self._store.get("ended"))
+            for rank, note in read_exit_notes(Path(directory or "")).items() if has_notes else ():
+                if note.code == 0:
                     return rank
             time.sleep(0.05)
         return None
-
-    def _has_noted_end(self, rank: int) -> bool:
-        """Whether a worker of our launcher has ended without an error, by its exit note."""
-        directory = os.environ.get(LOG_DIR)
-        if not directory or str(self._size) != os.environ.get("WORLD_SIZE"):
-            return False  # notes are by rank of the world
-        note = read_exit_notes(Path(directory)).get(rank)
-        return note is not None and note.code == 0
 
     # -- the thread
 
@@ -355,8 +353,8 @@ class StallWatch:
         self._publish()
         self._store.set("ask", f"{self._rank} {now}")
         self._read_verdict()
-        if self.verdict is None:
-            self._compare(is_late=self._overdue is not None and now - self._overdue[2] >= self.limit_s)
+        if self._has_turn(now):
+            self._compare()
         if self.verdict is not None:
             self._answer()
             self._verdict_since = min(self._verdict_since, now)
@@ -406,6 +404,7 @@ class StallWatch:
             "line": None if waiting is None else _user_line(),
             "last": last,
             "waits_for": waits_for,
+            "late": None if overdue is None or time.monotonic() - overdue[2] < self.limit_s else str(overdue[0]),
             "is_blocked": waiting is not None,  # else the host may go on
             "issued": _published(list(history), None if overdue is None else overdue[0]),
             "newest": dict(newest),
@@ -443,19 +442,46 @@ class StallWatch:
             kind, text = json.loads(self._store.get("verdict"))
             self.verdict = (CommTimeout if kind == CommTimeout.__name__ else RankDisagreement)(text)
 
-    def _compare(self, *, is_late: bool) -> None:
-        """Derive a verdict from what all ranks have published."""
+    def _has_turn(self, now: float) -> bool:
+        """Whether this rank is the one that compares: the first that stalls, or another once it has gone on."""
+        claim, since = self._claim
+        own = f"{self._rank} {now}"
+        is_free = now - since >= 2 * INTERVAL_S
+        said = (self._store.compare_set("compares", claim, own) if is_free else self._store.get("compares")).decode()
+        if said == own:
+            self._claim = own, -math.inf
+        elif said != claim:
+            self._claim = said, now
+        return said == own
+
+    def _compare(self) -> None:
+        """Look for a verdict in what all ranks have published, and tell each rank which messages to answer."""
         statuses = {rank: status for rank in range(self._size) if (status := self._status_of(rank))}
+        if self.verdict is None:
+            self._judge(statuses)
+        if self.verdict is None:
+            return
+        asked: dict[int, list[Any]] = {}
+        for rank, status in statuses.items():
+            for direction, peer, tag, num_bytes in status["messages"]:
+                asked.setdefault(peer, []).append([rank, status["waits_for"], direction, tag, num_bytes])
+        for peer, messages in asked.items():
+            self._store.set(f"asked-{peer}", json.dumps(messages))
+
+    def _judge(self, statuses: Mapping[int, dict[str, Any]]) -> None:
+        """Derive a verdict, if these prove one."""
+        late = next((status["late"] for status in statuses.values() if status["late"]), None)
+        is_late = late is not None
         blocked = {rank: status for rank, status in statuses.items() if is_late or status["is_blocked"]}
         text, advice = _conflict(statuses) or _deadlock(blocked), _OTHER_PATHS
         if text is None:
             text, advice = _absence(blocked, statuses), _FEWER_BATCHES
         if text is not None:
             self._find(RankDisagreement(f"{text}\n  {advice}"))
-        elif is_late and self._overdue is not None:
+        elif is_late:
             self._find(
                 CommTimeout(
-                    f"{self._overdue[0]}: the device has waited for its peers for {self.limit_s:g} s. Where the ranks"
+                    f"{late}: the device has waited for its peers for {self.limit_s:g} s. Where the ranks"
                     f" are:\n{self.describe()}\n"
                     "  Look at the rank that is elsewhere: its log, and whether its process still runs."
                 )
@@ -465,23 +491,29 @@ class StallWatch:
         self._store.set("verdict", json.dumps([type(verdict).__name__, str(verdict)]))
         self.verdict = verdict
 
+    def tell(self, verdict: CommError) -> None:
+        """Tell all ranks what this one raises. They look for it when they wait, or are asked for their status."""
+        with contextlib.suppress(Exception):
+            self._is_told = True
+            self._find(verdict)
+            self._store.set("ask", f"{self._rank} {verdict}")
+
     def _answer(self) -> None:
         """Complete the open messages of the peers with dummies, so that their main threads wake up."""
         group = self._group()
         if group is None:
             return
+        key = f"asked-{self._rank}"
         mine = [_as_row(issued) for issued in list(history)]
-        for rank in range(self._size):
-            status = self._status_of(rank) if rank != self._rank else None
-            if not status or not status["messages"] or status["waits_for"] in mine:
+        for rank, waits_for, direction, tag, num_bytes in (
+            json.loads(self._store.get(key)) if self._store.check([key]) else ()
+        ):
+            if waits_for in mine or (rank, direction, tag) in self._answered:
                 continue
-            for direction, peer, tag, num_bytes in status["messages"]:
-                if peer != self._rank or (rank, direction, tag) in self._answered:
-                    continue
-                self._answered.add((rank, direction, tag))
-                dummy = torch.zeros(num_bytes, dtype=torch.uint8)
-                call = group.send if direction == "receive" else group.recv
-                self._kept.append((dummy, call([dummy], rank, tag)))
+            self._answered.add((rank, direction, tag))
+            dummy = torch.zeros(num_bytes, dtype=torch.uint8)
+            call = group.send if direction == "receive" else group.recv
+            self._kept.append((dummy, call([dummy], rank, tag)))
 
 
 def where() -> tuple[str, bool]:
