@@ -125,6 +125,18 @@ def test_terms_divided_before_the_sum_give_the_bits_of_a_divided_sum_for_powers_
     assert torch.equal(before, total / divisor) is is_exact
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [257, 1030, 2049])
+def test_a_sum_over_more_ranks_than_its_dtype_can_count_is_divided_by_their_number(comm, size, dtype):
+    term = torch.arange(1, 9).to(dtype)
+    total = (term.double() * size).to(dtype)
+    mean = torch.empty_like(total)
+    comm._divide(total, mean, size)
+    assert torch.equal(mean, (total.double() / size).to(dtype))
+    comm._divide(total, total, size)
+    assert torch.equal(mean, total)
+
+
 def test_what_ranks_compare_is_the_same_on_both_ends_of_a_message_and_where_parts_differ(comm):
     """Rank 0 of two: messages are numbered by their way, and collectives by the elements of the whole."""
     comm.send(new(), to=1, unit="u")

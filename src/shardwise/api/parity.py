@@ -265,7 +265,7 @@ def _one_process(job: _Job, group_size: int) -> _Run:
             parameter.grad = grad
         grads = [p.grad for p in parameters if p.grad is not None]
         for grad in grads:
-            grad.div_(torch.tensor(size, dtype=grad.dtype, device=grad.device))
+            grad.div_(torch.full((1,), size, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device))
         wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
         norm = wide.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32)
         coefficient = torch.clamp(job.max_norm / (norm + 1e-6), max=1.0)

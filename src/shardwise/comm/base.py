@@ -15,6 +15,10 @@ name of the unit that it serves, so that ranks that disagree are told apart inst
 may be waited for in any order, but those of all-reduces in one order on all ranks: the second half of an all-reduce
 starts when its handle is waited for.
 
+Where Comms of several models share one communicator (NCCL), all their collectives must be issued in one order on all
+ranks: the communicator knows no models. ``comm.turns`` compares that order whenever another model takes its turn, and
+raises RankDisagreement. Messages between two ranks are not compared: both must send and receive them in one order.
+
 [Note: Handles own their buffers]
 A handle keeps what it moves alive until it has been waited for. The caller may drop its own references to buffers and
 results; it must keep the handle, and wait for it. Without the handle's references the memory could be given to another
@@ -443,17 +447,17 @@ class Comm(Recorder, ABC):
         return [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
 
     def _divide(self, total: Tensor, out: Tensor, divisor: float) -> None:
-        """``out = total / divisor``, a true division: CUDA multiplies by the reciprocal of a Python number."""
+        """``out = total / divisor``, a true division: CUDA multiplies by the reciprocal of a Python number.
+
+        The divisor is a number of at least fp32: bf16 has no 257, and fp16 no 2049.
+        """
         if divisor == 1:
             if out.data_ptr() != total.data_ptr():
                 out.copy_(total)
             return
-        if total.device.type != "cuda":
-            torch.div(total, divisor, out=out)
-            return
-        key = divisor, total.dtype
+        key = divisor, torch.promote_types(total.dtype, torch.float32)
         if key not in self._divisors:
-            self._divisors[key] = torch.full((1,), divisor, dtype=total.dtype, device=total.device)
+            self._divisors[key] = torch.full((1,), divisor, dtype=key[1], device=total.device)
         torch.div(total, self._divisors[key], out=out)
 
     # -- what each transport does. Arguments are those of the public method, after the stamp.
