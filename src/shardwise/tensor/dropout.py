@@ -1,14 +1,18 @@
-"""Dropout of tensors that are divided over the ranks: each rank draws the plain model's whole mask and takes its part.
+"""Dropout of tensors that are divided over the ranks of ``tp``.
 
 GPT-2, BERT, ViT and T5 of transformers and our GPT need it: their default configurations drop attention weights or
 features (T5) inside of what ``tp`` divides. All ranks of ``tp`` must have the same random state, as for dropout of
-replicated tensors. They then draw what one process draws, and keep the same state. This is for the CPU: on CUDA a fused
-attention draws its mask inside of the kernel, and ranks drop the same places of their own heads.
+replicated tensors, and keep the same state.
+
+* On the CPU each rank draws the plain model's whole mask and takes its part: ranks drop what one process drops.
+* On CUDA, where a fused attention draws inside of its kernel, each rank draws under a seed of its own
+  (:func:`drawing_own`). Recomputation and resumed runs repeat it, because the seed follows from the common state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +35,7 @@ class FeatureDropout(ReplacedForward):
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's part, to the same."""
         module = self.module
-        if not module.training or module.p == 0 or self.comm.device.type != "cpu":
-            return F.dropout(x, module.p, module.training)
-        return x * _own_noise(x, self.dim, module.p, self.comm)
+        return _dropped(x, self.dim, module.p, self.comm) if module.training and module.p else x
 
 
 class SequenceDropout(FeatureDropout):
@@ -48,7 +50,7 @@ class HeadDropout(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The class's forward."""
         module = self.module
-        if not module.training or self.comm.device.type != "cpu":
+        if not module.training:
             return type(module).forward(module, *args, **kwargs)
         with _OwnHeads(self.comm):
             return type(module).forward(module, *args, **kwargs)
@@ -81,7 +83,7 @@ class _OwnHeads(TorchFunctionMode):
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002 - torch's signature
         if not training or p == 0 or x.dim() != 4:
             return F.dropout(x, p, training, inplace)
-        return x * _own_noise(x, 1, p, self._comm)
+        return _dropped(x, 1, p, self._comm)
 
     def _attention(  # noqa: PLR0917 - torch's signature
         self,
@@ -95,6 +97,9 @@ class _OwnHeads(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p == 0:
             return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, **kwargs)
+        if q.device.type != "cpu":
+            with drawing_own(self._comm.rank, q.device):
+                return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, **kwargs)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
         groups = q.shape[1] // k.shape[1]  # of query heads, for each of keys and values
         k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
@@ -106,6 +111,36 @@ class _OwnHeads(TorchFunctionMode):
         elif attn_mask is not None:
             scores = scores + attn_mask
         return (scores.softmax(-1) * _own_noise(scores, 1, dropout_p, self._comm)) @ v
+
+
+@contextlib.contextmanager
+def drawing_own(rank: int, device: torch.device) -> Iterator[None]:
+    """Inside, draws on a GPU have a seed of this rank; afterwards the state is as if it had drawn in the common one."""
+    if device.type != "cuda":
+        yield
+        return
+    common = torch.cuda.default_generators[device.index or 0]
+    seed, offset = common.initial_seed(), common.get_offset()
+    common.manual_seed((seed + (rank + 1) * _GOLDEN) % 2**63)
+    common.set_offset(offset)
+    try:
+        yield
+    finally:
+        offset = common.get_offset()
+        common.manual_seed(seed)
+        common.set_offset(offset)
+
+
+#: An odd number without pattern: neighbouring seeds are those of neighbouring data-parallel ranks.
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _dropped(x: Tensor, dim: int, p: float, comm: Comm) -> Tensor:
+    """Dropout of this rank's part in ``dim``."""
+    if x.device.type == "cpu":
+        return x * _own_noise(x, dim, p, comm)
+    with drawing_own(comm.rank, x.device):
+        return F.dropout(x, p)
 
 
 def _own_noise(like: Tensor, dim: int, p: float, comm: Comm) -> Tensor:
