@@ -200,7 +200,7 @@ class CausalRoot(Root):
                 return self.compute(**given)
         self._check(given)
         next_BT = _next_tokens(given)
-        _check_mask(given.get("attention_mask"), next_BT)
+        _check_values(type(self.model).__name__, given, next_BT)
         division = self.divide(given["input_ids"], next_BT)
         call = {name: division.own(given[name]) for name in ("input_ids", "token_type_ids") if name in given}
         positions_BT = given.get("position_ids")
@@ -226,12 +226,6 @@ class CausalRoot(Root):
                 f"cp: {name} was called with {what}; it is not known what that means for a part of a sequence.\n"
                 f"  Call it with {', '.join(_KNOWN)} only."
             )
-        positions = given.get("position_ids")
-        if positions is not None and not positions.is_meta and not bool((positions.diff(dim=-1) == 1).all()):
-            raise StateError(
-                f"cp: {name} was called with position_ids that do not go up by one: sequences packed into one row would"
-                " attend to each other.\n  Leave position_ids out, or set cp=1."
-            )
 
 
 def _next_tokens(given: dict[str, Any]) -> Tensor | None:
@@ -242,13 +236,29 @@ def _next_tokens(given: dict[str, Any]) -> Tensor | None:
     return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
-def _check_mask(mask_BT: Tensor | None, next_BT: Tensor | None) -> None:
-    """Refuse masks of anything but padding at the end without labels, which causal attention need not mask."""
-    if mask_BT is None or mask_BT.is_meta:
+def _check_values(name: str, given: dict[str, Any], next_BT: Tensor | None) -> None:
+    """Refuse packed sequences, and masks of anything but padding at the end without labels. The host waits once."""
+    positions, mask_BT = given.get("position_ids"), given.get("attention_mask")
+    if positions is None and mask_BT is None:
         return
-    is_hidden = mask_BT == 0
-    is_bad = mask_BT.dim() != 2 or bool((is_hidden[:, :-1] & ~is_hidden[:, 1:]).any())
-    if is_bad or (next_BT is not None and bool((is_hidden & (next_BT != IGNORED)).any())):
+    is_packed = is_hiding = torch.zeros((), dtype=torch.bool, device=given["input_ids"].device)
+    if positions is not None:
+        is_packed = (positions.diff(dim=-1) != 1).any()
+    if mask_BT is not None and mask_BT.dim() != 2:
+        is_hiding = ~is_hiding
+    elif mask_BT is not None:
+        is_hidden = mask_BT == 0
+        is_hiding = (is_hidden[:, :-1] & ~is_hidden[:, 1:]).any()
+        if next_BT is not None:
+            is_hiding = is_hiding | (is_hidden & (next_BT != IGNORED)).any()
+    found = torch.stack([is_packed, is_hiding])
+    packed, hiding = (False, False) if found.is_meta else found.tolist()
+    if packed:
+        raise StateError(
+            f"cp: {name} was called with position_ids that do not go up by one: sequences packed into one row would"
+            " attend to each other.\n  Leave position_ids out, or set cp=1."
+        )
+    if hiding:
         raise StateError(
             "cp: attention_mask hides other tokens than padding at the end of a row whose labels are -100.\n"
             "  Pad on the right, with labels of -100; or set cp=1."

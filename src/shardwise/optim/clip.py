@@ -217,7 +217,7 @@ def _local_power(grads: Iterable[Tensor], device: torch.device, order: float) ->
     for pieces in alike.values():
         norms = torch.stack(torch_private.norms(pieces, torch.float64, order))
         found = norms.max() if order == math.inf else torch.dot(norms, norms) if order == 2 else (norms**order).sum()
-        total = _merge(total, found.to(device), order)
+        total = _merge(total, found.to(device, non_blocking=True), order)
     return total
 
 

@@ -40,8 +40,8 @@ class Agreement:
         self._comm, self._shown = comm, shown
         told = torch.zeros(comm.size, 2, dtype=torch.int64)
         told[comm.rank] = torch.tensor([digest_text(step), digest_text(trained)])
-        told = told.to(comm.device)
-        self._under_way: tuple[torch.Tensor, Handle] | None = told, comm.all_gather(told.view(-1), unit="step")
+        host = comm.host  # the host reads it, and would wait for the device
+        self._under_way: tuple[torch.Tensor, Handle] | None = told, host.all_gather(told.view(-1), unit="step")
         self._all_trained = 0
 
     def wait(self) -> int:

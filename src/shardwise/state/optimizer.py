@@ -222,7 +222,7 @@ def optimizer_scalars(
         ranks must call; all get the whole.
     """
     engine = engine_of(model, "sw.save")
-    mine: dict[str, dict[str, float]] = {}
+    mine: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     for optimizer in optimizers:
         states = states_by_name(optimizer)
@@ -231,7 +231,7 @@ def optimizer_scalars(
             if not state or held.is_empty:
                 continue  # some optimizers keep state of an empty piece, which never steps
             scalars = {
-                key: value.item() if isinstance(value, Tensor) else value
+                key: value
                 for key, value in state.items()
                 if isinstance(value, (int, float))
                 or (isinstance(value, Tensor) and value.dim() == 0 and not _is_elementwise(key, value, held.view))
@@ -239,7 +239,7 @@ def optimizer_scalars(
             if scalars:
                 mine[held.spec.name] = scalars
             problems += _unsaved(type(optimizer).__name__, held, state)
-    everyone = all_gather_json(engine.comms.world, [mine, problems])
+    everyone = all_gather_json(engine.comms.world, [as_numbers(mine), problems])
     found = list(dict.fromkeys(problem for _, problems in everyone for problem in problems))
     if found:
         is_cut = engine.comms.tp is not None
@@ -253,6 +253,21 @@ def optimizer_scalars(
     for part, _ in everyone:
         merged |= part
     return merged
+
+
+def as_numbers(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """``scalars`` with numbers in place of tensors. The host waits once for each device and dtype."""
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    for state in scalars.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                alike[value.device, value.dtype].append((state, key))
+    for places in alike.values():
+        for (state, key), number in zip(
+            places, torch.stack([state[key] for state, key in places]).tolist(), strict=True
+        ):
+            state[key] = number
+    return scalars
 
 
 def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
