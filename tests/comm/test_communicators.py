@@ -104,13 +104,18 @@ def loss_fn(output, batch):
     return output.square().mean()
 
 
+def without_stream(comm):
+    comm._stream = None
+    return comm
+
+
 def count_groups():
     """Groups alive after each call of ``sw.parity``, where every Comm is opened as over NCCL."""
     made = []
 
-    def over_gloo(group, axis, device, *, channel, ledger, host, take_turn):
+    def over_gloo(group, axis, device, *, channel, ledger, host, take_turn, stream):
         made.append(channel)
-        return GlooComm(group, axis, channel=host.channel)
+        return without_stream(GlooComm(group, axis, channel=host.channel))
 
     plans = {name: sw.ParallelPlan(strategy=name) for name in ("ddp", "zero2", "zero3")}
     found = []
@@ -167,7 +172,7 @@ def as_on_nccl(*, is_done=True):
         mock.patch.object(nccl, "torch", OfModule(torch, cuda=cuda)),
         mock.patch.object(nccl, "way_of_sum", return_value=nccl.Sum.PLAIN),
     ):
-        yield
+        yield cuda
 
 
 def step_two(order):
@@ -187,8 +192,9 @@ def step_two(order):
 
 def step_two_on_nccl():
     over_gloo = step_two("0110")
-    with as_on_nccl():
+    with as_on_nccl() as cuda:
         assert step_two("0110") == over_gloo
+        assert cuda.Stream.call_count == 1 + 2  # for gathers and for reductions, of three models
         with pytest.raises(RankDisagreement) as caught:
             step_two(["01", "10"][dist.get_rank()])
     return str(caught.value)
@@ -230,9 +236,9 @@ def control_without_gloo():
     """Ranks 0 and 2 of three open Comms over a group that says that it has NCCL alone."""
     hosts, rank = [], dist.get_rank()
 
-    def over_gloo(group, axis, device, *, channel, ledger, host, take_turn):
+    def over_gloo(group, axis, device, *, channel, ledger, host, take_turn, stream):
         hosts.append((host, ledger.peers))
-        return GlooComm(group, axis, channel=channel)
+        return without_stream(GlooComm(group, axis, channel=channel))
 
     with (
         mock.patch.object(opening, "_is_moved_by_nccl", return_value=True),

@@ -347,8 +347,17 @@ class _Opener:
             )
             turns = _turns.setdefault(group, Turns())
             take_turn = functools.partial(turns.take, channel, asked)
-            name = f"{place}/{purpose}"
-            nccl = NcclComm(group, axis, self._device, channel=name, ledger=ledger, host=host, take_turn=take_turn)
+            nccl = NcclComm(
+                group,
+                axis,
+                self._device,
+                channel=f"{place}/{purpose}",
+                ledger=ledger,
+                host=host,
+                take_turn=take_turn,
+                stream=turns.stream,
+            )
+            turns.stream = nccl._stream
             turns.num_comms += 1
             nccl._num_issued = asked._num_issued = turns.num_issued
             return nccl

@@ -36,6 +36,7 @@ class NcclComm(Comm):
         ledger: Ledger | None = None,
         host: Comm | None = None,
         take_turn: Callable[[Issued], None] | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__(axis, group.rank(), group.size(), device, channel)
         self._is_alone = False
@@ -43,7 +44,7 @@ class NcclComm(Comm):
         self._host = host
         self._take_turn = take_turn
         self._group = group
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = stream or torch.cuda.Stream(device, priority=-1)
         # torch 2.13 renamed the in-place calls and deprecates the old names.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

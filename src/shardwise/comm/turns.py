@@ -26,11 +26,13 @@ class Turns:
     Attributes:
         num_comms: Comms that were opened on the communicator, in all: the same number on every rank.
         num_issued: Collectives and messages, by channel.
+        stream: On which all of them run: torch has no more than 32 streams to give.
     """
 
     def __init__(self) -> None:
         self.num_comms = 0
         self.num_issued: dict[str, int] = {}
+        self.stream: torch.cuda.Stream | None = None
         self._user: str | None = None  # that has issued last
         self._digest = 0  # of all collectives
 

@@ -68,15 +68,19 @@ class Home:
         self._key: Hashable = None  # of a buffer in the pool, where the sum has another dtype than ``.grad``
         self._lent: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
-    def make(self) -> Tensor:
-        """The memory, allocated at the first call."""
+    def make(self, *, is_filled: bool = True) -> Tensor:
+        """The memory, allocated at the first call; not filled where a whole sum is about to be written to it."""
         if self.tensor is not None:
             return self.tensor
         group, gradient = self.group, self.group.gradient
         if not gradient.is_pooled:
             self.full = torch.zeros(gradient.layout.numel, dtype=group.reduce_dtype, device=group.device)
         if self.full is None or self.is_apart:
-            self.tensor = group.form.zeros(group, gradient.layout.slice_numel(group.rank))
+            numel = gradient.layout.slice_numel(group.rank)
+            if is_filled:
+                self.tensor = group.form.zeros(group, numel)
+            else:
+                self.tensor = torch.empty(numel, dtype=group.dtype, device=group.device)
         else:
             self.tensor = self.full[gradient.layout.slice_of(group.rank)]
         self.plain = self.views = group.held_views(self.tensor)
@@ -382,7 +386,7 @@ class Gradient:
             return buffer
         is_free = not (self.home.is_lent or self.home.is_apart or self.has_sums)
         if self.is_pooled and is_free and partial is None:
-            return self.home.make()
+            return self.home.make(is_filled=False)
         return buffer[self.layout.slice_of(self.group.rank)]
 
     def _add_up(self, replicate: Comm, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:
