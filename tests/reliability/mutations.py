@@ -6,7 +6,9 @@ as someone would who wants to be read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import random
 import resource
@@ -20,14 +22,16 @@ from typing import Any
 import torch
 import yaml
 
+import shardwise as sw
 from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint import open_checkpoint, write
 from shardwise.spec.errors import ShardwiseError
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
+from shardwise.train.trained import find_trained
 from tests.checkpoint.threads import cut, even, run_in_threads, sample, whole
 
-KINDS = ("config", "manifest", "header")
+KINDS = ("config", "manifest", "header", "optimizer", "run")
 #: Seconds of the processor that reading one file may take.
 MOST_S = 1.0
 
@@ -75,7 +79,8 @@ def run(kind: str, count: int, seed: int, folder: Path) -> Counter[str]:
             numbers; the message lists the first such changes by their numbers.
     """
     draw, found = random.Random(f"{kind} {seed}"), Counter[str]()
-    read = {"config": _config, "manifest": _manifest, "header": _header}[kind](folder)
+    makers = {"config": _config, "manifest": _manifest, "header": _header, "optimizer": _optimizer, "run": _run}
+    read = makers[kind](folder)
     wrong: list[str] = []
     for number in range(count):
         begin = time.process_time()
@@ -84,7 +89,7 @@ def run(kind: str, count: int, seed: int, folder: Path) -> Counter[str]:
             found["taken"] += 1
         except ShardwiseError as error:
             found["refused"] += 1
-            if error.exit_code not in {65, 78}:
+            if error.exit_code not in {65, 78}:  # checkpoint or data, configuration
                 wrong.append(f"{number}: exit code {error.exit_code}: {error}")
         except Exception as error:  # noqa: BLE001  all of them are listed
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -215,5 +220,79 @@ def _header(folder: Path) -> Callable[[random.Random], None]:
             length = len(header) if draw.random() < 0.9 else draw.choice((0, 2**63, 2**64 - 1, len(header) - 1))
             file.write_bytes(length.to_bytes(8, "little") + header + raw[end:])
         _load(path)
+
+    return read
+
+
+def _optimizer(folder: Path) -> Callable[[random.Random], None]:
+    """What ``sw.save`` wrote of optimizers and of an average; it is loaded, and training continues."""
+    saved = []
+    for number, make in enumerate(_OPTIMIZERS):
+        path = folder / str(number)
+        model, optimizer, average = _training(make)
+        _steps(model, optimizer)
+        sw.save(path, model, optimizer, average=average)
+        saved.append((make, path, json.loads((path / manifests.MANIFEST_NAME).read_bytes())))
+
+    def read(draw: random.Random) -> None:
+        make, path, meant = draw.choice(saved)
+        content = copy.deepcopy(meant)
+        part = draw.choice(("optimizer", "average", None))
+        if part is None:
+            content["data"] = changed_value(draw, content["data"])
+        else:
+            key = draw.choice(("scalars", "groups")) if part == "optimizer" else part
+            held = content["data"][part] if part == "optimizer" else content["data"]
+            held[key] = changed_value(draw, held[key])
+        (path / manifests.MANIFEST_NAME).write_bytes(manifests.sealed(content))
+        model, optimizer, average = _training(make)
+        with contextlib.redirect_stderr(io.StringIO()):
+            sw.load(path, model, optimizer, average=average)
+        _steps(model, optimizer)
+        average.update()
+
+    return read
+
+
+#: One with a count, one with more numbers, one with neither.
+_OPTIMIZERS: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    lambda parameters: torch.optim.ASGD(parameters, lr=1e-3),
+    lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+)
+
+
+def _training(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, torch.optim.Optimizer, Any]:
+    model = sw.parallelize(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)), "zero3")
+    return model, make(model.parameters()), sw.ExponentialMovingAverage(model)
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _run(folder: Path) -> Callable[[random.Random], None]:
+    """A run's configuration in a checkpoint, as ``generate``, ``serve`` and ``export`` read it."""
+    (folder / "run.yaml").write_text(_CONFIG)
+    config = resolve(read_config(folder / "run.yaml"), 2).config
+    path, tensors = folder / "step-00000020", sample(0)
+    state = {"step": 20, "config": config.model_dump(mode="json")}
+    run_in_threads(
+        lambda comm: write(path, comm, cut(tensors, even(tensors, 1), 0), {"state": state}, step=20, run_id="run"), 1
+    )
+    meant = json.loads((path / manifests.MANIFEST_NAME).read_bytes())
+
+    def read(draw: random.Random) -> None:
+        content = copy.deepcopy(meant)
+        held, key = draw.choice(((content, "data"), (content["data"]["state"], "config")))
+        held[key] = changed_value(draw, held[key])
+        (path / manifests.MANIFEST_NAME).write_bytes(manifests.sealed(content))
+        trained = find_trained(path)
+        trained.read_template()
+        trained.tokenizer()
+        trained.resolve([], 1)
 
     return read

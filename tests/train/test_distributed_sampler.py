@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="given together"):
         sw.DistributedSampler(4, rank=0)
     (sampler,) = samplers(4, 1)
-    with pytest.raises(CheckpointError, match="num_samples=5, this one 4"):
+    with pytest.raises(CheckpointError, match="num_samples=5, this run has 4"):
         sampler.load_state_dict({"seed": 0, "num_samples": 5, "epoch": 0, "position": 0})
 
 

@@ -20,8 +20,10 @@ from shardwise.api.saved_optimizer import (
     SavedOptimizer,
     changed_settings,
     describe_changes,
+    read_average,
     read_optimizer,
     refuse_unknown,
+    refused,
 )
 from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, step_of, write
 from shardwise.checkpoint.background import Background
@@ -391,6 +393,12 @@ def load(
     engine = engine_of(model, "sw.load")
     comm = engine.comms.world
     checkpoint = open_checkpoint(path, comm=comm)
+    state = checkpoint.data.get("state")
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was not written by sw.save: its state is a {type(state).__name__}.\n"
+            "  Load another checkpoint."
+        )
     holders = count_holders(ignored_of(engine), engine.comms)
     problem: ShardwiseError | None = None
     targets = _Targets(checkpoint, tied_names(model), keeps_settings=keep_settings)
@@ -409,7 +417,7 @@ def load(
     if unfilled is not None:
         engine.observers.remove(unfilled)
     engine.invalidate()
-    return checkpoint.data["state"] | targets.rank_state()
+    return state | targets.rank_state()
 
 
 class _Targets:
@@ -465,18 +473,23 @@ class _Targets:
                 + "\n".join(f"  - {problem}" for problem in problems[:8])
                 + "\n  Load it with the granularity that it was saved with, with 'tensor', or without the optimizer."
             )
-        for each in fresh:
-            self.extents += each.extents
-            self.installs.append(partial(each.install, saved.scalars))
-        found = settings_by_group(members_here(model, optimizers), saved.groups, saved.members)
+        changed, found = [], settings_by_group(members_here(model, optimizers), saved.groups, saved.members)
         if self._keeps_settings:
-            return
-        refuse_unknown(checkpoint.path, found, groups_of(optimizers))
-        changed = changed_settings(checkpoint.path, found, groups_of(optimizers))
+            found = [{} for _ in found]
+        else:
+            refuse_unknown(checkpoint.path, found, groups_of(optimizers))
+            changed = changed_settings(checkpoint.path, found, groups_of(optimizers))
+        given = {id(group): settings for group, settings in zip(groups_of(optimizers), found, strict=True)}
+        odd = [f"{name} is no parameter" for name in saved.scalars if name not in stored]
+        for each in fresh:
+            odd += each.take(saved.scalars, given)
+            self.extents += each.extents
+            self.installs.append(each.install)
+        if odd:
+            raise refused(checkpoint.path, odd[:5])
         if shown := [each for each in changed if each[0].rpartition(".")[2] not in _SCHEDULED]:
             tell_once(f"checkpoint {checkpoint.path} changes settings of the optimizer:\n{describe_changes(shown)}")
-        for group, settings in zip(groups_of(optimizers), found, strict=True):
-            self.installs.append(partial(_restore, group, settings))
+        self.installs += [partial(_restore, group, given[id(group)]) for group in groups_of(optimizers)]
 
     def add_average(self, average: ExponentialMovingAverage) -> None:
         """An average of the weights.
@@ -489,9 +502,10 @@ class _Targets:
                 f"checkpoint {self._checkpoint.path} holds no averaged weights.\n"
                 "  Call sw.load without average, and begin one anew."
             )
+        settings = read_average(self._checkpoint.path, self._checkpoint.data[_AVERAGE])
         fresh, extents = average.fresh()
         self.extents += extents
-        self.installs.append(partial(average.install, fresh, self._checkpoint.data[_AVERAGE]))
+        self.installs.append(partial(average.install, fresh, settings))
         self.unread.discard(f"{_AVERAGE}/")
 
     def rank_state(self) -> dict[str, Any]:
@@ -499,7 +513,13 @@ class _Targets:
         if self._rank_state is None:
             return {}
         raw = self._rank_state.numpy().tobytes()
-        return {"rank_state": plain.unpack(plain.loads(raw, max_items=_MAX_ITEMS))}
+        try:
+            return {"rank_state": plain.unpack(plain.loads(raw, max_items=_MAX_ITEMS))}
+        except ValueError as error:
+            raise CheckpointError(
+                f"the state of this rank in checkpoint {self._checkpoint.path} cannot be read: {printable(error)}.\n"
+                "  It was changed by hand or damaged. Load another checkpoint."
+            ) from None
 
 
 def _listed(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:

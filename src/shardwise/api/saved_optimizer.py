@@ -14,6 +14,9 @@ from torch import Tensor
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import aligned, printable
 
+#: A number of an optimizer is less, also an integer, which JSON does not limit.
+_MOST = 2.0**1000
+
 
 class SavedOptimizer(BaseModel):
     """The entry ``optimizer`` of a checkpoint that ``sw.save`` wrote.
@@ -33,6 +36,25 @@ class SavedOptimizer(BaseModel):
     members: list[list[str]] | None = None
 
 
+class _SavedAverage(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    decay: float = Field(ge=0, lt=1)
+    num_updates: int = Field(ge=0, lt=2**60)
+
+
+def read_average(path: Path, entry: Any) -> dict[str, Any]:
+    """The entry ``average`` of a checkpoint: the decay of averaged weights, and their number of updates.
+
+    Raises:
+        CheckpointError: It is not such an entry.
+    """
+    try:
+        return _SavedAverage.model_validate(entry).model_dump()
+    except pydantic.ValidationError as error:
+        raise refused(path, [f"average: {item['msg']}" for item in error.errors(include_url=False)[:5]]) from None
+
+
 def read_optimizer(path: Path, entry: Any) -> SavedOptimizer:
     """The entry, or an error that names what is wrong in it.
 
@@ -43,17 +65,17 @@ def read_optimizer(path: Path, entry: Any) -> SavedOptimizer:
         found = SavedOptimizer.model_validate(entry)
     except pydantic.ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)[:5]]
-        raise _refused(path, lines) from None
+        raise refused(path, lines) from None
     wrong = [
         f"{name}.{key} is {value}"
         for name, numbers in found.scalars.items()
         for key, value in numbers.items()
-        if key == "step" and not (math.isfinite(value) and value >= 0 and value == int(value))
+        if (key == "step" and not (0 <= value < 2**60 and value == int(value))) or abs(value) >= _MOST
     ]
     if found.members is not None and len(found.members) != len(found.groups):
         wrong.append(f"members has {len(found.members)} groups, groups has {len(found.groups)}")
     if wrong:
-        raise _refused(path, wrong[:5])
+        raise refused(path, wrong[:5])
     return found
 
 
@@ -83,7 +105,7 @@ def changed_settings(
             elif key in group and own != value and own != tuple(_listed(value)):
                 changed.append((where, own, value))
     if wrong:
-        raise _refused(path, wrong[:5])
+        raise refused(path, wrong[:5])
     return changed
 
 
@@ -126,13 +148,14 @@ def _are_alike(own: Any, value: Any) -> bool:
     if isinstance(own, bool) or isinstance(value, bool):
         return isinstance(own, bool) and isinstance(value, bool)
     if isinstance(own, int | float):
-        return isinstance(value, int | float) and (math.isfinite(value) or not math.isfinite(own))
+        return isinstance(value, int | float) and (abs(value) < _MOST or not math.isfinite(own))
     if isinstance(own, list | tuple):
         return isinstance(value, list | tuple) and len(own) == len(value) and all(map(_are_alike, own, value))
     return isinstance(value, type(own))
 
 
-def _refused(path: Path, lines: Sequence[str]) -> CheckpointError:
+def refused(path: Path, lines: Sequence[str]) -> CheckpointError:
+    """The error for what cannot be right in a checkpoint's entry."""
     listed = "".join(f"\n  - {printable(line)}" for line in lines)
     return CheckpointError(
         f"checkpoint {printable(path)}: what it says of its optimizer cannot be right:{listed}\n"

@@ -17,6 +17,7 @@ that is neither per element nor per block is a table that all pieces share.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -319,9 +320,10 @@ class OptimizerState:
         self._settings = {
             parameter: settings for settings in optimizer.param_groups for parameter in settings["params"]
         }
+        self._numbers: dict[str, dict[str, Any]] = {}
         self._flats = {parameter: {} for parameter in self._settings if isinstance(parameter, FlatParameter)}
+        self._settings |= {shard: self._settings[flat] for flat in self._flats for shard in flat.shards}
         mine = {id(parameter) for parameter in self._settings}
-        mine |= {id(shard) for flat in self._flats for shard in flat.shards}
         helds = [(p, held) for p, held in _held_by(engine, optimizer, ignored) if id(p) in mine and not held.is_empty]
         for parameter, held in helds:
             self._names[parameter] = held.spec.name
@@ -369,7 +371,38 @@ class OptimizerState:
             assert flat.data_ptr() == target.data_ptr()
             self.extents.append((found, flat))
 
-    def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+    def take(self, scalars: Mapping[str, Mapping[str, float]], given: Mapping[int, Mapping[str, Any]]) -> list[str]:
+        """Take the numbers in each parameter's state, and see whether the optimizer can continue with them.
+
+        Torch's optimizers, and ours, show what they need: a copy makes a step of one element.
+
+        Args:
+            scalars: The numbers by key, by the parameter's name.
+            given: The settings that each group will get, by its ``id``.
+
+        Returns:
+            What cannot be right.
+        """
+        problems: list[str] = []
+        made: dict[Any, dict[str, Any]] = {}
+        for parameter, name in self._names.items():
+            group, kind = self._settings[parameter], (parameter.dim(), parameter.dtype, parameter.device)
+            if (id(group), kind) not in made:
+                like = torch.zeros((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+                found = _after_step(self._optimizer, {**group, **given[id(group)]}, like)
+                if isinstance(found, Exception) and isinstance(_after_step(self._optimizer, group, like), dict):
+                    problems.append(f"no step can be made with the settings of {name}: {found}")
+                made[id(group), kind] = found if isinstance(found, dict) else {}
+            held, numbers = self._fresh[name], scalars.get(name, {})
+            expected = {k: v for k, v in made[id(group), kind].items() if v is not None} if held or numbers else {}
+            problems += [f"{name}.{key} is missing" for key in expected.keys() - held.keys() - numbers.keys()]
+            self._numbers[name] = {key: _as_scalar(value, expected.get(key)) for key, value in numbers.items()}
+            for key, value in self._numbers[name].items():
+                if value is None or (isinstance(value, Tensor) and key in expected and not value.isfinite()):
+                    problems.append(f"{name}.{key} is {numbers[key]!r}")
+        return problems
+
+    def install(self) -> None:
         """Replace the optimizer's state.
 
         A flat parameter whose parameters have been updated differently often is split into their names.
@@ -377,16 +410,13 @@ class OptimizerState:
         of_flat: dict[FlatParameter, dict[str, Any]] = {}
         for flat, state in self._flats.items():
             names = [self._names[shard] for shard in flat.shards]
-            first = scalars.get(names[0], {})
-            is_alike = all(
-                self._fresh[name].keys() == state.keys() and scalars.get(name, {}) == first for name in names
-            )
-            if is_alike:
-                of_flat[flat] = state | {key: _as_scalar(value) for key, value in first.items()}
+            first = self._numbers[names[0]]
+            if all(self._fresh[name].keys() == state.keys() and self._numbers[name] == first for name in names):
+                of_flat[flat] = state | first
         split(self._optimizer, lambda flat: flat not in of_flat)
         whole = {id(shard) for flat in of_flat for shard in flat.shards}
         by_name = {
-            shard: self._fresh[name] | {key: _as_scalar(value) for key, value in scalars.get(name, {}).items()}
+            shard: self._fresh[name] | self._numbers[name]
             for shard, name in self._names.items()
             if id(shard) not in whole
         }
@@ -397,6 +427,29 @@ class OptimizerState:
                 self._optimizer.state.pop(parameter, None)
 
 
-def _as_scalar(value: Any) -> Any:
-    """Torch's optimizers keep counts as float32 tensors on the CPU, which they change in place."""
-    return torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
+def _after_step(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], like: Tensor
+) -> dict[str, Any] | Exception:
+    """The state of a parameter after a step, or why there is none; nothing is known of other people's optimizers."""
+    cls = type(optimizer)
+    if not cls.__module__.startswith(("torch.optim.", "shardwise.optim.")):
+        return {}
+    try:
+        if cls.__module__.startswith("torch"):  # whose constructors check the settings
+            accepted = inspect.signature(cls).parameters.keys() & settings.keys() - {"params"}
+            cls([nn.Parameter(like)], **{key: settings[key] for key in accepted})
+        return torch_private.state_after_step(optimizer, settings, like)
+    except Exception as error:  # noqa: BLE001  of whatever kind an odd setting leads to
+        return error
+
+
+def _as_scalar(value: Any, like: Any) -> Any:
+    """A number of the kind that the optimizer keeps, ``None`` where it is none of them.
+
+    Torch's optimizers keep counts as tensors, mostly float32 on the CPU, which they change in place.
+    """
+    if like is None:
+        return torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
+    if isinstance(value, bool) is not isinstance(like, bool) or (isinstance(like, Tensor) and like.dim()):
+        return None
+    return like.new_tensor(value) if isinstance(like, Tensor) else type(like)(value)

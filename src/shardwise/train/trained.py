@@ -13,17 +13,21 @@ from shardwise.spec.hub import folder_name, how_to_fetch, is_hub_name, local_fol
 from shardwise.spec.text import printable
 from shardwise.train.config.hf import check_weights
 from shardwise.train.config.resolve import RunConfig, resolve
-from shardwise.train.config.sections import LoraSection, RawConfig, read_config
+from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.data.source import BYTE_VOCAB, find_source
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
 from shardwise.train.saves.checkpoints import find_checkpoint, saved_config
+from shardwise.train.saves.saved_state import check_sections
 from shardwise.train.task import NEXT
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.launch.world import World
+
+#: Of a run's configuration, what generating and exporting need.
+_SECTIONS = ("model", "data", "parallel", "lora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,24 +212,25 @@ def find_trained(path: Path) -> Trained:
 
     if (path / CHECKPOINTS).is_dir() or (path / MANIFEST_NAME).exists():
         checkpoint = find_checkpoint(path, "latest") if (path / CHECKPOINTS).is_dir() else path
-        config = saved_config(checkpoint)
-        if LoraSection(**config.get("lora") or {}).is_used:
+        config = {key: value for key, value in saved_config(checkpoint).items() if key in _SECTIONS}
+        held = check_sections(checkpoint, config)
+        if held.lora.is_used:
             from shardwise.checkpoint import open_checkpoint
             from shardwise.train.model.lora import check_base
 
-            check_base(Path(config["model"]["hf"]).expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
+            check_base(Path(held.model.hf or "").expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
         parallel = config.get("parallel", {})
         policy = parallel.get("mp_policy")  # null, a dtype's name, or fields
         return Trained(
             checkpoint,
             None,
-            config["model"],
-            config["data"]["source"],
+            config.get("model", {}),
+            held.data.source,
             parallel.get("tp_plan"),
             lora=config.get("lora"),
             raises_masters=isinstance(policy, dict) and policy.get("master_dtype") == "fp32",
-            tokens_by=config["data"].get("tokenizer"),
-            chat_template=config["data"].get("chat_template"),
+            tokens_by=held.data.tokenizer,
+            chat_template=held.data.chat_template,
         )
     if not path.exists():
         path = local_folder(path)

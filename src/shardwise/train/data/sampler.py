@@ -134,12 +134,7 @@ class Sampler:
         Raises:
             CheckpointError: The state belongs to other data or another seed.
         """
-        for key in ("seed", "num_samples"):
-            if state.get(key) != getattr(self, key):
-                raise CheckpointError(
-                    f"the checkpoint's sampler has {key}={state.get(key)!r}, this run has {getattr(self, key)}.\n"
-                    "  Resume with the data and the seed that the run began with."
-                )
+        _check_same(state, self)
         self.position = _natural(state, "position")
 
 
@@ -267,12 +262,7 @@ class DistributedSampler:
         Raises:
             CheckpointError: The state belongs to other data or another seed, or names no place in an epoch.
         """
-        for key in ("seed", "num_samples"):
-            if state.get(key) != getattr(self, key):
-                raise CheckpointError(
-                    f"the sampler's state has {key}={state.get(key)!r}, this one {getattr(self, key)}.\n"
-                    "  Continue with the data and the seed that it was taken with."
-                )
+        _check_same(state, self)
         epoch, position = _natural(state, "epoch"), _natural(state, "position")
         if position > self.num_samples:
             raise CheckpointError(
@@ -280,6 +270,20 @@ class DistributedSampler:
                 "  Continue from another checkpoint."
             )
         self.epoch, self._start, self._num_given = epoch, position, 0
+
+
+def _check_same(state: Mapping[str, Any], sampler: Sampler | DistributedSampler) -> None:
+    """Refuse the state of a sampler of other data, or with another seed.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    for key in ("seed", "num_samples"):
+        if state.get(key) != getattr(sampler, key):
+            raise CheckpointError(
+                f"the checkpoint's sampler has {key}={state.get(key)!r}, this run has {getattr(sampler, key)}.\n"
+                "  Resume with the data and the seed that the run began with."
+            )
 
 
 def _natural(state: Mapping[str, Any], key: str) -> int:

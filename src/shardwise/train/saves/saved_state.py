@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,6 +19,7 @@ from shardwise.train.config.resolve import schedule_of
 from shardwise.train.config.sections import Config
 from shardwise.train.model.build import peak_lr
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _Natural = Annotated[int, Field(ge=0, lt=2**60)]
 #: Settings of an optimizer that the configuration does not give: the rate, which is compared with the schedule's, and
 #: how the optimizer computes, which follows from the device.
@@ -117,14 +118,10 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Ite
             f"{printable(path)} was not saved by `shardwise train`: it has no step or progress.\n"
             "  Load it with sw.load()."
         )
-    try:
-        saved = SavedRun.model_validate(state)
-        if saved.scaler:
-            SavedScaler.model_validate(saved.scaler)
-        config = Config.model_validate(saved.config)
-    except pydantic.ValidationError as error:
-        items, of = error.errors(include_url=False)[:5], _PARTS.get(error.title, "")
-        raise _refused(path, [f"{of}{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in items]) from None
+    saved = _validated(path, SavedRun, state)
+    if saved.scaler:
+        _validated(path, SavedScaler, saved.scaler)
+    config = check_sections(path, saved.config)
     wrong = _contradictions(saved, checkpoint.manifest, batch)
     if wrong:
         raise _refused(path, wrong)
@@ -139,6 +136,23 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Ite
         raise _refused(
             path, [f"optimizer.lr: {found}, expected {lr:g}, as its configuration has for step {saved.step}"]
         )
+
+
+def check_sections(path: Path, config: Mapping[str, Any]) -> Config:
+    """The configuration, or some sections of it, that a checkpoint holds.
+
+    Raises:
+        CheckpointError: It is none; what is wrong is listed.
+    """
+    return _validated(path, Config, config)
+
+
+def _validated(path: Path, kind: type[_Model], value: Any) -> _Model:
+    try:
+        return kind.model_validate(value)
+    except pydantic.ValidationError as error:
+        items, of = error.errors(include_url=False)[:5], _PARTS.get(error.title, "")
+        raise _refused(path, [f"{of}{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in items]) from None
 
 
 def _contradictions(saved: SavedRun, manifest: Manifest, batch: int) -> list[str]:
