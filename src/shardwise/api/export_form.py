@@ -107,7 +107,8 @@ def _only_adapter(model: Any) -> str:
     kind = model.peft_config[active[0]].peft_type
     if kind != "LORA":
         raise ConfigError(
-            f"adapter {active[0]} is of kind {kind}.\n  Export it with peft: model.save_pretrained(folder)."
+            f"adapter {active[0]} is of kind {kind}.\n  Save it with peft: state = sw.full_state_dict(model,"
+            " trainable_only=True) on every rank, and on rank 0 model.save_pretrained(folder, state_dict=state)."
         )
     return active[0]
 
@@ -136,13 +137,12 @@ class Adapter:
         """As :class:`Form`: the adapter's alone, by the names that they have in files."""
         found = {}
         for name, tensor in tensors.items():
-            plain = name.removeprefix(_PREFIX)
-            part = next((part for part in (f".{self._name}.", ".modules_to_save.") if part in plain), None)
-            if part is None:
-                continue
-            if part == ".modules_to_save.":
-                plain = plain.replace(f".modules_to_save.{self._name}.", ".")
-            found[_PREFIX + plain.replace(f".{self._name}.", ".")] = tensor
+            plain = f"{name.removeprefix(_PREFIX)}."  # the adapter's name may be the last part
+            # A trained copy of a whole module has its original's name in files.
+            whole, own = f".modules_to_save.{self._name}.", f".{self._name}."
+            part = whole if whole in plain else own
+            if part in plain:
+                found[_PREFIX + plain.replace(part, ".", 1).removesuffix(".")] = tensor
         return found
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:  # noqa: ARG002  an adapter's own does not say it
@@ -164,7 +164,7 @@ class Merged:
     def __init__(self, model: Any) -> None:
         name = _only_adapter(model)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._plain, self._name = OfTransformers(base), name
+        self._plain, self._name, self._adapters = OfTransformers(base), name, tuple(model.peft_config)
         self._layers = {
             path.removeprefix(_PREFIX): layer for path, layer in model.named_modules() if hasattr(layer, "base_layer")
         }
@@ -183,9 +183,12 @@ class Merged:
         found = {}
         for name, tensor in held.items():
             path, mark, rest = name.partition(".base_layer.")
-            if path in self._layers and mark:
+            whole, is_whole, inside = name.partition(f".modules_to_save.{self._name}.")
+            if is_whole:
+                found[f"{whole}.{inside}"] = tensor
+            elif path in self._layers and mark:
                 found[f"{path}.{rest}"] = self._with_adapter(path, tensor, held) if rest == "weight" else tensor
-            elif f".{self._name}." not in name:
+            elif ".original_module." not in name and not any(f".{adapter}." in name for adapter in self._adapters):
                 found[name] = tensor
         return self._plain.convert(found)
 

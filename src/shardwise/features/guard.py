@@ -73,7 +73,7 @@ def install_guards(root: nn.Module, engine: Engine) -> None:
         for owner, module in owners:
             if not owner.is_guarded:
                 owner.is_guarded = True
-                _guard_state(module, unit)
+                _guard_state(module, unit, owner.path)
     _guard_containers(root, members)
     if "_apply" not in root.__dict__:
         root.__dict__["_apply"] = _GuardedApply(root, engine.units[0])
@@ -241,9 +241,12 @@ class _StateDictGuard(Uncopyable):
         self._units = [weakref.ref(unit) for unit in units]
         self._name = name
 
-    def __call__(self, module: nn.Module, *_args: object, **_kwargs: object) -> None:
+    def _are_sharded(self) -> bool:
         units = [unit for held in self._units if (unit := held()) is not None and not unit.shows_logical_state]
-        if not any(group.row.shards_optimizer for unit in units for group in unit.groups):
+        return any(group.row.shards_optimizer for unit in units for group in unit.groups)
+
+    def __call__(self, module: nn.Module, *_args: object, **_kwargs: object) -> None:
+        if not self._are_sharded():
             return
         ours, instead = {
             "state_dict": ("would give slices", "sw.full_state_dict(model) or sw.save(path, model, optimizer)"),
@@ -254,8 +257,28 @@ class _StateDictGuard(Uncopyable):
         )
 
 
-def _guard_state_dicts(module: nn.Module, units: Sequence[Unit]) -> None:
-    module.register_state_dict_pre_hook(_StateDictGuard(units, "state_dict"))
+class _NamesOnly(_StateDictGuard):
+    """State-dict hook of a trained copy of a whole module, which peft asks for its names while it saves an adapter.
+
+    The values of shards are on meta, with the shapes of the plain model: a slice can never be saved instead.
+    """
+
+    def __call__(self, module: nn.Module, *args: Any, **_kwargs: object) -> None:
+        state, prefix = args[:2]
+        if not self._are_sharded():
+            return
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            mark = mark_of(parameter)
+            if mark is not None and mark.group is not None:
+                shape = mark.group.layout.params[mark.index].logical_shape
+                state[f"{prefix}{name}"] = torch.empty(shape, dtype=parameter.dtype, device="meta")
+
+
+def _guard_state_dicts(module: nn.Module, units: Sequence[Unit], path: str) -> None:
+    if ".modules_to_save." in f".{path}.":
+        module.register_state_dict_post_hook(_NamesOnly(units, "state_dict"))
+    else:
+        module.register_state_dict_pre_hook(_StateDictGuard(units, "state_dict"))
     module.register_load_state_dict_pre_hook(_StateDictGuard(units, "load_state_dict"))
 
 
@@ -272,11 +295,11 @@ def _guard_containers(root: nn.Module, members: Sequence[tuple[Unit, Member]]) -
                 below.setdefault(place, {})[id(unit)] = unit
     for path, module in root.named_modules():
         if path in below and path not in paths:
-            _guard_state_dicts(module, list(below[path].values()))
+            _guard_state_dicts(module, list(below[path].values()), path)
 
 
-def _guard_state(module: nn.Module, unit: Unit) -> None:
-    _guard_state_dicts(module, [unit])
+def _guard_state(module: nn.Module, unit: Unit, path: str) -> None:
+    _guard_state_dicts(module, [unit], path)
     if "_apply" not in module.__dict__:
         module.__dict__["_apply"] = _GuardedApply(module, unit)
 

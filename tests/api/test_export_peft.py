@@ -1,0 +1,136 @@
+"""Every method of peft, with and without whole modules that it trains, saved from shards and loaded by peft alone."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.testing import run_on_ranks
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+METHODS = {
+    "lora": ("LoraConfig", {"r": 2, **TARGETS}),
+    "lora embedding": ("LoraConfig", {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}),
+    "lora tokens": ("LoraConfig", {"r": 2, "trainable_token_indices": [3, 4], **TARGETS}),
+    "dora": ("LoraConfig", {"r": 2, "use_dora": True, **TARGETS}),
+    "adalora": ("AdaLoraConfig", {"init_r": 2, "target_r": 2, "total_step": 10, **TARGETS}),
+    "ia3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "loha": ("LoHaConfig", {"r": 2, **TARGETS}),
+    "lokr": ("LoKrConfig", {"r": 2, **TARGETS}),
+    "oft": ("OFTConfig", {"r": 0, "oft_block_size": 4, **TARGETS}),
+    "boft": ("BOFTConfig", {"boft_block_size": 4, **TARGETS}),
+    "vera": ("VeraConfig", {"r": 2, "target_modules": ["q_proj"]}),
+    "layer norm": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
+    "fourier": ("FourierFTConfig", {"n_frequency": 8, **TARGETS}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 3}),
+}
+TOKENS = torch.tensor([[3, 4, 5, 6], [7, 3, 9, 4]])
+
+
+def build(method, whole, base):
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    if whole == "head":  # peft trains a new classification head whole without being asked
+        config = transformers.LlamaConfig(**SIZES, num_labels=3, pad_token_id=0)
+        model, kind, asked = transformers.LlamaForSequenceClassification(config), "SEQ_CLS", {}
+    else:
+        model, kind = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), "CAUSAL_LM"
+        asked = {"modules_to_save": ["lm_head"]} if whole == "asked" else {}
+    model.save_pretrained(base)
+    name, options = METHODS[method]
+    return peft.get_peft_model(model, getattr(peft, name)(task_type=kind, **options, **asked))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS).logits.clone()
+
+
+def train(model):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for _ in range(2):
+        model(input_ids=TOKENS).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return logits(model)
+
+
+def far(got, wanted):
+    return (got - wanted).abs().max().item() > 1e-6
+
+
+def save_each(folder, methods):
+    """What is wrong, by method and whole modules; and which exports are refused, with the advice."""
+    import transformers
+
+    warnings.simplefilter("ignore")  # those of peft and transformers
+    sw.parallelize(torch.nn.Linear(1, 1), "zero3")  # joins the world
+    rank = torch.distributed.get_rank()
+    wrong, refused = [], {}
+    for method in methods:
+        for whole in ("none", "head", "asked"):
+            place = f"{folder}/{method}-{whole}"
+            base = f"{place}-base-{rank}"
+            plain = train(build(method, whole, base))
+            model = sw.parallelize(build(method, whole, base), "zero3")
+            trained = train(model)
+            kind = "SequenceClassification" if whole == "head" else "CausalLM"
+            load = getattr(transformers, f"AutoModelFor{kind}").from_pretrained
+            labels = {"num_labels": 3} if whole == "head" else {}
+            state = sw.full_state_dict(model, trainable_only=True)
+            if rank == 0:
+                model.save_pretrained(f"{place}-saved", state_dict=state)
+            written = ["saved"]
+            for form in ("adapter", "merged"):
+                try:
+                    sw.export(f"{place}-{form}", model, merge_adapter=form == "merged")
+                    written.append(form)
+                except sw.ConfigError as error:
+                    refused[method, whole, form] = str(error)
+            if rank == 0:
+                found = {"trained": trained} | {
+                    form: logits(with_adapter(load(base, **labels), f"{place}-{form}"))
+                    for form in written
+                    if form != "merged"
+                }
+                if "merged" in written:
+                    found["merged"] = logits(load(f"{place}-merged", **labels))
+                wrong += [(method, whole, form) for form, got in found.items() if far(got, plain)]
+    return wrong, refused
+
+
+def with_adapter(base, folder):
+    import peft
+
+    return peft.PeftModel.from_pretrained(base, folder)
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [("lora", "dora", "ia3"), pytest.param(tuple(METHODS), marks=pytest.mark.long)],
+    ids=["some", "all"],
+)
+def test_peft_loads_what_was_trained_on_shards_with_and_without_whole_modules(methods, tmp_path):
+    wrong, refused = run_on_ranks(save_each, 2, str(tmp_path), methods, timeout_s=400)[0]
+    assert wrong == []
+    for (method, _, form), text in refused.items():
+        assert method != "lora"
+        if "of kind" in text:  # what it says has just been done, and is right
+            assert "model.save_pretrained(folder, state_dict=state)" in text
+        else:
+            assert (form, method) in {("merged", each) for each in ("dora", "lora embedding", "lora tokens")}
