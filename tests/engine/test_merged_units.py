@@ -13,7 +13,14 @@ from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, planned, sample
 from tests.common.ranks import on_ranks, refusal
-from tests.engine import test_behaviour, test_disagreement, test_layer_drop, test_pitfalls, test_side_doors, test_slots
+from tests.engine import (
+    test_behaviour,
+    test_different_paths,
+    test_disagreement,
+    test_pitfalls,
+    test_side_doors,
+    test_slots,
+)
 from tests.engine import test_hybrid_ranks as test_hybrid
 from tests.features import test_activation_checkpointing, test_recomputation
 
@@ -44,7 +51,8 @@ SCENARIOS = {
     "used flags": (test_pitfalls.used_flags,),
     "side doors": (test_side_doors.hide, True),
     "branching": (test_disagreement.branch,),
-    "layer drop": (test_layer_drop.drops,),
+    "different paths": (test_different_paths.differ,),
+    "layer drop": (test_different_paths.drops,),
     "activation checkpointing": (test_activation_checkpointing.every_way,),
 }
 NESTED_REENTRANT = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
