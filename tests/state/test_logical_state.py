@@ -16,7 +16,7 @@ from shardwise.checkpoint import open_checkpoint
 from shardwise.cli import main
 from shardwise.comm.axes import Comms, Place
 from shardwise.forms.ignored import find_ignored
-from shardwise.spec.errors import StateError
+from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import ELEMENT, ROW, Granularity
@@ -489,3 +489,49 @@ def to_zero(module: nn.Module) -> None:
 def test_real_models_give_the_plain_state_dict_in_slices_and_stages(tmp_path):
     every = run_on_ranks(pass_families, 2, str(tmp_path), timeout_s=200)
     assert all(len(found) == 2 * len(FAMILIES) and not any(found.values()) for found in every), every
+
+
+class Counted(nn.Linear):
+    """A module with a count and tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.said: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.said
+
+    def set_extra_state(self, state: Any) -> None:
+        self.said = state
+
+
+def counted(strategy: str) -> nn.Module:
+    return sw.parallelize(nn.Sequential(nn.Linear(3, 3), Counted()), strategy)
+
+
+def pass_extra_state(folder: str) -> tuple[list[Any], str]:
+    model = counted("zero3")
+    rank = distributed.get_rank()
+    wide = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
+    model[1].said = {"count": 7.0 + rank, "of": (1, [b"a", None]), "scale": torch.arange(3) + rank, "wide": [wide]}
+    sw.save(f"{folder}/extra", model)
+    found = []
+    for strategy in ("zero3", "ddp"):
+        fresh = counted(strategy)
+        sw.load(f"{folder}/extra", fresh)
+        found.append(fresh[1].said)
+    model[1].said = {"count": 1, "odd": [object()] if rank == 1 else []}
+    return found, refusal(CheckpointError, sw.save, f"{folder}/odd", model)
+
+
+def test_extra_state_is_saved_as_data_with_the_first_ranks_values_and_other_things_are_refused_by_name(tmp_path):
+    for found, text in run_on_ranks(pass_extra_state, 2, str(tmp_path)):
+        for said in found:
+            assert said["count"] == 7.0
+            assert said["of"] == (1, [b"a", None])
+            assert torch.equal(said["scale"], torch.arange(3))
+            assert said["wide"][0].dtype is torch.bfloat16
+            assert said["wide"][0].tolist() == [1.5, -2.0]
+        assert "1._extra_state.odd[0] is a object" in text
+        assert "Let its get_extra_state() return such data" in text
+    assert not (tmp_path / "odd").exists()

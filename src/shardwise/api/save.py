@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.api.extra_state import pack_extra_state, unpack_extra_state
 from shardwise.api.names import groups_of, members_here, settings_by_group, shared_members, tied_names
 from shardwise.api.saved_optimizer import (
     SavedOptimizer,
@@ -49,6 +50,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _OPTIMIZER, _AVERAGE, _RANK = "optimizer", "average", "rank"
 #: Set in a checkpoint that leaves out frozen parameters.
 _WITHOUT_FROZEN = "without_frozen"
+#: What modules say of themselves.
+_EXTRA = "extra_state"
 #: Settings that schedulers change, and so differ wherever a run goes on.
 _SCHEDULED = {"lr", "initial_lr"}
 #: Most values in the state of one rank.
@@ -72,6 +75,9 @@ def save(
     Parameters that require no gradient are in files of their own, named by their content: checkpoints in one folder
     share them as hard links, so they are written once. A checkpoint is complete by itself all the same, and any of them
     can be removed or copied.
+
+    Extra state of modules (``get_extra_state``) is saved as data: tensors, and what ``state`` may hold. Where ranks
+    have different values, the value of the first rank is saved and every rank loads it, as in ``sw.full_state_dict``.
 
     Args:
         path: A folder that does not exist yet.
@@ -267,6 +273,8 @@ def _content(
         data[_OPTIMIZER] = entry
     if tied := tied_names(model):
         data["tied"] = tied
+    if extra := pack_extra_state(model):
+        data[_EXTRA] = extra
     tensors = states.owned_extents(model) + optimizer_extents(model, optimizers, ignored) + ignored_extents(ignored)
     if average is not None:
         data[_AVERAGE] = average.settings
@@ -454,7 +462,7 @@ class _Targets:
         held = states.held_values(model, stored, with_frozen=not leaves_frozen)
         ignored = stored_names(ignored_of(engine), engine.comms, holders, stored)
         self.extents += held.extents + ignored_extents(ignored)
-        self.installs.append(held.install)
+        self.installs += [held.install, unpack_extra_state(model, checkpoint.data.get(_EXTRA, {}))]
         own = stored.get(_rank_extent(engine.comms.world.rank, 0).name)
         if own is not None and checkpoint.world_size == engine.comms.world.size:
             self._rank_state = torch.empty(own.numel, dtype=torch.uint8)

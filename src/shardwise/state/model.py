@@ -41,7 +41,8 @@ from shardwise.state.held import (
     sliced_parameters,
 )
 
-_EXTRA_STATE = "_extra_state"
+#: Ends the keys of extra state in state dicts.
+EXTRA_STATE = "_extra_state"
 #: Begins the names under which later pipeline stages send tensors that are no parameters.
 _STAGE = "stage/"
 
@@ -276,7 +277,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     )
     values = _by_first_name(reports, state)
     scatter(comms.world, holdings, reports, values, names)
-    _load_extra_state(model, extra, is_stage=comms.pp is not None)
+    load_extra_state(model, extra, is_stage=comms.pp is not None)
     unfilled = engine.observers.find(Unfilled)
     if unfilled is not None:
         unfilled.fill(names)
@@ -321,7 +322,7 @@ def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -
     if strict:
         known = {*expected, *(name for report in reports for name in report.more[1])}
         known |= {alias for report in reports for aliases in report.more[0].values() for alias in aliases}
-        unknown = [name for name in state if name not in known and not name.endswith(_EXTRA_STATE)]
+        unknown = [name for name in state if name not in known and not name.endswith(EXTRA_STATE)]
         problems += [f"{name}: unexpected" for name in unknown]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:12])
@@ -335,12 +336,13 @@ def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -
 
 def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that came from the modules' ``get_extra_state``."""
-    return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}
+    return {name: value for name, value in state.items() if name.endswith(EXTRA_STATE)}
 
 
-def _load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: bool) -> None:
+def load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: bool) -> None:
+    """Set the extra state of every module that ``state`` has some for."""
     for path, module in model.named_modules():
-        key = f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE
+        key = f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE
         is_stand_in = is_stage and type(module).set_extra_state is nn.Module.set_extra_state
         if key in state and not is_stand_in:
             module.set_extra_state(state[key])
