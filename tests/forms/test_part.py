@@ -113,6 +113,25 @@ def test_what_holds_a_part_is_one_from_then_on():
     assert made.norm() == 0
 
 
+def test_lists_of_parts_that_share_their_memory_keep_their_shapes():
+    values = torch.arange(1.0, 9.0)
+    gradients = [Part.of_gradient(values[:6].view(1, 6), None), Part.of_gradient(values[6:], None)]
+    torch._foreach_mul_(gradients, 2.0)
+    torch._foreach_clamp_max_(gradients, 14.0)
+    assert [each.to_local().tolist() for each in gradients] == [[[2, 4, 6, 8, 10, 12]], [14, 14]]
+    assert [each.shape for each in torch._foreach_add(gradients, gradients)] == [(1, 6), (2,)]
+
+
+@pytest.mark.parametrize("write", [Tensor.add_, Tensor.__iadd__, lambda a, part: torch._foreach_add_([a], [part])])
+def test_a_tensor_that_a_part_would_be_broadcast_into_is_refused_before_it_is_written(write):
+    for part in parts():
+        average = torch.zeros(4, 6)
+        with pytest.raises(StateError, match="broadcasting"):
+            write(average, part.detach())
+        assert type(average) is Tensor
+        assert not average.any()
+
+
 def test_a_mask_of_the_parts_own_shape_is_element_wise():
     gradient, _ = parts()
     gradient[gradient > 4] = 0.0

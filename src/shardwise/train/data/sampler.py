@@ -244,8 +244,8 @@ class DistributedSampler:
         if consumed is None:
             consumed = given
         else:
-            most = max(2 * left - 1, 0) if self._num_given == len(places) else given  # the last batch may be a part
-            if not 0 <= consumed <= most or (consumed % size and consumed < left):
+            is_whole = self._num_given == len(places)  # the last batch may be a part, of a size that is not known here
+            if consumed < 0 or (consumed > given and not is_whole) or (consumed % size and consumed < left):
                 raise ConfigError(
                     f"DistributedSampler.state_dict(consumed={consumed}): expected the samples that all {size} ranks"
                     f" together have trained with since this epoch began or was resumed, a multiple of {size}, and at"
