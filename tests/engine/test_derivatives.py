@@ -222,7 +222,8 @@ def test_a_parameter_that_is_replaced_is_refused_by_the_next_forward_under_every
             model = sw.parallelize(Scaled(), sw.ParallelPlan(strategy=strategy, merge_units=False))
             plain_loss(model, 0, 0).backward()
             replace(model, how)
-            message = refusal(StateError, plain_loss, model, 0, 1)
+            refusal(StateError, plain_loss, model, 0, 1)
+            message = refusal(StateError, plain_loss, model, 0, 1)  # by every further forward too
             assert message.startswith(f"parameter {name!r} was replaced or removed after sw.parallelize()")
             assert message.endswith("To give it other values, use sw.load_full_state_dict().")
     plain = Scaled()

@@ -449,11 +449,14 @@ class Comm(Recorder, ABC):
     def _divide(self, total: Tensor, out: Tensor, divisor: float) -> None:
         """``out = total / divisor``, a true division: CUDA multiplies by the reciprocal of a Python number.
 
-        The divisor is a number of at least fp32: bf16 has no 257, and fp16 no 2049.
+        There the divisor is a tensor of at least fp32: bf16 has no 257, and fp16 no 2049.
         """
         if divisor == 1:
             if out.data_ptr() != total.data_ptr():
                 out.copy_(total)
+            return
+        if total.device.type != "cuda":
+            torch.div(total, divisor, out=out)
             return
         key = divisor, torch.promote_types(total.dtype, torch.float32)
         if key not in self._divisors:

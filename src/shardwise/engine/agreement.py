@@ -60,7 +60,8 @@ class RankPeers:
         entered = self._backward.entered if self._backward is not None else []
         outstanding = sum(unit.calls.is_outstanding << place for place, unit in enumerate(entered[:_MAX_ENTERED]))
         host = self._comm.host
-        row = [*map(int, word), zlib.crc32(repr(self._entry).encode()), outstanding]
+        place = zlib.crc32(repr((self._entry, self._backward is None)).encode())
+        row = [*map(int, word), place, outstanding]
         try:
             with host.unrecorded():
                 rows = agree_row(host, row, unit="order")
@@ -82,7 +83,7 @@ class RankPeers:
         refuse_different(
             host,
             [row[-2] for row in rows],
-            "the ranks call the model through different modules",
+            "the ranks call the model through different modules, or are in different passes",
             "Call the same module of the model on every rank, as a rule the model itself.",
             show=lambda: self._entry[1] or self._units[self._entry[0]].name,
         )

@@ -464,7 +464,9 @@ class Engine:
             following = self.units[index]
             if following.state is State.REDUCING or not self._has_room(following, waiting):
                 return
-            is_there = following.calls.frames or following.state is State.UNSHARDING
+            if following.calls.frames:
+                return  # ranks that skip this call have released the unit, and gather it again in its next place
+            is_there = following.state is State.UNSHARDING
             if following.state is State.UNSHARDED and (self.backward.is_under_way or self._is_current(following)):
                 is_there = True
             if not is_there:
@@ -538,6 +540,7 @@ class Engine:
     def on_use_outside(self, group: Group, index: int, grad: Tensor) -> None:
         """Backward has brought a gradient for a shard that is the whole parameter: it was used outside of its unit."""
         self._come_to(group.unit)
+        _refuse_graph(group.unit, [grad])
         group.gradient.add(index, grad, self.gradients)
 
     def on_gradient(self, group: Group, index: int) -> None:
@@ -655,7 +658,7 @@ class Engine:
         if unit in self.backward.entered:
             self.backward.entered.remove(unit)
         if self.backward.makes_graph:
-            _refuse_graph(unit)
+            _refuse_graph(unit, [full.grad for group in unit.groups for full in group.fulls])
         while unit.state is State.REDUCING:
             self._drain_one()  # a gradient has come after the unit was reduced: its buffer must have left
         reduces = self.syncs_gradients or self.accumulation != "unsharded"
@@ -806,6 +809,8 @@ class Engine:
     def collect_eagerly(self, group: Group, index: int) -> None:
         """A large gradient has arrived: move it into the flat buffer at once, unless the unit is not gathered."""
         unit, backward = group.unit, self.backward
+        if backward.makes_graph:
+            return  # refused when backward leaves the unit
         is_released = not unit.is_resident and unit.healed_in != backward.generation
         is_late = is_released or unit.updated_in == backward.generation or unit.state is State.REDUCING
         if unit not in backward.entered and is_late:
@@ -976,9 +981,9 @@ def _refuse_compiled(unit: Unit) -> NoReturn:
     )
 
 
-def _refuse_graph(unit: Unit) -> None:
+def _refuse_graph(unit: Unit, grads: Sequence[Tensor | None]) -> None:
     """Refuse gradients that autograd can go through again, which their sum over the ranks could not."""
-    if any(full.grad is not None and full.grad.requires_grad for group in unit.groups for full in group.fulls):
+    if any(grad is not None and grad.requires_grad for grad in grads):
         raise StateError(
             f"loss.backward(create_graph=True) left gradients of unit {unit.name!r} that have a graph; their means over"
             " the ranks have none.\n"

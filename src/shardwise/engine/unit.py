@@ -150,10 +150,11 @@ class Member:
         """Put the full parameters into the modules, and take the guards off."""
         if self.is_swapped:
             return
-        self.is_swapped = True
         for owner in self.owners:
             if not all(map(operator.is_, map(owner.parameters.get, owner.shards), owner.shards.values())):
-                owner.take_given()
+                owner.take_given()  # may raise: the module then keeps what the user has put into it
+        self.is_swapped = True
+        for owner in self.owners:
             owner.put(owner.fulls)
         for hooks, _ in self.guards:
             hooks.pop(self.guard_key, None)

@@ -96,16 +96,17 @@ def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
 def _guard_shards(engine: Engine) -> None:
     for group in engine.groups:
         for index, shard in enumerate(group.shards):
-            if not shard.requires_grad:
+            if not shard.is_floating_point() or not (group.facts.holds_part or group.facts.num_ranks > 1):
                 continue
+            is_trained = shard.requires_grad
+            shard.requires_grad_()  # a frozen parameter takes no hook, and may be trained later
             if group.facts.holds_part:
                 taken = _refuse_on_shard(weakref.ref(group), index)
-            elif group.facts.num_ranks > 1:
+            else:
                 taken = _UseOutside(group, index)
                 engine.hooks.append(Tensor.register_hook(shard, taken.begin))
-            else:
-                continue
             engine.hooks.append(Tensor.register_post_accumulate_grad_hook(shard, taken))
+            shard.requires_grad_(is_trained)
 
 
 def _refuse_hooks(engine: Engine) -> None:
@@ -142,6 +143,7 @@ class _UseOutside(Uncopyable):
         if group is None or group.form.is_shown:
             return
         shard = group.shards[self._index]
+        self._restore(shard)  # where a backward before this one has raised, or was torch.autograd.grad
         if shard.grad is not None:
             torch_private.at_end_of_backward(functools.partial(self._restore, shard))  # nothing may come to be added
         self._before = [shard.grad]
