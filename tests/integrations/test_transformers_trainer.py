@@ -345,3 +345,39 @@ def test_losses_that_ignore_the_number_of_labels_are_not_multiplied_by_the_ranks
     found = run_on_ranks(learn_on_rank, 2, str(tmp_path / "shards"), kinds, timeout_s=200)[0]
     for one, other in zip(found, expected, strict=True):
         close(one, other)
+
+
+class Classes(nn.Module):
+    """A classifier that accepts the number of labels, as all of transformers do, and does not use it."""
+
+    def forward(self, x: Tensor, labels: Tensor, **_given: Any) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(x, labels), "logits": x}
+
+
+def test_a_loss_of_ones_own_is_divided_only_where_the_trainer_has_multiplied_it() -> None:
+    from types import SimpleNamespace
+
+    from transformers import Trainer
+
+    from shardwise.integrations.transformers import ShardwiseTrainer, ShardwiseTrainerMixin
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_args: Any, **_kwargs: Any) -> Any:
+            return nn.functional.cross_entropy(model(**inputs)["logits"], inputs["labels"])
+
+    class Logged(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    inputs = {"x": torch.randn(6, 3), "labels": torch.arange(6) % 3}
+    expected = Classes()(**inputs)["loss"]
+    mixed = [type("Mixed", (ShardwiseTrainerMixin, kind), {}) for kind in (Own, Logged, Trainer)]
+    for kind in (*mixed, ShardwiseTrainer, type("More", (Logged, ShardwiseTrainer), {})):
+        trainer = kind.__new__(kind)
+        trainer.args = SimpleNamespace(average_tokens_across_devices=True, n_gpu=1)
+        trainer.accelerator = SimpleNamespace(num_processes=4)
+        trainer.label_smoother = trainer.compute_loss_func = None
+        trainer.model_accepts_loss_kwargs, trainer._loss_shifts_labels = True, False
+        trainer.get_tp_size = lambda: 1
+        loss = trainer.compute_loss(Classes(), dict(inputs), num_items_in_batch=torch.tensor(24))
+        torch.testing.assert_close(loss, expected)

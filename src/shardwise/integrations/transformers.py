@@ -41,6 +41,28 @@ _SCHEDULER = "scheduler.pt"
 _Any: Any = object
 
 
+class _Counting(Trainer):
+    """The trainer with the loss of one process; trainers above it may compute another one, or call this one."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """As the trainer's, but a loss that is a mean over this rank's labels is not multiplied by the ranks.
+
+        The trainer multiplies a loss by the number of ranks wherever the model's forward accepts
+        ``num_items_in_batch``, because a loss that divides by it is one rank's part of the mean. Losses of
+        classification, regression and T5 accept the number and do not use it.
+        """
+        is_shifted = num_items_in_batch is None or self._loss_shifts_labels  # then the number is used, or none is there
+        if is_shifted or not self.args.average_tokens_across_devices:
+            return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        count = torch.as_tensor(num_items_in_batch).as_subclass(_Count)
+        count.uses = uses = []
+        found = super().compute_loss(model, inputs, *args, num_items_in_batch=count, **kwargs)
+        factor = 1 if uses else self.accelerator.num_processes
+        return (found[0] / factor, *found[1:]) if isinstance(found, tuple) else found / factor
+
+
 class ShardwiseTrainerMixin(_Any):
     """Makes a trainer that is built on ``transformers.Trainer`` train under a plan.
 
@@ -54,6 +76,12 @@ class ShardwiseTrainerMixin(_Any):
     Raises:
         PlanError: The plan, or the trainer's arguments, ask for what this trainer cannot do.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Put :class:`_Counting` right above ``Trainer``, below classes that compute losses of their own."""
+        super().__init_subclass__(**kwargs)
+        if not issubclass(cls, _Counting):
+            cls.__bases__ = (*(each for each in cls.__bases__ if each is not Trainer), _Counting)
 
     def __init__(self, *args: Any, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
         if not hasattr(Trainer, "_defer_fsdp_gradient_reduction"):
@@ -102,26 +130,6 @@ class ShardwiseTrainerMixin(_Any):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return sw.clip_grad_norm(self.model, float("inf")) if grad_norm is None else grad_norm
-
-    # -- the loss
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any
-    ) -> Any:
-        """As the trainer's, but a loss that is a mean over this rank's labels is not multiplied by the ranks.
-
-        The trainer multiplies a loss by the number of ranks wherever the model's forward accepts
-        ``num_items_in_batch``, because a loss that divides by it is one rank's part of the mean. Losses of
-        classification, regression and T5 accept the number and do not use it.
-        """
-        is_shifted = num_items_in_batch is None or self._loss_shifts_labels  # then the number is used, or none is there
-        if is_shifted or not self.args.average_tokens_across_devices:
-            return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
-        count = torch.as_tensor(num_items_in_batch).as_subclass(_Count)
-        count.uses = uses = []
-        found = super().compute_loss(model, inputs, *args, num_items_in_batch=count, **kwargs)
-        factor = 1 if uses else self.accelerator.num_processes
-        return (found[0] / factor, *found[1:]) if isinstance(found, tuple) else found / factor
 
     # -- held-out losses: the mean over all labels, where the trainer takes the mean of the batches' means
 
