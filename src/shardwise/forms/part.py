@@ -287,10 +287,10 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an element-wise function: its result is a part."""
     with allowed():
-        result = func(*args, **kwargs)
         parts = [each for each in (*args, *kwargs.values()) if isinstance(each, Part)]
-        _mark(result, parts, func.__name__, keeps_shape=True)
-    return result
+        _check_shapes(args[0] if func.__name__.endswith("_") else (), parts)
+        _check_shapes(result := func(*args, **kwargs), parts)
+        return _mark(result, parts, func.__name__)
 
 
 def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,7 +299,7 @@ def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         result = func(*args, **kwargs)
     with allowed():
         for each in _tensors_in(result):
-            if parts := watch.parts_in([each]):
+            if parts := [*watch.parts_in(each)]:
                 _mark(each, parts, func.__name__)
     return result
 
@@ -314,11 +314,13 @@ class _Watch(torch_private.TorchDispatchMode):
             if isinstance(each, Part):
                 self._parts[torch_private.storage_identity(each)] = each, each
 
-    def parts_in(self, value: object) -> list[Part]:
+    def parts_in(self, value: object) -> Iterator[Any]:
         """The parts that tensors in ``value`` come from."""
-        strided = (each for each in _tensors_in(value) if each.layout is torch.strided)
-        found = (self._parts.get(torch_private.storage_identity(each)) for each in strided)
-        return [part for entry in found if entry is not None for part in entry[1:]]
+        for each in _tensors_in(value):
+            if isinstance(each, Part):  # not by its memory, which all parts of a group share
+                yield each
+            elif each.layout is torch.strided:
+                yield from self._parts.get(torch_private.storage_identity(each), ())[1:]
 
     def __torch_dispatch__(  # pyrefly: ignore[bad-override] - torch's own stub has no defaults
         self,
@@ -327,7 +329,7 @@ class _Watch(torch_private.TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        parts = self.parts_in((args, kwargs))
+        parts = [*self.parts_in((args, kwargs))]
         name = func.overloadpacket.__name__
         bare = _bare(name)
         if not parts or bare in _MAKES:
@@ -336,22 +338,26 @@ class _Watch(torch_private.TorchDispatchMode):
         is_tagged = torch_private.is_pointwise(bare) if "foreach" in name else torch.Tag.pointwise in func.tags
         if not (is_kept or is_tagged):
             raise _refusal(bare, parts[0])
-        result = func(*args, **kwargs)
         changed = args[0] if name.endswith("_") else ()
+        _check_shapes(() if is_kept else changed, parts)
+        result = func(*args, **kwargs)
+        _check_shapes(() if is_kept else result, parts)
         for each in _tensors_in((result, changed)):
-            self._parts[torch_private.storage_identity(each)] = each, _mark(each, parts, name, keeps_shape=not is_kept)
+            self._parts[torch_private.storage_identity(each)] = each, _mark(each, parts, name)
         return result
 
 
-def _mark(made: Any, parts: Sequence[Part], name: str, *, keeps_shape: bool = False) -> Any:
-    """Let a tensor that was computed from parts be one; returns it. Broadcasting to another shape is refused."""
-    if not isinstance(made, Tensor):
-        return made
-    joined = next((part for part in parts if isinstance(part, Joined)), None)
-    if keeps_shape and joined is None and all(made.shape != part.shape for part in parts):
+def _check_shapes(made: Any, parts: Sequence[Part]) -> None:
+    """Refuse to broadcast parts to another shape, of a tensor or several that are computed from them."""
+    shapes = [part.shape for part in parts]
+    if any(each.shape not in shapes for each in _tensors_in(made)) and not any(isinstance(p, Joined) for p in parts):
         raise _refusal("broadcasting", parts[0])
+
+
+def _mark(made: Any, parts: Sequence[Part], name: str) -> Any:
+    """Let a tensor that was computed from parts be one; returns it."""
     if type(made) is Tensor:
-        is_joined = joined is not None or name in ("cat", "stack")
+        is_joined = name in ("cat", "stack") or any(isinstance(part, Joined) for part in parts)
         mark, is_gradient = parts[0].origin
         _become(made, Joined if is_joined else Part)
         vars(made)["origin"] = None if is_joined else mark, is_gradient
