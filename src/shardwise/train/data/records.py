@@ -20,6 +20,8 @@ _MOST_DEPTH = 500
 #: What ``datasets`` reads at a time: bytes of JSON, rows of CSV.
 _READ_AT_ONCE, _ROWS = 10 << 20, 256
 _TEXTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+#: A field of CSV in quotes, and the quote that ends it, where one does; quotes inside other fields are letters.
+_QUOTED = re.compile(rb'(?:^|[,\r])"[^"]*("?)')
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -79,7 +81,8 @@ def _check_rows(file: str, kind: str, most_bytes: float) -> None:
                 is_whole = kind == ".json" and not line.rstrip().endswith(b"}")
             row_bytes += len(line)
             if kind == ".csv":
-                is_quoted ^= line.count(b'"') % 2 == 1
+                text = (b'"' if is_quoted else b"") + line
+                is_quoted = b"" in _QUOTED.findall(text.replace(b'""', b""))
             elif row_bytes <= longest and (is_whole or line.count(b"[") + line.count(b"{") > _MOST_DEPTH):
                 for character in _TEXTS.sub(b"", line).translate(None, _NO_BRACKETS):
                     depth += 1 if character in b"[{" else -1
