@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.forms.part import Part
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, sample
@@ -126,6 +128,40 @@ def test_an_optimizer_may_look_at_norms_of_what_its_rank_has_whole():
 
     with pytest.raises(StateError, match=r"sw\.clip_grad_norm"):
         optimizer.step(closure)
+
+
+@on_ranks(2)
+def test_a_step_with_a_closure_is_the_backward_and_then_the_step():
+    makers = (
+        lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+        lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
+        lambda model: sw.Muon(sw.muon_groups(model)),
+    )
+
+    def two_steps(make: Callable[[nn.Module], torch.optim.Optimizer], *, by_keyword: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
+        optimizer = make(model)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(sample(torch.distributed.get_rank(), 0)).square().mean()
+            loss.backward()
+            assert all(isinstance(p, Part) for p in model.parameters())
+            assert all(isinstance(p.grad, Part) for p in model.parameters() if p.grad is not None)
+            sw.clip_grad_norm(model, 0.1)
+            return loss.item()
+
+        for _ in range(2):
+            if by_keyword:
+                assert optimizer.step(closure=closure) > 0
+            else:
+                closure()
+                optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for make in makers:
+        assert all(map(torch.equal, two_steps(make, by_keyword=True), two_steps(make, by_keyword=False)))
 
 
 @on_ranks(2)

@@ -54,14 +54,7 @@ _FACTS = frozenset({
     "__format__", "__len__", "__repr__",
 })  # fmt: skip
 
-_is_allowed: Callable[[], bool] | None = None
-
-
-def allow(is_allowed: Callable[[], bool] | None) -> None:
-    """Take parts for plain tensors while ``is_allowed()``; ``None``: no longer."""
-    global _is_allowed  # noqa: PLW0603 - asked by every call on a part
-    _is_allowed = is_allowed
-
+_is_allowed = False  # during an optimizer's step: parts are taken for plain tensors
 
 #: Inside it parts are plain tensors: the caller knows that it sees one rank's, and adds up over the ranks.
 allowed: Any = torch_private.without_torch_function
@@ -75,7 +68,6 @@ class Part(Tensor):
         origin: The parameter that it comes from, and whether it is its gradient.
     """
 
-    is_sparse = False  # asked by optimizers that see it (with a closure); found here, the question costs nothing
     plain: Tensor | None = None
     origin: tuple[Mark | None, bool] = None, False
 
@@ -100,7 +92,7 @@ class Part(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Compute what acts on single elements, and refuse what needs the other parts as well."""
-        if (_is_allowed is not None and _is_allowed()) or torch.compiler.is_compiling():
+        if _is_allowed or torch.compiler.is_compiling():
             return torch_private.as_plain(func, args, kwargs or {})
         try:
             return _way_of(func)(func, args, kwargs or {})
@@ -153,9 +145,6 @@ class Shard(Part, nn.Parameter):
             torch_private.grad.__set__(self, value)
 
 
-torch_private.allow_foreach(Shard)
-
-
 def _become(tensor: Any, cls: type) -> None:
     """Make a tensor one of another class: the same object, as ``nn.parameter.UninitializedParameter`` does."""
     tensor.__class__ = cls
@@ -197,8 +186,10 @@ _covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tenso
 
 
 def uncover(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer see plain tensors: its parameters, and their gradients."""
+    """Have the optimizer see plain tensors: its parameters, and their gradients. Other parts pass for such too."""
+    global _is_allowed  # noqa: PLW0603 - asked by every call on a part
     cover(optimizer)  # of a step that raised
+    _is_allowed = True
     found = _covered[optimizer] = []
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
@@ -215,11 +206,21 @@ def uncover(optimizer: torch.optim.Optimizer) -> None:
 
 def cover(optimizer: torch.optim.Optimizer) -> None:
     """Undo :func:`uncover`; of the gradients those that are still there."""
+    global _is_allowed  # noqa: PLW0603 - asked by every call on a part
+    _is_allowed = False
     for parameter, part, plain, is_part in _covered.pop(optimizer, ()):
         if part is not plain and parameter.grad is plain:
             parameter.grad = part
         if is_part:
             _become(parameter, Shard)
+
+
+def call_covered(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+    """Call a closure of the optimizer's step, which may clip: parts are parts in it, and plain again behind it."""
+    cover(optimizer)
+    result = closure()
+    uncover(optimizer)
+    return result
 
 
 # -- what a call on parts comes down to

@@ -7,6 +7,7 @@ compute something else, and is refused.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -76,10 +77,11 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
     _seen[optimizer] = content_of(optimizer)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     engines = engines_of(optimizer)
     is_inside_backward = False
-    has_closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))
+    closures = [given for given in (*args[1:], kwargs.get("closure")) if callable(given)]
+    has_closure = bool(closures)
     for engine in engines:
         if any(observer.updates_in_backward for observer in engine.observers.all):
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
@@ -108,19 +110,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
         )
     flat_parameters.before_step(optimizer)
-    if engines:
-        _show_gradients(optimizer, engines, has_closure=has_closure)
-
-
-def _show_gradients(optimizer: torch.optim.Optimizer, engines: list[Engine], *, has_closure: bool) -> None:
-    """Let the optimizer compute norms of its gradients: whether it may has been checked.
-
-    A step that raises, or calls a backward, ends with that.
-    """
-    generations = [(engine.backward, engine.backward.generation) for engine in engines]
-    part.allow(lambda: all(backward.generation == generation for backward, generation in generations))
-    if not has_closure:  # its backward may be followed by a norm
-        part.uncover(optimizer)
+    if not engines:
+        return None
+    part.uncover(optimizer)  # which norms it may compute has been checked
+    shown = {id(given): functools.partial(part.call_covered, optimizer, given) for given in closures}
+    return tuple(shown.get(id(given), given) for given in args), {k: shown.get(id(v), v) for k, v in kwargs.items()}
 
 
 def _check_moment(engine: Engine, *, has_closure: bool) -> None:
@@ -139,7 +133,6 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     flat_parameters.after_step(optimizer)
-    part.allow(None)
     part.cover(optimizer)
     for engine in engines_of(optimizer):
         if not _is_stepping(engine):
