@@ -381,3 +381,17 @@ def test_a_loss_of_ones_own_is_divided_only_where_the_trainer_has_multiplied_it(
         trainer.get_tp_size = lambda: 1
         loss = trainer.compute_loss(Classes(), dict(inputs), num_items_in_batch=torch.tensor(24))
         torch.testing.assert_close(loss, expected)
+
+
+def test_the_number_of_labels_is_noted_where_it_stands_in_a_list_or_has_a_name() -> None:
+    from shardwise.integrations.transformers import _Count
+
+    for use in (
+        lambda count: torch.div(torch.tensor(6.0), other=count),
+        lambda count: torch.stack([torch.tensor(6), count]).sum(),
+        lambda count: torch.tensor(6.0) / torch.stack([count, count])[0],
+    ):
+        count = torch.tensor(3).as_subclass(_Count)
+        count.uses = []
+        assert type(use(count)) is Tensor
+        assert len(count.uses) == 1

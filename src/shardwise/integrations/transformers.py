@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 
 import shardwise as sw
@@ -225,12 +226,15 @@ class _Count(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().__torch_function__(func, types, args, kwargs)
-        (count, *_) = (each for each in args if isinstance(each, cls))
-        if any(isinstance(each, Tensor) and not isinstance(each, cls) for each in args) or func in _READS:
-            count.uses.append(getattr(func, "__name__", ""))
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        counts = [each for each in tensors if isinstance(each, cls)]
+        if not counts:
+            return found
+        if len(counts) < len(tensors) or func in _READS:
+            counts[0].uses.append(getattr(func, "__name__", ""))
             return found.as_subclass(Tensor) if isinstance(found, Tensor) else found
         if isinstance(found, cls):
-            found.uses = count.uses
+            found.uses = counts[0].uses
         return found
 
 
