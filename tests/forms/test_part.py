@@ -132,6 +132,20 @@ def test_a_tensor_that_a_part_would_be_broadcast_into_is_refused_before_it_is_wr
         assert not average.any()
 
 
+def test_what_goes_wrong_for_other_reasons_than_shapes_stays_what_it_was(monkeypatch):
+    gradient, _ = parts()
+    with pytest.raises(RuntimeError, match="can't be cast") as found:
+        torch.zeros(1, 6, dtype=torch.int64).add_(gradient)
+    assert found.type is RuntimeError
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("a size of 1 GiB")
+
+    monkeypatch.setattr("shardwise.forms.part._way_of", lambda _: fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradient.add(1)
+
+
 def test_a_mask_of_the_parts_own_shape_is_element_wise():
     gradient, _ = parts()
     gradient[gradient > 4] = 0.0

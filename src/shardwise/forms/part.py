@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from shardwise import torch_private
 from shardwise.engine.group import Group
 from shardwise.forms.attachment import Mark, mark_of
 from shardwise.forms.flat_parameters import FlatParameter
-from shardwise.spec.errors import ShardwiseError, StateError
+from shardwise.spec.errors import StateError
 
 #: Operators that keep elements apart and have no tag that says so. All names here are without ``_`` at their ends.
 _KEEPS = frozenset({
@@ -98,7 +99,7 @@ class Part(Tensor):
             return _way_of(func)(func, args, kwargs or {})
         except RuntimeError as error:
             part = next((each for each in _tensors_in((args, kwargs or {})) if isinstance(each, Part)), None)
-            if isinstance(error, ShardwiseError) or part is None:
+            if type(error) is not RuntimeError or part is None or not re.search("size|shape", str(error)):
                 raise
             held = f"{_what(part)} is this rank's part {list(part.shape)} here"
             raise StateError(f"{error}: {held}.\n  {_INSIDE} {_WHOLE}") from error
