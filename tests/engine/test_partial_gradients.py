@@ -165,6 +165,22 @@ def test_a_step_with_a_closure_is_the_backward_and_then_the_step():
 
 
 @on_ranks(2)
+def test_parameters_are_parts_again_in_the_forward_after_a_step_that_raised():
+    model = model_with_gradients()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer._init_group = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    with torch.no_grad():
+        model(sample(torch.distributed.get_rank(), 0))
+    for p in model.parameters():
+        for made in (p, p.grad):
+            if made is not None:
+                with pytest.raises(StateError, match=r"sw\.(clip_grad_norm|full_parameters)"):
+                    made.norm()
+
+
+@on_ranks(2)
 def test_what_works_element_by_element_passes_and_parts_stay_parts_until_a_file():
     model = model_with_gradients()
     for p in model.parameters():

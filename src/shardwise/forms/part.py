@@ -216,6 +216,12 @@ def cover(optimizer: torch.optim.Optimizer) -> None:
             _become(parameter, Shard)
 
 
+def cover_all() -> None:
+    """Undo :func:`uncover` for steps that raised."""
+    for optimizer in [*_covered]:
+        cover(optimizer)
+
+
 def call_covered(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
     """Call a closure of the optimizer's step, which may clip: parts are parts in it, and plain again behind it."""
     cover(optimizer)
