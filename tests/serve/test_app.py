@@ -382,12 +382,14 @@ def test_a_request_that_does_not_come_to_its_end_is_cut_off_without_a_traceback(
     hand, client = make(starts=False)
     monkeypatch.setattr("shardwise.serve.server._REQUEST_S", 0.6)
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for pieces in ([], [HEAD], [HEAD, b"\r\n", b'{"'], [whole, b"GET /hea"], [b"GET /v1/files HTTP/1.1\r\n"]):
+    behind = [whole + HEAD + b"\r\n"]  # in one packet
+    cut = ([], [HEAD], [HEAD, b"\r\n", b'{"'], [whole, b"GET /hea"], [b"GET /v1/files HTTP/1.1\r\n"], behind)
+    for pieces in cut:
         with connected(hand, *pieces) as held:
             begun = time.monotonic()
             said = ends(held)
             assert 0.2 < time.monotonic() - begun < 8, pieces
-            assert said.count(b"200 OK") == pieces.count(whole)
+            assert said.count(b"200 OK") == b"".join(pieces).count(whole)
     with connected(hand, HEAD, b"\r\n", b'{"'):  # it leaves by itself
         pass
     with complete(client, stream=True, max_tokens=2) as stream:  # an answer may take longer

@@ -150,8 +150,8 @@ class _Protocol(H11Protocol):
         self._time(is_over=True)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+    def handle_events(self) -> None:  # at the end of an answer also, for a request that came behind another
+        super().handle_events()
         self._time(is_over=self.conn.their_state not in {h11.IDLE, h11.SEND_BODY})
 
     def _time(self, *, is_over: bool = False) -> None:
