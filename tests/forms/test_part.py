@@ -15,6 +15,7 @@ from shardwise.spec.errors import StateError
 
 KEPT = {
     "arithmetic": lambda t: 2 * t.mul(3).add(t, alpha=0.5) / 4 - t,
+    "by a tensor": lambda t: torch.tensor(2.0).__mul__(t) + torch.tensor(2.0) * t,
     "powers": lambda t: t.abs().sqrt() ** 2,
     "data": lambda t: t.data,
     "detached": lambda t: t.detach(),
@@ -23,6 +24,7 @@ KEPT = {
     "cast": lambda t: t.detach().to("cpu", torch.float64),
     "flattened": lambda t: t.flatten(),
     "viewed": lambda t: t.view(-1).unsqueeze(0).T.reshape(-1),
+    "real": lambda t: t.real,
     "finite": torch.isfinite,
     "without nan": lambda t: torch.where(torch.isnan(t), torch.zeros_like(t), t),
     "masked": lambda t: t.masked_fill(t > 2, 0.0),
@@ -144,6 +146,13 @@ def test_what_goes_wrong_for_other_reasons_than_shapes_stays_what_it_was(monkeyp
     monkeypatch.setattr("shardwise.forms.part._way_of", lambda _: fail)
     with pytest.raises(torch.OutOfMemoryError):
         gradient.add(1)
+
+
+def test_the_real_and_the_imaginary_half_of_a_part_are_parts():
+    made = Part.of_gradient(torch.ones(1, 6, dtype=torch.complex64), None)
+    for half in (made.real, made.imag):
+        with pytest.raises(StateError):
+            half.norm()
 
 
 def test_a_mask_of_the_parts_own_shape_is_element_wise():

@@ -242,7 +242,7 @@ def _way_of(func: Callable[..., Any]) -> _Way:
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # pyrefly: ignore[missing-attribute] - of a property
         is_view = attribute in ("T", "H", "mT", "mH")
-        return _derive if attribute == "data" else _watch if is_view else torch_private.as_plain
+        return _derive if attribute in ("data", "real", "imag") else _watch if is_view else torch_private.as_plain
     if name in _FACTS:
         return torch_private.as_plain
     if name in ("numel", "nelement"):
@@ -296,7 +296,7 @@ def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Call an element-wise function: its result is a part."""
     with allowed():
         parts = [each for each in (*args, *kwargs.values()) if isinstance(each, Part)]
-        _check_shapes(args[0] if func.__name__.endswith("_") else (), parts)
+        _check_shapes(args[0] if func.__name__.strip("_") + "_" == func.__name__ else (), parts)
         _check_shapes(result := func(*args, **kwargs), parts)
         return _mark(result, parts, func.__name__)
 
