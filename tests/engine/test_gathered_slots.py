@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.base import CollectiveEvent
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing import probe, run_on_ranks
@@ -128,13 +127,13 @@ class Watched(Chain):
 
     def __init__(self, num_blocks: int = 6) -> None:
         super().__init__(num_blocks=num_blocks)
-        self.events: list[CollectiveEvent] = []
+        self.events: list[sw.CollectiveEvent] = []
         self.seen: list[int] = []
         for block in self.blocks:
             block.register_forward_pre_hook(lambda *_: self.seen.append(len(gathered(self.events))))
 
 
-def gathered(events: list[CollectiveEvent]) -> list[str]:
+def gathered(events: list[sw.CollectiveEvent]) -> list[str]:
     return [event.unit for event in events if event.kind == "all_gather" and event.unit.startswith("blocks.")]
 
 

@@ -272,7 +272,7 @@ def trained_with(make: type[torch.optim.Optimizer], model: nn.Module) -> torch.o
     """An optimizer that has stepped once."""
     optimizer = make(model.parameters())
     for index, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.linspace(0.1, index + 1, parameter.numel()).reshape(parameter.shape)
+        parameter.grad = torch.linspace(0.1, index + 1, parameter.shape.numel()).reshape(parameter.shape)
     optimizer.step()
     return optimizer
 

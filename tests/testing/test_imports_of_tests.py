@@ -20,6 +20,8 @@ PUBLIC = ("shardwise.integrations", "shardwise.models", "shardwise.spec", "shard
 ABOUT = {
     "comm/test_messages.py": "comm",
     "engine/test_notice.py": "launch.notice",
+    "engine/test_different_paths.py": "engine.agreement",
+    "features/test_activation_checkpointing.py": "features.activation_checkpointing context.apply",
     # launching, rendezvous, transports, stalls
     "conftest.py": "launch.world",
     "train/test_same_start.py": "comm.axes launch.program train.control",
@@ -72,7 +74,7 @@ ABOUT = {
     "engine/test_dry_run.py": "measure.meta",
     "engine/test_memory.py": "measure.storage",
     "tensor/test_tensor_memory.py": "features.recompute features.wrap measure.meta measure.storage",
-    "generation/test_generate.py": "generation.sample",
+    "generation/test_generate.py": "context.apply generation.sample",
     "pipeline/test_pipeline_steps.py": "pipeline.batch pipeline.pipelined",
     # faults that are injected, and steps that are watched from within
     "product/test_product_memory.py": "pipeline.interpret",

@@ -9,6 +9,7 @@ import shardwise as sw
 from shardwise.testing import run_on_ranks
 from shardwise.train.config.sections import OptimizerSection
 from shardwise.train.model.build import build_optimizer, parameter_groups
+from tests.common.own import own
 
 pytestmark = pytest.mark.slow
 
@@ -18,11 +19,11 @@ def fused_where(offload: str) -> tuple[list[bool | None], int, float]:
     model = sw.parallelize(sw.models.gpt("gpt-nano"), sw.ParallelPlan(offload_policy=offload))
     sections = OptimizerSection(), OptimizerSection(flat=False)
     made = [build_optimizer(section, parameter_groups(section, model)) for section in sections]
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = [own(parameter).clone() for parameter in model.parameters()]
     tokens = torch.arange(9).view(1, 9)
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     made[0].step()
-    changes = [float((p.detach() - old).abs().sum()) for p, old in zip(model.parameters(), before, strict=True)]
+    changes = [float((own(p) - old).abs().sum()) for p, old in zip(model.parameters(), before, strict=True)]
     return [each.defaults["fused"] for each in made], sum(len(g["params"]) for g in made[0].param_groups), sum(changes)
 
 
