@@ -9,6 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
+from tests.common.own import own
 
 BF16 = sw.PrecisionPolicy(param_dtype="bf16", master_dtype="fp32")
 PLANS = {

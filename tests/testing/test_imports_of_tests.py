@@ -21,7 +21,7 @@ ABOUT = {
     "comm/test_messages.py": "comm",
     "engine/test_notice.py": "launch.notice",
     "engine/test_different_paths.py": "engine.agreement",
-    "features/test_activation_checkpointing.py": "features.activation_checkpointing context.apply",
+    "features/test_activation_checkpointing.py": "context.apply",
     # launching, rendezvous, transports, stalls
     "conftest.py": "launch.world",
     "train/test_same_start.py": "comm.axes launch.program train.control",
