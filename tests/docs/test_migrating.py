@@ -64,6 +64,11 @@ def replace_weight(model: Model) -> None:
     loss_of(model)
 
 
+def read_gradient(model: nn.Module) -> torch.Tensor:
+    loss_of(model).backward()
+    return next(p.grad for p in model.parameters() if p.grad is not None).abs().max()
+
+
 #: By the beginning of the first cell.
 CALLS: dict[str, Callable[[Model], object]] = {
     "model.state_dict": lambda model: model.state_dict(),
@@ -80,6 +85,8 @@ CALLS: dict[str, Callable[[Model], object]] = {
     "p.register_hook": lambda model: next(model.parameters()).register_hook(print),
     "model.resize_token_embeddings": lambda model: model.resize_token_embeddings(20),
     "sw.parallelize": sw.parallelize,
+    "p.norm": lambda model: next(model.parameters()).norm(),
+    "p.grad.abs": read_gradient,
 }
 
 
