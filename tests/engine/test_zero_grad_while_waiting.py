@@ -82,8 +82,8 @@ def zero_some(model, optimizers, *, set_to_none):
     optimizers[1].zero_grad(set_to_none=set_to_none)
 
 
-#: A fault that is known: after microbatches in which ranks used different units, one rank asks its peers at the start of
-#: a backward and another does not (``Engine._is_unlike_others``). It ends in RankDisagreement; numbers are not wrong.
+#: A known fault: after microbatches in which ranks used different units, one rank asks its peers at the start of a
+#: backward and another does not (``Engine._is_unlike_others``). It ends in RankDisagreement; no number is wrong.
 ASKS_ALONE = pytest.mark.xfail(reason="one rank asks at the start of a backward, the other does not", strict=False)
 
 
