@@ -531,6 +531,9 @@ class Engine:
 
     def _reach(self, unit: Unit) -> None:
         """Backward has come to ``unit``: enter it, after the units that peers enter before it."""
+        if unit.is_resident and not any(group.wants_gradients for group in unit.groups):
+            self._enter(unit)  # nothing of a frozen replica is communicated: it needs no place in the order
+            return
         for index in self.orders.entries.reach(unit.index):
             self._enter(self.units[index])
         self._enter(unit, ahead=self.orders.entries)
