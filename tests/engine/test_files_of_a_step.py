@@ -1,4 +1,4 @@
-"""Which files a step enters: those that docs/architecture.md tells a reader of, ten at most."""
+"""Which files a step enters: those that docs/architecture.md tells a reader of, fourteen at most."""
 
 from __future__ import annotations
 

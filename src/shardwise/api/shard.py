@@ -30,7 +30,7 @@ from shardwise.forms import form_of
 from shardwise.forms.attachment import attach, mark_shards
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import NOTHING, Ignored, ignored_of
-from shardwise.forms.part import Part, cover_shards
+from shardwise.forms.part import CoversAll, Part, cover_shards
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
 from shardwise.spec.errors import PlanError, Uncopyable
@@ -145,6 +145,7 @@ def start(
     for observer in (
         guard.InsideDDP(),
         checks.Added(engine),
+        CoversAll(),
         safety.ForeignBackwards(),
         safety.SavedTensors(),  # the last: after it nothing may refuse a forward
     ):

@@ -18,16 +18,21 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.engine.group import Group
+from shardwise.engine.hooks import Observer
 from shardwise.forms.attachment import Mark, mark_of
 from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
+from shardwise.spec.order import Entry
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
 
 #: Operators that keep elements apart and have no tag that says so. All names here are without ``_`` at their ends.
 _KEEPS = frozenset({
@@ -216,10 +221,13 @@ def cover(optimizer: torch.optim.Optimizer) -> None:
             _become(parameter, Shard)
 
 
-def cover_all() -> None:
-    """Undo :func:`uncover` for steps that raised."""
-    for optimizer in [*_covered]:
-        cover(optimizer)
+class CoversAll(Observer):
+    """Undoes :func:`uncover`, in the next forward, for steps that raised."""
+
+    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+        """Have parts be parts."""
+        for optimizer in [*_covered]:
+            cover(optimizer)
 
 
 def call_covered(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:

@@ -265,11 +265,11 @@ class Added(Observer):
         _watched.add(engine)
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Look for them, in the first forward of each kind, and end a step that raised."""
-        part.cover_all()
+        """Look for them, in the first forward of each kind."""
         is_new = engine.forward.trains and not engine.orders.gathers.is_recorded
         if is_new and not torch_private.is_in_functional_call():  # inside of one the values are the caller's
             _refuse_added(engine)
+        engine.observers.rest(self)
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
