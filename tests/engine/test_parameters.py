@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -157,7 +159,12 @@ def refusals():
     def give_meta(model):
         model.blocks[1].up.to("meta")
 
+    def script(model):
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            model.blocks[1].up = torch.jit.script(model.blocks[1].up)
+
     attempt("gradient", give_gradient)
+    attempt("script", script)
     attempt("holes", give_holes)
     attempt("hook", give_hook)
     attempt("twice", sw.parallelize)
@@ -175,6 +182,8 @@ def test_what_cannot_be_sharded_is_refused_by_name():
     assert "parameter 'stem.weight' holds a gradient" in texts["gradient"]
     assert "parameter 'blocks.1.up.weight' has shape [13, 8] with strides [16, 1]: a view with holes" in texts["holes"]
     assert "parameter 'blocks.1.up.weight' carries a hook" in texts["hook"]
+    assert "parameter 'blocks.1.up.weight' is in 'blocks.1.up', which TorchScript has compiled" in texts["script"]
+    assert "Use the module that torch.jit.script() was given" in texts["script"]
     assert texts["twice"].startswith("Chain is parallelized already.")
     assert texts["inner"].startswith("Chain (its 'blocks.0') is parallelized already.")
     assert "'blocks.1.up.weight' is on the meta device" in texts["meta"]

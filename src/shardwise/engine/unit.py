@@ -115,7 +115,7 @@ def refuse_replaced(name: str) -> NoReturn:
     raise StateError(
         f"parameter {name!r} was replaced or removed after sw.parallelize(): this rank's shard and the optimizer are"
         " still those of before.\n"
-        "  Replace it before sw.parallelize(). To give it other values, use sw.load_full_state_dict()."
+        "  Replace, or prune, it before sw.parallelize(). To give it other values, use sw.load_full_state_dict()."
     )
 
 

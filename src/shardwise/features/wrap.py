@@ -231,6 +231,12 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
                 f"parameter {name!r} is on the meta device: it has no values to shard.\n"
                 "  Build the model on a real device, or give the weights on rank 0 and set sync='rank0'."
             )
+        if scripted := [path for module, path, _ in entry.uses if isinstance(module, torch.jit.ScriptModule)]:
+            raise StateError(
+                f"parameter {name!r} is in {scripted[0]!r}, which TorchScript has compiled: such a module takes no"
+                " other parameters and hooks.\n"
+                "  Use the module that torch.jit.script() was given; sw.ParallelPlan(compile=True) compiles units."
+            )
         if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             raise StateError(
                 f"parameter {name!r} is a {type(parameter.data).__name__} ({parameter.layout}); only plain, dense"
