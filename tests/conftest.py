@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,8 +131,22 @@ def _mark_repetitions(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.long)
 
 
+def _mark_more_cases(items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``cases(n)`` n cases, chosen by the hash of their names, are not long."""
+    found: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cases") and not item.get_closest_marker("long"):
+            found.setdefault((item.path, getattr(item, "originalname", "")), []).append(item)
+    for cases in found.values():
+        marker = cases[0].get_closest_marker("cases")
+        assert marker is not None
+        for item in sorted(cases, key=lambda each: zlib.crc32(each.name.encode()))[marker.args[0] :]:
+            item.add_marker(pytest.mark.long)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_repetitions(items)
+    _mark_more_cases(items)
     for item in items:
         if item.path.is_relative_to(config.rootpath / "tests" / "gpu"):
             item.add_marker(pytest.mark.gpu)

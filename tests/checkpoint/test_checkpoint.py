@@ -138,6 +138,7 @@ def save_and_die(root, step, point, rank):
     return "saved"
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("point", "rank"), [(point, rank) for point, death in DEATHS.items() for rank in death[3]])
 def test_death_at_any_point_leaves_this_checkpoint_or_the_one_before_whole(tmp_path, point, rank):
     run_on_ranks(save, 2, tmp_path, 10)

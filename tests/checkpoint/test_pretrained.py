@@ -120,6 +120,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["llama-sharded-tied", "gpt2", "llama-half", "llama-base-tied", "unread"])
 def test_values_are_those_of_the_whole_model_under_every_plan(name: str, tmp_path: Path) -> None:
     plans = PLANS if name != "llama-base-tied" else PLANS[:1]

@@ -141,6 +141,7 @@ def test_a_rank_that_dies_ends_its_pipeline():
     assert time.monotonic() - start < 50
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("zb-v", 2)])
 def test_a_dry_run_sends_what_is_predicted(name, virtual, backend):

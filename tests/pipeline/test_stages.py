@@ -91,6 +91,7 @@ def tokens():
     return torch.randint(0, 31, (2, 6), generator=generator), torch.randint(0, 31, (2, 6), generator=generator)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_our_gpt(num_stages, tied):
@@ -118,6 +119,7 @@ def families():
     yield "opt", hf.OPTForCausalLM(hf.OPTConfig(**opt, max_position_embeddings=32)), text
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("num_stages", [4, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5", "opt"])
 def test_families(name, num_stages):

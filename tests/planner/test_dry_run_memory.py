@@ -41,6 +41,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("overrides", "options", "micro", "count", "dtype"), CASES)
 def test_the_peak_from_the_shape_is_that_of_the_dry_run(overrides, options, micro, count, dtype):
     config = sw.models.gpt("gpt-tiny", device="meta", **overrides).config

@@ -45,6 +45,7 @@ def build(family: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(copy.deepcopy(config_of(family)))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.filterwarnings("ignore")  # transformers', about configurations of four layers
 @pytest.mark.parametrize("family", CAUSAL)
 def test_what_a_family_takes_is_accepted_all_at_once(family: str) -> None:
