@@ -164,11 +164,15 @@ def test_a_killed_rank_ends_the_server_with_a_word_and_the_client_s_stream_with_
         assert re.search(r"rank 1 \(pid \d+\) killed by SIGKILL", process.stdout.read())
 
 
-def test_what_can_be_known_beforehand_is_refused_before_any_process_starts(folder, tmp_path, capsys):
+def test_what_can_be_known_beforehand_is_refused_before_any_process_starts(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shardwise.spec.bound._WORK_S", 1.0)
+    endless = tmp_path / "endless.jinja"
+    endless.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     for arguments, message in [
         ([str(folder), "--nproc=2"], "2 processes hold 2 copies of the model under tp=1 and pp=1"),
         ([str(folder), "--host=192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
         ([str(folder), "--chat-template=nothing.jinja"], "chat template nothing.jinja: "),
+        ([str(folder), f"--chat-template={endless}"], "of one letter it makes no text: it takes more than 1 s"),
         ([str(folder), "--max-length=129"], "the model has 128 positions"),
         ([str(folder), "--average"], "a Hugging Face folder holds no averaged weights"),
         ([str(folder), "--set=optimizer.lr=1"], "Set fields of parallel only"),

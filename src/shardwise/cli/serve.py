@@ -142,12 +142,24 @@ def _check(asked: _Asked, trained: Trained, count: int) -> None:
 
 
 def _tokenizer(asked: _Asked, trained: Trained) -> Tokenizer:
+    from shardwise.train.data.tokenizer import OfFolder
+
     tokenizer = trained.tokenizer()
     if asked.chat_template is not None and not hasattr(tokenizer, "held"):
         raise ConfigError(
             "--chat-template: the model's tokens are bytes, and a template needs a Hugging Face folder's tokenizer.\n"
             "  Leave it out, and ask for completions."
         )
+    if isinstance(tokenizer, OfFolder) and (asked.chat_template or tokenizer.held.chat_template):
+        try:  # here, in the main thread, it has limits
+            tokenizer.encode_chat([{"role": "user", "content": "a"}], asked.chat_template)
+        except (MemoryError, TimeoutError) as error:
+            raise ConfigError(
+                f"the chat template: of one letter it makes no text: {str(error) or 'it takes over 1 GiB'}.\n"
+                "  Give another with --chat-template FILE."
+            ) from None
+        except Exception:  # noqa: BLE001, S110 - it may want other roles, of which requests are told
+            pass
     return tokenizer
 
 
