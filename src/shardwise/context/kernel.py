@@ -79,10 +79,13 @@ def _fused_backward(
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
-    """Whether an operator exists that never holds the block's scores. Meta tensors count as those of a CPU."""
+    """Whether an operator exists that never holds the block's scores. Meta tensors count as those of a CPU.
+
+    CUDA's takes heads of a multiple of 8; those of other widths, which no model that is known has, are computed here.
+    """
     if q.device.type == "cuda":
         case = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)  # noqa: FBT003
-        return torch.backends.cuda.can_use_flash_attention(case)
+        return q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(case)
     return q.device.type in {"cpu", "meta"} and q.shape[-1] == v.shape[-1]
 
 
