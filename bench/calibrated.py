@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m bench.calibrated --gpu machine.json [--case compute,wide] [--json FILE]
     python -m bench.calibrated --gpu machine.json --measured FILE        # predicts again, measures nothing
 
-The cases are those of ``shardwise compare``, in fp32 with AdamW. A row is met where the prediction is within 15% of the
+The cases are those of ``bench.compare``, in fp32 with AdamW. A row is met where the prediction is within 15% of the
 median of the measured steps. ``ranked`` counts the pairs of plans of a case whose medians differ by more than 10%, and
 how many of these the predictions order alike. Nothing of the cases was measured by ``calibrate``.
 """

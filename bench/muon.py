@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m bench.muon [--case compute] [--worlds 2,4] [--microbatches 1,8] [--rounds 3]
     python -m bench.muon --worlds "" --dry 64            # counts alone, nothing is timed
 
-Both train the model of a case of ``shardwise compare`` in the same processes, in turns: A B, A B. The time of a step is
+Both train the model of a case of ``bench.compare`` in the same processes, in turns: A B, A B. The time of a step is
 the longest of the ranks; a ratio is the median over the rounds of Muon's median step over AdamW's, by the clock and by
 the processor's time, which other programs disturb less. Newton-Schulz is timed by itself inside of the step; what Muon
 takes besides is the exchange, and other element-wise work.

@@ -1,6 +1,6 @@
 """Measure shardwise beside its peers, and set the results beside the targets. ``make bench`` calls this.
 
-Every group of engines is one ``shardwise compare``: engines take turns within one run, and a ratio is taken in each
+Every group of engines is one ``bench.compare``: engines take turns within one run, and a ratio is taken in each
 round. What is not timed, bytes held and sent, is counted for every preset on 2, 3 and 4 ranks (``bench.counts``).
 Writes ``bench/results/DATE.md`` (targets first, then every table) and ``DATE.json``; where they are there already, with
 -2, -3, ... behind the date.

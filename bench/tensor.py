@@ -57,7 +57,7 @@ LOSS_TOLERANCE, LOSS_STEPS = 1e-5, 3
 
 @dataclass(frozen=True)
 class Workload:
-    """A model at the sizes of a case of ``shardwise compare``."""
+    """A model at the sizes of a case of ``bench.compare``."""
 
     family: str
     case: Case

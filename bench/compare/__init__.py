@@ -1,7 +1,8 @@
 """Our engine and others on the same model and data, in turns: time, memory, traffic and losses.
 
+In a checkout: ``python -m bench.compare --help``.
+
 ``request``   what is trained (three named cases, or a run configuration), by whom, checked before a process starts
-``verb``      what ``shardwise compare`` calls
 ``run``       the launcher's side: workers for one case, and their results
 ``rank``      one worker: it owns one process per engine and lets them take turns
 ``process``   one engine on one rank

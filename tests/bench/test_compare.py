@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.compare.__main__ import main
 from bench.compare.request import make_requests
-from shardwise.cli import main
 from shardwise.models import gpt
 from shardwise.testing import run_on_ranks
 
@@ -30,7 +30,7 @@ def test_engines_take_turns_and_compute_the_same_and_replicas_in_one_process_sta
     (tmp_path / "run.yaml").write_text(RUN)
     arguments = ["run.yaml", "--strategies", "zero3,data_parallel,ddp", "--peers", "single", "--nproc", "2"]
     arguments += ["--rounds", "2", "--steps", "2", "--json", "out/result.json", "--markdown", "out/result.md"]
-    assert main(["compare", *arguments]) == 0
+    assert main(arguments) == 0
     values = json.loads((tmp_path / "out" / "result.json").read_text())
     rows = {row["engine"] if row["engine"] == "single" else row["strategy"]: row for row in values["rows"]}
     zero3, ddp, replicas, single = (rows[name] for name in ("zero3", "ddp", "data_parallel", "single"))
@@ -73,7 +73,7 @@ def test_torchs_other_engines_compute_the_same(tmp_path, monkeypatch, capfd):
     (tmp_path / "run.yaml").write_text(RUN)
     peers = ["torch-ddp", "torch-fsdp1", "torch-fsdp2", "torch-fsdp2-noreshard", "torch-zero1"]
     arguments = ["run.yaml", "--strategies", "zero3", "--peers", ",".join(peers), "--nproc", "2"]
-    assert main(["compare", *arguments, "--rounds", "1", "--steps", "2", "--json", "result.json"]) == 0
+    assert main([*arguments, "--rounds", "1", "--steps", "2", "--json", "result.json"]) == 0
     values = json.loads((tmp_path / "result.json").read_text())
     assert [row["engine"] for row in values["rows"]][1:] == peers
     assert max(values["losses"]["differences"].values()) <= 1e-6
@@ -85,7 +85,7 @@ def test_deepspeed_computes_the_same(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
     arguments = ["run.yaml", "--strategies", "zero3+flat", "--peers", "single,deepspeed", "--nproc", "2"]
-    assert main(["compare", *arguments, "--rounds", "1", "--steps", "2", "--json", "result.json"]) == 0
+    assert main([*arguments, "--rounds", "1", "--steps", "2", "--json", "result.json"]) == 0
     values = json.loads((tmp_path / "result.json").read_text())
     assert [row["engine"] for row in values["rows"]][2:] == ["deepspeed-1", "deepspeed-2", "deepspeed-3"]
     assert max(values["losses"]["differences"].values()) <= 1e-6
@@ -131,6 +131,6 @@ def test_an_engine_that_fails_ends_all_with_its_code(tmp_path, monkeypatch, capf
     text = RUN + "parallel: {auto_wrap_policy: {by_class: [NoSuchBlock]}}\n"
     (tmp_path / "run.yaml").write_text(text)
     arguments = ["run.yaml", "--peers", "single", "--nproc", "2", "--rounds", "1", "--steps", "1"]
-    assert main(["compare", *arguments]) == 78
+    assert main(arguments) == 78
     shown = capfd.readouterr()
     assert "NoSuchBlock" in shown.err

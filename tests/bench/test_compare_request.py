@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from bench.compare.__main__ import main
 from bench.compare.request import CASES, OURS, PEERS, SINGLE, Entrant, Request, make_requests, parse, split, turns
-from shardwise.cli import main
 from shardwise.models import gpt_config
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.plan import ParallelPlan
@@ -89,16 +89,16 @@ def test_mistakes_leave_with_78_before_a_process_starts(tmp_path, monkeypatch, c
     (tmp_path / "bf16.yaml").write_text(RUN + "parallel: {mp_policy: {param_dtype: bf16}}\n")
     (tmp_path / "full.yaml").write_text(RUN + "parallel: {activation_checkpointing: full, compile: true}\n")
     paths = {name: str(tmp_path / f"{name.lower()}.yaml") for name in ("RUN", "BF16", "FULL", "MISSING")}
-    assert main(["compare", "--nproc", "2", *(paths.get(argument, argument) for argument in arguments)]) == 78
+    assert main(["--nproc", "2", *(paths.get(argument, argument) for argument in arguments)]) == 78
     shown = capsys.readouterr().err
     assert said in shown
     assert "Traceback" not in shown
 
 
 def test_a_result_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
-    assert main(["compare", "--case", "host", "--json", str(tmp_path)]) == 78
+    assert main(["--case", "host", "--json", str(tmp_path)]) == 78
     (tmp_path / "file").write_text("")
-    assert main(["compare", "--case", "host", "--json", str(tmp_path / "file" / "result.json")]) == 74
+    assert main(["--case", "host", "--json", str(tmp_path / "file" / "result.json")]) == 74
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -107,7 +107,7 @@ def test_compare_refuses_to_be_one_of_many(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert main(["compare", "--case", "host"]) == 78
+    assert main(["--case", "host"]) == 78
 
 
 def test_turns_are_permutations_that_start_later_and_run_both_ways():
@@ -179,7 +179,7 @@ def test_values_are_yaml_whose_commas_and_capitals_stay(monkeypatch):
     """Up to the request, by the verb; nothing is started."""
     asked = []
     monkeypatch.setattr("bench.compare.run.run", lambda request: asked.append(request) or sys.exit(0))
-    main(["compare", "--case", "host", "--peers", "single", "--strategies", f"ddp, {MIXED} ,{NAMED},ddp"])
+    main(["--case", "host", "--peers", "single", "--strategies", f"ddp, {MIXED} ,{NAMED},ddp"])
     (request,) = asked
     ours = [entrant.strategy for entrant in request.entrants if entrant.engine == OURS]
     assert ours == ["ddp", MIXED.replace("ZERO3", "zero3"), NAMED]

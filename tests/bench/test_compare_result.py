@@ -168,9 +168,9 @@ def test_the_cost_above_one_process_is_shown_at_a_world_of_one():
 
 
 def test_the_markdown_file_says_how_it_was_made():
-    page = table.markdown([result(), result("wide")], date="2026-01-31", command="shardwise compare --case a|b")
+    page = table.markdown([result(), result("wide")], date="2026-01-31", command="python -m bench.compare --case a|b")
     assert page.startswith("# Comparison of 2026-01-31\n")
-    assert "Command: `shardwise compare --case a|b`" in page
+    assert "Command: `python -m bench.compare --case a|b`" in page
     assert "| memory_bytes | 16.0 GiB |" in page
     assert "## compute" in page
     assert "## wide" in page

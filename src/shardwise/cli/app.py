@@ -17,7 +17,6 @@ VERBS = {
     "train": "shardwise.cli.train",
     "launch": "shardwise.cli.launch",
     "calibrate": "shardwise.cli.calibrate",
-    "compare": "shardwise.cli.compare",
     "parity": "shardwise.cli.parity",
     "dry-run": "shardwise.cli.dry_run",
     "generate": "shardwise.cli.generate",
