@@ -202,7 +202,6 @@ def manifests(num_entries: int) -> Iterator[tuple[str, bytes]]:
     shapes = [(numbers.randint(1, 4000), numbers.randint(1, 4000)) for _ in range(num_entries)]
     whole = [Extent(f"blocks.{i}.weight", shape, "fp32", 0, shape[0] * shape[1]) for i, shape in enumerate(shapes)]
     yield "tensors, each of another shape", _manifest([whole])
-    yield "the same, in version 4", _version_4(whole)
     ranks = num_entries // 10
     marks = {f"w{i}": [0, *(3 * r + numbers.randint(0, 2) for r in range(1, ranks)), 3 * ranks] for i in range(10)}
     pieces = [
@@ -229,23 +228,6 @@ def _manifest(held: list[list[Extent]]) -> bytes:
     files = {"bytes": [1] * len(held), "hash": [secrets.token_hex(16) for _ in held]}
     head = {"format": "shardwise-checkpoint", "format_version": 5}
     return sealed(head | _content(len(held)) | {"files": files, **combined.table.columns()})
-
-
-def _version_4(held: list[Extent]) -> bytes:
-    tensors = {
-        each.name: {
-            "shape": each.shape,
-            "dtype": "fp32",
-            "stride": None,
-            "pieces": [[0, 0, each.stop]],
-            "slices": None,
-            "is_frozen": False,
-        }
-        for each in held
-    }
-    files = [{"name": shard_name("0" * 16, 0), "bytes": 1, "hash": "0" * 32}]
-    head = {"format": "shardwise-checkpoint", "format_version": 4, "rank_data": None}
-    return sealed(head | _content(1) | {"files": files, "tensors": tensors})
 
 
 def read_manifests(sizes: tuple[int, ...] = (100_000, 200_000, 400_000)) -> dict[str, dict[int, float]]:

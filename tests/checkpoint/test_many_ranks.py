@@ -19,9 +19,7 @@ from shardwise.checkpoint.table import Table
 from shardwise.spec.extent import Extent, shared
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.slice import Cut
-from tests.checkpoint.earlier import as_version_4, rewrite
-from tests.checkpoint.test_damage import manifest_error, set_in
-from tests.checkpoint.threads import alone, cut, even, run_in_threads
+from tests.checkpoint.threads import run_in_threads
 
 #: Of each of the units: names and shapes. With master and two moments of AdamW they make 3 x 4 x 5 tensors.
 UNITS, SHAPES = 4, {"qkv": (384, 128), "out": (128, 128), "up": (512, 128), "down": (128, 512), "norm": (128,)}
@@ -173,19 +171,3 @@ def test_every_piece_that_shares_elements_is_found(saved, wanted):
         found = {rank: held for rank, _, held in table.overlapping(extent)}
         assert expected <= found.keys()
         assert all(saved[rank] == [held] for rank, held in found.items())
-
-
-def test_what_earlier_versions_wrote_is_read_and_may_not_hold_runs(tmp_path):
-    tensor = torch.arange(60.0)
-    tensors = {"w": tensor}
-    path = tmp_path / "step-00000020"
-    run_in_threads(
-        lambda comm: write(path, comm, cut(tensors, even(tensors, 6), comm.rank), {}, step=20, run_id="r"), 6
-    )
-    rewrite(as_version_4(path), set_in("format_version", value=2))
-    assert "w: it has runs, which format version 2 has not" in manifest_error(path)
-    singles = [[rank, 10 * rank, 10 * rank + 10] for rank in range(6)]
-    rewrite(path, set_in("tensors", "w", "pieces", value=singles))
-    target = torch.zeros(60)
-    open_checkpoint(path, comm=alone()).read_into([(Extent("w", (60,), "fp32", 0, 60), target)])
-    assert torch.equal(target, tensor)

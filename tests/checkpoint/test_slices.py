@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import random
@@ -18,8 +17,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut, Slice, even_ranges, simplest
-from tests.checkpoint.earlier import as_version_4, rewrite
-from tests.checkpoint.test_damage import manifest_error, set_in
+from tests.checkpoint.test_damage import manifest_error, rewrite, set_in
 from tests.checkpoint.threads import alone, run_in_threads
 
 
@@ -199,44 +197,6 @@ def test_slices_that_are_not_exactly_the_whole_are_not_saved(tmp_path, held, mes
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (set_in("tensors", "w", "slices", value=None), "w: a piece belongs to a slice beyond -1"),
-        (set_in("tensors", "w", "slices", 1, value=[[1, 3, 5]]), r"w\[:, 3:5 of 6\]: element 11 is outside of its 8"),
-        (set_in("tensors", "w", "slices", 1, value=[[1, 2, 5]]), r"w: two slices hold \[:, 2:3 of 6\]"),
-        (
-            set_in("tensors", "w", "slices", 1, value=[[1, 3, 7]]),
-            "w: the range 3 to 7 of dimension 1 overlaps another, or",
-        ),
-        (set_in("tensors", "w", "slices", 1, value=[[1, 3, 6, 4, 5]]), "overlaps another, or is none of it"),
-        (set_in("tensors", "w", "slices", 1, value=[[2, 3, 6]]), "w: a cut of dimension 2 does not belong to shape"),
-        (set_in("tensors", "w", "slices", 1, value=[[1, 3]]), "w: a cut is no dimension with ranges"),
-        (
-            set_in("tensors", "w", "slices", 1, value=[[1, 3, 4, 4, 6]]),
-            "w: its slice is not given in the simplest form",
-        ),
-        (set_in("tensors", "w", "slices", 1, value=[[1, 0, 3]]), "w: a slice is listed twice, or is none"),
-        (set_in("tensors", "w", "slices", 1, value=[]), "w: a slice is listed twice, or is none"),
-        (set_in("tensors", "w", "pieces", value=[[0, 0, 12, 0]]), r"w\[:, 3:6 of 6\]: no rank holds elements 0 to 12"),
-        (
-            set_in("tensors", "w", "pieces", value=[[0, 0, 12, 0], [1, 0, 12, 2]]),
-            "w: a piece belongs to a slice beyond 1",
-        ),
-        (set_in("tensors", "w", "pieces", 0, value=[0, 0, 12]), "w.*: no rank holds elements"),
-        (set_in("tensors", "w", "pieces", 0, value=[0, 0, 12, 0, 1, 1, 1]), "pieces.0: List should have at most 6"),
-        (set_in("format_version", value=1), "w: it has slices, which format version 1 has not"),
-        (
-            set_in("tensors", "w", "slices", value=[[[1, *range(6)]]] * 10**3),
-            "w: a slice is listed twice, or is none",
-        ),
-    ],
-)
-def test_a_manifest_of_version_4_whose_slices_make_no_sense_is_refused(saved, change, message):
-    rewrite(as_version_4(saved), change)
-    assert re.search(message, manifest_error(saved))
-
-
-@pytest.mark.parametrize(
     ("slices", "message"),
     [
         ([], "its partitions have another number of slices than 3"),
@@ -250,6 +210,7 @@ def test_a_manifest_of_version_4_whose_slices_make_no_sense_is_refused(saved, ch
         ([[[1, 0, 3]], [[1, 3, 4, 4, 6]]], "w: its slice is not given in the simplest form"),
         ([[[1, 0, 3]], [[1, 0, 3]]], "w: a slice is listed twice, or is none"),
         ([[[1, 0, 3]], []], "w: a slice is listed twice, or is none"),
+        ([[[1, *range(6)]]] * 10**3, "its partitions have another number of slices than 3|listed twice"),
         ([[[0, 0, 3]], [[0, 3, 6]]], "w: the range 3 to 6 of dimension 0 overlaps another, or is none of it"),
     ],
 )
@@ -268,9 +229,10 @@ def test_a_hostile_grid_is_refused_quickly(saved):
 
     def change(content):
         sides = [[dim, *itertools.chain(*((2 * i, 2 * i + 1) for i in range(500)))] for dim in range(6)]
-        content["tensors"]["w"] |= {"shape": [1000] * 6, "slices": [sides], "pieces": [[0, 0, 12, 0]]}
+        content["tensors"]["shape"][0] = [1000] * 6
+        content["partitions"]["slices"][0] = [sides, [[0, 1, 2]]]
 
-    rewrite(as_version_4(saved), change)
+    rewrite(saved, change)
     assert "its slice is more than 1048576 boxes" in manifest_error(saved)
 
 
@@ -286,29 +248,6 @@ def test_random_changes_never_give_other_than_a_refusal(saved):
                 open_checkpoint(saved).verify()
         file.write_bytes(original)
     open_checkpoint(saved).verify()
-
-
-def test_version_1_is_read_as_ever(tmp_path):
-    target = torch.zeros(6)
-    path = write(
-        tmp_path / "s", alone(), [(Extent("w", (6,), "fp32", 0, 6), torch.arange(6.0))], {}, step=1, run_id="r"
-    )
-
-    def change(content):
-        content["format_version"] = 1
-        for entry in content["tensors"].values():
-            del entry["slices"], entry["is_frozen"], entry["stride"]
-        for entry in content["files"]:
-            del entry["hash"]
-            entry["sha256"] = hashlib.sha256((path / entry["name"]).read_bytes()).hexdigest()
-
-    rewrite(as_version_4(path), change)
-    open_checkpoint(path).read_into([(Extent("w", (6,), "fp32", 0, 6), target)])
-    assert target.tolist() == list(range(6))
-    file = next(path.glob("shard-*"))
-    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(CheckpointError, match="its content has the hash"):
-        open_checkpoint(path).verify()
 
 
 def test_slices_are_shown(saved):

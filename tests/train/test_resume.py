@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_run_is_taken_only_where_its_path_is_given(tmp_p
     assert find_checkpoint(tmp_path / "a", "latest-good", say=told.append).name == "step-00000015"
     assert "passed over: it is of the run" in told[0]
     assert find_checkpoint(tmp_path / "a", "step-00000020").name == "step-00000020"
-    (tmp_path / "a/run-id").unlink()  # a run of an earlier version
+    (tmp_path / "a/run-id").unlink()  # which checkpoints are its own is not known
     assert find_checkpoint(tmp_path / "a", "latest").name == "step-00000020"
 
 

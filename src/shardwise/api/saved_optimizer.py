@@ -72,8 +72,9 @@ def read_optimizer(path: Path, entry: Any) -> SavedOptimizer:
         for key, value in numbers.items()
         if (key == "step" and not (0 <= value < 2**60 and value == int(value))) or abs(value) >= _MOST
     ]
-    if found.members is not None and len(found.members) != len(found.groups):
-        wrong.append(f"members has {len(found.members)} groups, groups has {len(found.groups)}")
+    num_members = 1 if found.members is None else len(found.members)
+    if num_members != len(found.groups):
+        wrong.append(f"members has {num_members} groups, groups has {len(found.groups)}")
     if wrong:
         raise refused(path, wrong[:5])
     return found

@@ -139,14 +139,8 @@ class _Content:
         for name, own in saved["scalars"].items():
             for kind, value in own.items():
                 self._put_state(name, kind, torch.tensor(value) if isinstance(value, float) else value)
-        members = saved.get("members")
-        if members is None and len(saved["groups"]) > 1:
-            raise CheckpointError(
-                f"the checkpoint has {len(saved['groups'])} parameter groups and does not say which parameters each"
-                " has: an earlier version wrote it.\n"
-                "  Load it and save it again, or export the model alone: --no-optimizer."
-            )
-        for place, (settings, held) in enumerate(zip(saved["groups"], members or [parameters], strict=True)):
+        members = saved.get("members") or [parameters]
+        for place, (settings, held) in enumerate(zip(saved["groups"], members, strict=True)):
             self._put_group(place, settings, held)
 
     def _put_state(self, name: str, kind: str, what: Any) -> None:

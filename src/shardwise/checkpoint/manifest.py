@@ -4,8 +4,7 @@ It is written last, so a folder with a manifest is complete. It contains a hash 
 learning rate is found as well as one in a weight.
 
 Format version 5 (docs/checkpoints.md) has columns: one list of all names, one of all shapes, one of the hashes of all
-files. Before, every tensor and file was an object of its own. Version 2 had added slices of tensors, version 3 runs of
-equal pieces and files of frozen parameters, and version 4 XXH3 hashes of files. All versions are read.
+files. No other version is read.
 """
 
 from __future__ import annotations
@@ -18,19 +17,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
-from pydantic import AliasChoices, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.earlier import EarlierTensor, read_table
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.shard import Layout, frozen_layout, frozen_name, layout, shard_name
-from shardwise.checkpoint.table import Name, Natural, PartitionColumns, Strict, Table, TensorColumns
+from shardwise.checkpoint.table import Natural, PartitionColumns, Strict, Table, TensorColumns
 from shardwise.spec.collector import without_collection
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 5
-_READ_VERSIONS = (1, 2, 3, 4, 5)
 
 #: Largest manifest that is read, and most values in it. What they allow to be built in memory stays below 0.5 GB.
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -40,7 +37,7 @@ _FROZEN_FILE = re.compile(r"frozen-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
 _REPORT_FILE = re.compile(r"report-r[0-9]{5,9}\.json(\.part)?")
 _SHARD_FILE = re.compile(r"shard-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
 
-_Digest = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32}|[0-9a-f]{64})$")]
+_Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 _SaveId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 #: The manifest begins with the checksum: of all that follows, with the brace before it.
 _CHECKSUM = re.compile(rb'\{"checksum":"([0-9a-f]{64})",')
@@ -52,7 +49,7 @@ class FileEntry(NamedTuple):
     Attributes:
         name: File name; follows from the save and the rank.
         bytes: File size.
-        hash: Hash of the whole file, of a kind that ``checkpoint.digest`` tells by its length.
+        hash: Hash of the whole file (``checkpoint.digest``).
     """
 
     name: str
@@ -67,39 +64,20 @@ class _FileColumns(Strict):
     hash: list[_Digest]
 
 
-class _Head(Strict):
+class _Written(Strict):
+    """The manifest as it is written; what the attributes mean says :class:`Manifest`."""
+
     format: Literal["shardwise-checkpoint"]
+    format_version: Literal[5]
     save_id: _SaveId
     run_id: Annotated[str, Field(max_length=256)]
     step: Natural
     world_size: Annotated[int, Field(ge=1, lt=10**9)]
     data: dict[str, Any]
-
-
-class _Written(_Head):
-    """The manifest as it is written; what the attributes mean says :class:`Manifest`."""
-
-    format_version: Literal[5]
     files: _FileColumns
     frozen: _FileColumns | None
     tensors: TensorColumns
     partitions: PartitionColumns
-
-
-class _EarlierFile(Strict):
-    name: str
-    bytes: Natural
-    hash: _Digest = Field(validation_alias=AliasChoices("hash", "sha256"))
-
-
-class _EarlierManifest(_Head):
-    """The manifest of versions 1 to 4; ``rank_data`` was each rank's own state, a tensor ``rank/<rank>`` since."""
-
-    format_version: Literal[1, 2, 3, 4]
-    files: list[_EarlierFile]
-    frozen: list[_EarlierFile] | None = None
-    tensors: dict[Name, EarlierTensor]
-    rank_data: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +85,6 @@ class Manifest:
     """The description of a checkpoint.
 
     Attributes:
-        format_version: Version in which it was written.
         save_id: Names one save; part of every file's name.
         run_id: The run that saved it.
         step: The step after which it was saved.
@@ -118,7 +95,6 @@ class Manifest:
         data: State that is no tensor, the same for all ranks, packed by ``checkpoint.plain``.
     """
 
-    format_version: int
     save_id: str
     run_id: str
     step: int
@@ -205,19 +181,17 @@ def _decode(raw: bytes) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != "shardwise-checkpoint":
         raise RefusedError("it is not a manifest: 'format' is not 'shardwise-checkpoint'")
     version = content.get("format_version")
-    if version not in _READ_VERSIONS or isinstance(version, bool):
-        known = " and ".join(map(str, _READ_VERSIONS))
-        is_newer = isinstance(version, int) and version > FORMAT_VERSION
-        newer = "; a newer shardwise has written it" if is_newer else ""
+    if version != FORMAT_VERSION or isinstance(version, bool):
         raise RefusedError(
-            f"it has format version {_short(repr(version))}; this version of shardwise reads {known}{newer}"
+            f"it has format version {_short(repr(version))}, expected {FORMAT_VERSION}: another version of shardwise"
+            " wrote it, and only that one reads it"
         )
     mark = _CHECKSUM.match(raw)
     if mark is None or _hash_without(raw, mark.end()) != mark[1].decode():
         raise RefusedError("its checksum does not match its content: it was damaged or changed by hand")
     del content["checksum"]
     try:
-        manifest = _read(content) if version == FORMAT_VERSION else _read_earlier(content)
+        manifest = _read(content)
         problems = _problems(manifest)
     except pydantic.ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)[:5]]
@@ -257,13 +231,7 @@ def _read(content: dict[str, Any]) -> Manifest:
     frozen = None
     if held.frozen is not None:
         frozen = _entries(held.frozen, [frozen_name(digest, rank) for rank, digest in enumerate(held.frozen.hash)])
-    return _manifest(held, held.format_version, files, frozen, table)
-
-
-def _manifest(
-    held: _Head, version: int, files: list[FileEntry], frozen: list[FileEntry] | None, table: Table
-) -> Manifest:
-    return Manifest(version, held.save_id, held.run_id, held.step, held.world_size, files, frozen, table, held.data)
+    return Manifest(held.save_id, held.run_id, held.step, held.world_size, files, frozen, table, held.data)
 
 
 def _entries(columns: _FileColumns, names: list[str]) -> list[FileEntry]:
@@ -272,36 +240,12 @@ def _entries(columns: _FileColumns, names: list[str]) -> list[FileEntry]:
     return list(map(FileEntry, names, columns.bytes, columns.hash))
 
 
-def _read_earlier(content: dict[str, Any]) -> Manifest:
-    held = _EarlierManifest.model_validate(content)
-    if held.rank_data is not None and len(held.rank_data) != held.world_size:
-        raise ValueError(f"it has the state of {len(held.rank_data)} ranks, expected {held.world_size}")
-    if held.frozen is not None and held.format_version < 3:
-        raise ValueError(f"it has files of frozen parameters, which format version {held.format_version} has not")
-    files = [FileEntry(entry.name, entry.bytes, entry.hash) for entry in held.files]
-    frozen = None
-    if held.frozen is not None:
-        frozen = [FileEntry(entry.name, entry.bytes, entry.hash) for entry in held.frozen]
-    return _manifest(held, held.format_version, files, frozen, read_table(held.tensors, held.format_version))
-
-
 def _problems(manifest: Manifest) -> list[str]:
     if len(manifest.files) != manifest.world_size:
         return [f"it lists {len(manifest.files)} files for {manifest.world_size} ranks"]
     if not manifest.run_id.isprintable():
         return [f"{_short(repr(manifest.run_id))} is no name for a run"]
-    return _name_problems(manifest) + _frozen_problems(manifest) or manifest.table.problems(manifest.world_size)
-
-
-def _name_problems(manifest: Manifest) -> list[str]:
-    if manifest.format_version >= 5:
-        return []  # names are not written: they follow from the save
-    expected = [shard_name(manifest.save_id, rank) for rank in range(manifest.world_size)]
-    return [
-        f"file {rank} is called {_short(repr(entry.name))}, expected {name!r}"
-        for rank, (entry, name) in enumerate(zip(manifest.files, expected, strict=True))
-        if entry.name != name
-    ]
+    return _frozen_problems(manifest) or manifest.table.problems(manifest.world_size)
 
 
 def _frozen_problems(manifest: Manifest) -> list[str]:
@@ -311,12 +255,7 @@ def _frozen_problems(manifest: Manifest) -> list[str]:
         return [f"{name}: it is frozen, but there are no files of frozen parameters" for name in first]
     if len(held) != manifest.world_size:
         return [f"it lists {len(held)} files of frozen parameters for {manifest.world_size} ranks"]
-    expected = [frozen_name(entry.hash, rank) for rank, entry in enumerate(held)]
-    return [
-        f"file {rank} of frozen parameters is called {_short(repr(entry.name))}, expected {name!r}"
-        for rank, (entry, name) in enumerate(zip(held, expected, strict=True))
-        if entry.name != name
-    ]
+    return []
 
 
 def _short(text: str, most: int = 160) -> str:

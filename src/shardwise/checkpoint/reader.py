@@ -19,9 +19,9 @@ from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.digest import hash_file, kind_of
+from shardwise.checkpoint.digest import hash_file
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from shardwise.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest, read_manifest
 from shardwise.checkpoint.shard import Piece, check_header, read_block
 from shardwise.checkpoint.table import describe, extent_problem
 from shardwise.comm.base import Comm
@@ -243,7 +243,7 @@ class Checkpoint:
             found.update(number=1, numel=whole.numel, bytes=whole.numel * item_bytes(whole.dtype))
         return {
             "path": str(self.path),
-            "format_version": self.manifest.format_version,
+            "format_version": FORMAT_VERSION,
             "save_id": self.manifest.save_id,
             "run_id": self.manifest.run_id,
             "step": self.step,
@@ -346,7 +346,7 @@ class Checkpoint:
                 return
             check_header(file, self.manifest.layout_of(rank))
             entry = self.manifest.all_files[rank]
-            found = hash_file(file, entry.bytes, kind_of(entry.hash))
+            found = hash_file(file, entry.bytes)
             if found != entry.hash:
                 raise RefusedError(
                     f"its content has the hash {found}, expected {entry.hash}; it holds {self._tensors_in(rank)}"

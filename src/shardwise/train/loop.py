@@ -257,7 +257,7 @@ class Trainer:
 
     def _restore_random(self, state: dict[str, Any]) -> None:
         """Restore every rank's generators in a world of the same size; seed them by rank and step in any other."""
-        held = random_state.of_rank(state, self.control.rank, self.control.size)
+        held = state.get("rank_state", {}).get("random")
         if held is not None:
             random_state.restore(held, self.device)
         else:

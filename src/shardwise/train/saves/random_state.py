@@ -61,15 +61,6 @@ def described(held: Generators) -> dict[str, Any]:
     return state
 
 
-def of_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[str, Any] | None:
-    """What a checkpoint holds of a rank's generators; ``None`` where it was saved by another number of ranks."""
-    held = state.get("rank_state", {}).get("random")
-    everyones = state.get("random")  # of all ranks, in checkpoints of earlier versions
-    if held is None and isinstance(everyones, list) and len(everyones) == world_size:
-        held = everyones[rank]
-    return held
-
-
 def restore(state: dict[str, Any], device: torch.device) -> None:
     """Put every generator back where :func:`capture` found it.
 

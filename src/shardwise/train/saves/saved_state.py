@@ -83,7 +83,6 @@ class SavedRun(_Strict):
         strategy: The strategy's name.
         mesh: Ranks along each axis.
         base: Hash of the weights below the run's adapters.
-        random: Random state of all ranks, in checkpoints of earlier versions.
     """
 
     step: _Natural
@@ -96,7 +95,6 @@ class SavedRun(_Strict):
     strategy: str = ""
     mesh: dict[str, _Natural] = Field(default_factory=dict)
     base: str | None = None
-    random: list[dict[str, Any]] | None = None
 
 
 def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Iterable[str] = ()) -> None:
