@@ -188,7 +188,7 @@ def configuration() -> str:
     found = schema()
     top = {name: field for name, field in found["properties"].items() if "$ref" not in field}
     words = (
-        "The keys of a file for `shardwise train`, in YAML or TOML. `shardwise config-schema` prints them as a JSON"
+        "The keys of a file for `shardwise train`, in YAML or JSON. `shardwise config-schema` prints them as a JSON"
         " schema, with which editors complete and check; `shardwise validate FILE` prints a file with every key filled"
         " in; `--set section.key=value` overrides one."
     )

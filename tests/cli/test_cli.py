@@ -78,7 +78,7 @@ def test_help_and_mistakes_load_no_torch(tmp_path: Path, arguments: str) -> None
         (["train", "--resume", "runs/x/checkpoints/step-00000010", "c.yaml"], None),
         (["train", "--resume", "c.yaml"], ["train", "--resume=latest", "c.yaml"]),
         (["train", "--resume", "C.YML"], ["train", "--resume=latest", "C.YML"]),
-        (["train", "--resume", "c.toml"], ["train", "--resume=latest", "c.toml"]),
+        (["train", "--resume", "c.json"], ["train", "--resume=latest", "c.json"]),
         (["train", "--resume", "--nproc", "2"], ["train", "--resume=latest", "--nproc", "2"]),
         (["train", "--resume=step-1", "c.yaml"], None),
         (["train", "--", "--resume"], None),

@@ -221,9 +221,14 @@ def test_files_build_on_files_and_circles_are_refused(tmp_path: Path, monkeypatc
         read_config(tmp_path / "c.yaml")
 
 
-def test_toml_is_read_too(tmp_path: Path) -> None:
-    path = write(tmp_path, '[data]\nsource = "random"\n[train]\nsteps = 3\nmicro_batch_size = 1\n', "run.toml")
+def test_json_is_read_too_and_toml_is_refused_with_what_it_becomes(tmp_path: Path) -> None:
+    train = {"steps": 3, "micro_batch_size": 1}
+    path = write(tmp_path, json.dumps({"data": {"source": "random"}, "train": train}, indent=2), "run.json")
     assert resolve(read_config(path), 2).batch.total == 2
+    path = write(tmp_path, '[data]\nsource = "random"\n', "run.toml")
+    with pytest.raises(ConfigError, match=r"run.toml is TOML; a configuration is YAML or JSON.\n  Write it as YAML"):
+        read_config(path)
+    assert resolve(read_config(write(tmp_path, "data:\n  source: random\n", "run.yaml")), 2).config.data
 
 
 def test_the_resolved_file_reads_back_to_the_same_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import ConfigError
-from shardwise.train.config.document import Problem, parse_toml, parse_yaml, plain_scalar, read_document
+from shardwise.train.config.document import Problem, parse_yaml, plain_scalar, read_document
 
 
 @pytest.mark.parametrize(
@@ -75,17 +75,6 @@ def test_an_alias_bomb_is_refused_at_once() -> None:
     with pytest.raises(Problem, match=r"more than 20,000 values"):
         parse_yaml(bomb, "f")
     assert time.process_time() - started < 1.0
-
-
-def test_toml_gives_the_same_tree_with_lines() -> None:
-    document = parse_toml("name = 'x'\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.95]\n", "run.toml")
-    assert document.values == {"name": "x", "optimizer": {"lr": 1e-5, "betas": [0.9, 0.95]}}
-    assert document.where["optimizer", "lr"] == "run.toml:3"
-
-
-def test_duplicate_toml_keys_name_both_lines() -> None:
-    with pytest.raises(Problem, match=r"run.toml:4: .*duplicate key 'a.x', first given at run.toml:2"):
-        parse_toml("[a]\nx = 1\ny = 2\nx = 3\n[b]\n", "run.toml")
 
 
 def test_merging_goes_key_by_key_and_the_later_place_wins() -> None:

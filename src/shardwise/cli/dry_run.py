@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 
 def dry_run(  # noqa: PLR0917  typer's form
-    model: Annotated[str, typer.Argument(help="Built-in name, YAML or TOML file, or Hugging Face folder.")],
+    model: Annotated[str, typer.Argument(help="Built-in name, YAML or JSON file, or Hugging Face folder.")],
     world_size: Annotated[int, typer.Option(help="Ranks of the world to stand in for.")],
     rank: Annotated[int, typer.Option(help="Which of them to be.")] = 0,
     strategies: Annotated[str | None, typer.Option(help="Presets, separated by commas.")] = None,

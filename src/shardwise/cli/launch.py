@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 
 def launch(  # noqa: PLR0917  typer calls it by name
-    config: Annotated[Path, typer.Argument(help="YAML or TOML file.")],
+    config: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
     slurm: Annotated[bool, typer.Option("--slurm", help="A batch script for sbatch.")] = False,  # noqa: FBT002  typer's form
     kubernetes: Annotated[  # noqa: FBT002  typer's form
         bool, typer.Option("--kubernetes", help="A PyTorchJob for Kubeflow's training operator.")

@@ -10,8 +10,8 @@ from shardwise.launch.file import replace
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.text import printable
 
-#: How the names of configuration files end.
-CONFIG_ENDINGS = (".yaml", ".yml", ".toml")
+#: How the names of configuration files end. TOML is refused by name.
+CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml")
 
 
 def show_error(error: ShardwiseError) -> None:

@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
 
 def parity(  # noqa: PLR0917  typer calls it by name
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="YAML or TOML file; none for the demo.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML or JSON file; none for the demo.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     strategies: Annotated[str, typer.Option(help="Presets, separated by commas.")] = ",".join(STRATEGIES),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,

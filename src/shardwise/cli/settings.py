@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def validate(
-    config: Annotated[Path, typer.Argument(help="YAML or TOML file.")],
+    config: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
     nproc: Annotated[int | None, typer.Option(help="Processes to check for; as `train` would start.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:

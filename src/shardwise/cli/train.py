@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def train(  # noqa: PLR0917  typer calls it by name
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="YAML or TOML file; none for the demo.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML or JSON file; none for the demo.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/NAME.")] = None,
     resume: Annotated[

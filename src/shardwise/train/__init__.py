@@ -3,7 +3,7 @@
 In the order of a run:
 
 ``start``        the launcher's side: from a verb's arguments to checked settings and processes
-``config/``      ``sections``: the fields of a configuration; ``document``: YAML and TOML; ``resolve``: checks across
+``config/``      ``sections``: the fields of a configuration; ``document``: YAML and JSON; ``resolve``: checks across
                  sections, against world, model and data; ``hf``: what a Hugging Face folder says of its model
 ``rank``         every rank's side: join the world, agree on the run's folder, lock it, train
 ``folder``       a run's folder and its files; ``lock``: one run at a time; ``new_world``: a run that is started again

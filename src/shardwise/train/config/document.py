@@ -1,4 +1,4 @@
-"""YAML and TOML files as plain values that remember where each key was written.
+"""YAML files, and JSON as a part of it, as plain values that remember where each key was written.
 
 An unquoted YAML scalar keeps its text beside its value, so that the declared type of a field decides what ``no``,
 ``010`` or ``1:30`` mean: for a text field they are that text, for a number or a switch they are errors. Scalars follow
@@ -9,8 +9,6 @@ documents, duplicate keys, deep nesting and floods of aliases are refused.
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,18 +67,22 @@ def _merged(base: Any, over: Any) -> Any:
 
 
 def read_document(path: Path) -> Document:
-    """Read one YAML or TOML file, whose values are a mapping.
+    """Read one YAML or JSON file, whose values are a mapping.
 
     Raises:
-        ConfigError: The file cannot be read, is too large, or is not a mapping of the format that its name says.
+        ConfigError: The file cannot be read, is too large, or is not such a mapping.
     """
+    if path.suffix.lower() == ".toml":
+        raise ConfigError(
+            f"{path} is TOML; a configuration is YAML or JSON.\n"
+            "  Write it as YAML: a table [optimizer] becomes 'optimizer:' with its keys indented below, 'lr: 0.1' each."
+        )
     try:
-        text = _read_text(path)
-        document = parse_toml(text, str(path)) if path.suffix == ".toml" else parse_yaml(text, str(path))
+        document = parse_yaml(_read_text(path), str(path))
     except (FileNotFoundError, IsADirectoryError):
         kind = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise ConfigError(
-            f"{path} {kind}.\n  Name a YAML or TOML file; `shardwise config-schema` lists its keys."
+            f"{path} {kind}.\n  Name a YAML or JSON file; `shardwise config-schema` lists its keys."
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.\n  Check the path and its permissions.") from None
@@ -176,39 +178,3 @@ def plain_scalar(text: str) -> Any:
     if len(text) <= 64 and _INT.match(text):
         return int(text.replace("_", ""))
     return float(text) if len(text) <= 64 and _FLOAT.match(text) else text
-
-
-def parse_toml(text: str, file: str) -> Document:
-    """The values of a TOML text. A key's place is the line on which it was first written.
-
-    Raises:
-        Problem: The text is not TOML.
-    """
-    first: dict[Key, int] = {}
-    last: dict[int, Key] = {}
-    for line, path in _toml_keys(text):
-        first.setdefault(path, line)
-        last[line] = path
-    try:
-        values = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        found = re.search(r"\(at line (\d+), column \d+\)", str(error))
-        line = int(found.group(1)) if found else max(1, len(text.splitlines()))
-        reason = re.sub(r"\s*\(at [^)]*\)", "", str(error)) or "nested too deeply"
-        path = last.get(line, ())
-        if "overwrite" in reason and first.get(path, line) < line:
-            reason = f"duplicate key {'.'.join(path)!r}, first given at {file}:{first[path]}"
-        raise Problem(f"{file}:{line}", f"not valid TOML: {reason}") from None
-    return Document(values, {path: f"{file}:{line}" for path, line in first.items()})
-
-
-def _toml_keys(text: str) -> Iterator[tuple[int, Key]]:
-    """Line and path of every key and table in the ordinary forms ``[table]`` and ``key = value``."""
-    table: Key = ()
-    for number, line in enumerate(text.splitlines(), start=1):
-        header = re.match(r"\s*\[\s*([A-Za-z0-9_.\"' -]+?)\s*\]", line)
-        entry = re.match(r"\s*([A-Za-z0-9_.\"'-]+)\s*=", line)
-        if found := header or entry:
-            path = tuple(part.strip().strip("\"'") for part in found.group(1).split("."))
-            table = path if header else table
-            yield number, path if header else table + path

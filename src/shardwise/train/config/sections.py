@@ -384,7 +384,7 @@ def read_config(
     """Read a configuration file (or the mapping ``base``), lay ``--set`` values on it, and check every field by itself.
 
     Args:
-        path: A YAML or TOML file; ``None`` reads ``base``.
+        path: A YAML or JSON file; ``None`` reads ``base``.
         overrides: ``section.field=value`` each, the value written as in YAML.
         base: What a run without a file starts from.
         title: Name of ``base`` in messages.
