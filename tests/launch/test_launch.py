@@ -86,24 +86,11 @@ def test_rank_and_size_alone_are_local_on_loopback_and_one_per_machine_elsewhere
     assert world == World(1, 2, local_rank, local_size, num_nodes, address, 29500, "variables", 0)
 
 
-def test_kubeflow_pods_of_one_process():
-    assert read_world(KUBEFLOW) == World(1, 3, 0, 1, 3, "job-master-0", 23456, "kubeflow", 0)
-    pet_only = {
-        "PET_NODE_RANK": "1",
-        "PET_NNODES": "3",
-        "PET_NPROC_PER_NODE": "1",
-        "PET_MASTER_ADDR": "a",
-        "PET_MASTER_PORT": "9",
-    }
-    assert read_world(pet_only) == World(1, 3, 0, 1, 3, "a", 9, "kubeflow", 0)
-
-
-@pytest.mark.parametrize("change", [{"PET_NPROC_PER_NODE": "4"}, {"PET_NPROC_PER_NODE": "auto"}])
-def test_kubeflow_pods_of_several_processes_need_torchrun(change):
-    with pytest.raises(ConfigError, match="torchrun -m shardwise"):
-        read_world(KUBEFLOW | change)
-    with pytest.raises(ConfigError, match="torchrun -m shardwise"):
-        read_world({"PET_NODE_RANK": "0", "PET_NNODES": "1:4"} | change)
+@pytest.mark.parametrize("given", [KUBEFLOW, KUBEFLOW | {"RANK": "", "WORLD_SIZE": ""}])
+def test_in_a_pod_of_kubeflow_torchrun_starts_the_ranks(given):
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK is not: torchrun has .*\n  Let the .* `torchrun -m shardwise"):
+        read_world(given)
+    assert read_world(given | TORCHRUN) == read_world(TORCHRUN)
 
 
 def test_slurm():

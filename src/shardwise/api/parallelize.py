@@ -52,7 +52,7 @@ def parallelize(
 
     The model is changed in place: its class, names and ``forward`` stay; its Parameter objects stay too and become this
     rank's shards, so an optimizer built before (without state) keeps working. Joins the world that the environment
-    describes (torchrun, Slurm, Kubeflow), or uses the process group that exists, or is a world of one. Over an existing
+    describes (torchrun, Slurm), or uses the process group that exists, or is a world of one. Over an existing
     group without NCCL a model on a GPU communicates by way of host memory (ranks may then share the GPU).
 
     Args:

@@ -8,7 +8,6 @@ The sources of a world, in the order in which they are tried:
 =============  =======================================================================================================
 ``launcher``   RANK, WORLD_SIZE, ... and SHARDWISE_RENDEZVOUS_DIR: our own ``launch.elastic``
 ``torchrun``   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_*
-``kubeflow``   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT or PET_*, one process in each pod of a PyTorchJob
 ``variables``  RANK and WORLD_SIZE from anywhere else
 ``slurm``      SLURM_STEP_ID, SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST: tasks of ``srun``
 ``alone``      none of them: a world of one
@@ -110,12 +109,16 @@ def read_world(environ: Mapping[str, str] | None = None) -> World:
         MeshError: Variables contradict each other.
     """
     variables = _Variables(dict(os.environ if environ is None else environ))
+    if variables.has("PET_NODE_RANK") and not variables.has("LOCAL_RANK"):
+        raise ConfigError(
+            "PET_NODE_RANK is set in the environment, as in a pod of Kubeflow, but LOCAL_RANK is not: torchrun has not"
+            " started this process.\n"
+            "  Let the pod's command be `torchrun -m shardwise ...`: torchrun reads the PET_ variables."
+        )
     if variables.has("RANK") or variables.has("WORLD_SIZE"):
         world = _from_rank_variables(variables)
     elif _is_task_of_slurm(variables):
         world = _from_slurm(variables)
-    elif variables.has("PET_NODE_RANK"):
-        world = _from_pet(variables)
     else:
         return World()
     _check(world)
@@ -167,13 +170,11 @@ class _Variables:
 def _from_rank_variables(variables: _Variables) -> World:
     rank = variables.required("RANK", beside="WORLD_SIZE")
     size = variables.required("WORLD_SIZE", beside="RANK", minimum=1)
-    address, port = variables.text("MASTER_ADDR", "PET_MASTER_ADDR"), _port(variables, "MASTER_PORT", "PET_MASTER_PORT")
+    address, port = variables.text("MASTER_ADDR"), _port(variables, "MASTER_PORT")
     if variables.has(RENDEZVOUS_DIR):
         source = "launcher"
     elif variables.has("TORCHELASTIC_RUN_ID"):
         source = "torchrun"
-    elif variables.has("PET_NODE_RANK"):
-        source = "kubeflow"
     else:
         source = "variables"
     if address is None and size > 1 and source != "launcher":
@@ -181,7 +182,7 @@ def _from_rank_variables(variables: _Variables) -> World:
             f"WORLD_SIZE={size} in the environment, but MASTER_ADDR is not set: the ranks cannot find each other.\n"
             "  Set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port, or start with torchrun."
         )
-    local_rank, local_size = _local_of_rank_variables(variables, rank, size, source, address or _LOOPBACK)
+    local_rank, local_size = _local_of_rank_variables(variables, rank, size, address or _LOOPBACK)
     num_nodes = variables.number("GROUP_WORLD_SIZE", minimum=1) or _num_nodes(size, local_size)
     return World(
         rank=rank,
@@ -196,19 +197,11 @@ def _from_rank_variables(variables: _Variables) -> World:
     )
 
 
-def _local_of_rank_variables(variables: _Variables, rank: int, size: int, source: str, address: str) -> tuple[int, int]:
+def _local_of_rank_variables(variables: _Variables, rank: int, size: int, address: str) -> tuple[int, int]:
     local_rank = variables.number("LOCAL_RANK")
     local_size = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", minimum=1)
     if local_rank is not None and local_size is not None:
         return local_rank, local_size
-    if source == "kubeflow":
-        processes = variables.text("PET_NPROC_PER_NODE") or "1"
-        if processes != "1":
-            raise ConfigError(
-                f"PET_NPROC_PER_NODE={processes} asks for several processes in each pod, but LOCAL_RANK is not set.\n"
-                "  Let the pod's command be `torchrun -m shardwise ...`: torchrun reads the PET_ variables."
-            )
-        return 0, 1
     if _is_loopback(address) or size == 1:  # all on this machine
         return rank if local_rank is None else local_rank, size if local_size is None else local_size
     if local_rank is None:
@@ -216,31 +209,6 @@ def _local_of_rank_variables(variables: _Variables, rank: int, size: int, source
     raise ConfigError(
         f"LOCAL_RANK={local_rank} is set in the environment, but LOCAL_WORLD_SIZE is not.\n"
         "  Set LOCAL_WORLD_SIZE to the number of processes on this machine, or start with torchrun."
-    )
-
-
-def _from_pet(variables: _Variables) -> World:
-    """Kubeflow's variables without RANK: they are torchrun's arguments; one process in each pod can do without it."""
-    nodes, processes = variables.text("PET_NNODES") or "1", variables.text("PET_NPROC_PER_NODE") or "1"
-    if not nodes.isdecimal() or processes != "1":
-        raise ConfigError(
-            f"PET_NNODES={nodes} and PET_NPROC_PER_NODE={processes} describe a world that only torchrun can build.\n"
-            "  Let the pod's command be `torchrun -m shardwise ...`: torchrun reads the PET_ variables."
-        )
-    size = variables.required("PET_NNODES", beside="PET_NODE_RANK", minimum=1)
-    address = variables.text("PET_MASTER_ADDR", "MASTER_ADDR")
-    if address is None and size > 1:
-        raise ConfigError(
-            f"PET_NNODES={size}, but PET_MASTER_ADDR is not set: the pods cannot find each other.\n"
-            "  Set PET_MASTER_ADDR and PET_MASTER_PORT, or let the pod's command be `torchrun -m shardwise ...`."
-        )
-    return World(
-        rank=variables.required("PET_NODE_RANK", beside="PET_NNODES"),
-        size=size,
-        num_nodes=size,
-        master_addr=address or _LOOPBACK,
-        master_port=_port(variables, "PET_MASTER_PORT", "MASTER_PORT") or (_DEFAULT_PORT if size > 1 else 0),
-        source="kubeflow",
     )
 
 
