@@ -1,9 +1,10 @@
-"""What a message about a hang says from torch's flight recorders, and the recorders themselves."""
+"""torch's flight recorders in a run that hangs: ranks write them while their main threads wait; torch reads them."""
 
 from __future__ import annotations
 
-import json
-import re
+import pickle
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -48,73 +49,49 @@ def entry(number: int, group: tuple[str, str], sequence: int, what: tuple[str, i
     }
 
 
-def dump(*entries: dict[str, Any]) -> str:
-    return json.dumps(
-        {
-            "version": "2.10",
-            "comm_lib_version": "2.29.3",
-            "nccl_comm_state": {},
-            "pg_config": {"17": {"name": "17", "desc": "dp_shard: gather", "ranks": "[0, 1]"}},
-            "pg_status": {"1": {"last_enqueued_collective": "3", "last_started_collective": "-1"}},
-            "entries": list(entries),
-        }
-    )
+def write(folder: Path, rank: int, *entries: dict[str, Any]) -> None:
+    """The file of a rank, as torch writes it."""
+    groups = {name: {"name": name, "desc": desc, "ranks": "[0, 1]"} for name, desc in (GATHER, REDUCE)}
+    content = {"version": "2.10", "nccl_comm_state": {}, "pg_config": groups, "pg_status": {}, "entries": list(entries)}
+    flight_recorder.path_of(folder, rank).write_bytes(pickle.dumps(content))
 
 
-def test_the_collective_that_each_rank_is_in_and_the_rank_that_has_not_begun_it_are_named(tmp_path: Path) -> None:
+def test_the_message_names_a_command_that_finds_the_rank_that_is_behind(tmp_path: Path) -> None:
     both = [
         entry(0, GATHER, 1, ("all_gather", 8), "completed"),
         entry(1, REDUCE, 1, ("reduce_scatter", 16), "completed"),
     ]
-    late = [entry(2, GATHER, 2, ("all_gather", 1 << 20), "scheduled")]
-    flight_recorder.path_of(tmp_path, 0).write_text(dump(*late, *both) + "\n" + dump() + "\n")
-    flight_recorder.path_of(tmp_path, 1).write_text(dump(*both) + "\n")
-    second = "nccl:all_gather #2 of dp_shard: gather (1048576 elements, BFloat16)"
-    last = "last finished: nccl:reduce_scatter #1 of dp_shard: reduce (16 elements, BFloat16)"
-    assert flight_recorder.summary(tmp_path, range(3)) == [
-        "  torch's flight recorder:",
-        f"    rank 0: in {second}; {last}",
-        f"    rank 1: in no collective; {last}",
-        f"    rank 1 has not begun {second}",
-        f"    files: {tmp_path / 'flight-0.json'}, {tmp_path / 'flight-1.json'}",
-    ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "\n",
-        "no JSON\n",
-        "[]\n",
-        "null\n",
-        '{"entries": 3}\n',
-        '{"entries": [{"record_id": 1}]}\n',
-        '{"entries": [{}, 4]}\n',
-        dump(entry(0, GATHER, 1, ("all_gather", 8), "scheduled") | {"input_sizes": "odd"}),
-        dump(entry(0, GATHER, 1, ("all_gather", 8), "scheduled") | {"process_group": ["one"]}),
-        "[" * 100_000,
-    ],
-)
-def test_what_cannot_be_read_is_left_out(tmp_path: Path, text: str) -> None:
-    flight_recorder.path_of(tmp_path, 0).write_text(text)
+    write(tmp_path, 0, *both, entry(2, GATHER, 2, ("all_gather", 1 << 20), "scheduled"))
+    write(tmp_path, 1, *both)
+    (tmp_path / "heartbeat-0.json").touch()
+    (line,) = flight_recorder.summary(tmp_path, range(2))
+    assert line == f"  torch's flight recorders, compared by: torchfrtrace {tmp_path} --prefix flight-rank-"
+    words = line.partition("torchfrtrace ")[2].split()
+    tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", *words]
+    read = subprocess.run(tool, capture_output=True, text=True, check=False)
+    assert read.returncode == 0, read.stderr
+    assert "Not all ranks joining collective, sequence number: 2" in read.stderr
+    assert "missing ranks: {1}" in read.stderr
+    (line,) = flight_recorder.summary(tmp_path, range(3))
+    assert line.endswith("--prefix flight-rank- --allow-incomplete-ranks")
+    flight_recorder.clear(tmp_path)
     assert flight_recorder.summary(tmp_path, range(2)) == []
 
 
-def hang_in_a_sum(folder: str) -> list[str]:
+def hang_in_a_sum(folder: str) -> list[int]:
     """Rank 1 comes late to a sum of torch's own; both are asked meanwhile."""
     directory, rank = Path(folder), dist.get_rank()
     heartbeat.begin(directory, rank)
-    dist.all_reduce(torch.ones(4))
-    lines: list[str] = []
+    sizes: list[int] = []
 
     def ask() -> None:
         time.sleep(0.3)
         flight_recorder.request(directory)
+        paths = [flight_recorder.path_of(directory, r) for r in range(2)]
         deadline = time.monotonic() + 10
-        while not all(flight_recorder.path_of(directory, r).exists() for r in range(2)) and time.monotonic() < deadline:
+        while not all(path.exists() for path in paths) and time.monotonic() < deadline:
             time.sleep(0.05)
-        lines.extend(flight_recorder.summary(directory, range(2)))
+        sizes.extend(path.stat().st_size for path in paths)
         (directory / "asked").touch()
 
     if rank == 0:
@@ -124,33 +101,26 @@ def hang_in_a_sum(folder: str) -> list[str]:
             time.sleep(0.05)
     dist.all_reduce(torch.ones(6))
     heartbeat.end()
-    return lines
+    return sizes
 
 
-def test_ranks_write_their_recorders_while_their_main_thread_waits(tmp_path: Path) -> None:
-    lines, _ = run_on_ranks(hang_in_a_sum, 2, str(tmp_path), timeout_s=40)
-    found = [re.sub(r"#\d+", "#", line) for line in lines[1:4]]  # the harness has made some before
-    last = "last finished: gloo:all_reduce # of default_pg (4 elements, Float)"
-    assert found == [
-        f"    rank 0: in gloo:all_reduce # of default_pg (6 elements, Float); {last}",
-        f"    rank 1: in no collective; {last}",
-        "    rank 1 has not begun gloo:all_reduce # of default_pg (6 elements, Float)",
-    ]
+def test_ranks_answer_while_their_main_thread_waits_and_have_nothing_to_say_on_a_cpu(tmp_path: Path) -> None:
+    sizes, _ = run_on_ranks(hang_in_a_sum, 2, str(tmp_path), timeout_s=40)
+    assert sizes == [0, 0]
+    assert flight_recorder.summary(tmp_path, range(2)) == []
 
 
-def record_over_nccl(folder: str) -> list[str]:
+def record_over_nccl(folder: str) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     init_process_group(World(0, 1, 0, 1, 1, "127.0.0.1", free_port(), "variables"), device, timeout_s=60)
     dist.all_reduce(torch.ones(4, device=device))
     torch.cuda.synchronize()
     flight_recorder.write(Path(folder), 0)
-    return [
-        f"{each.what} #{each.sequence} {each.size} {each.is_done}" for each in flight_recorder.read(Path(folder), 0)
-    ]
 
 
 @pytest.mark.gpu
 def test_a_world_of_one_over_nccl_records(tmp_path: Path) -> None:
-    (found,) = run_on_ranks(record_over_nccl, 1, str(tmp_path), process_group=False, timeout_s=90)
-    assert found == ["nccl:all_reduce #1 4 elements, Float True"]
+    run_on_ranks(record_over_nccl, 1, str(tmp_path), process_group=False, timeout_s=90)
+    (found,) = pickle.loads(flight_recorder.path_of(tmp_path, 0).read_bytes())["entries"]
+    assert (found["profiling_name"], found["input_sizes"]) == ("nccl:all_reduce", [[4]])

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shardwise.launch import heartbeat, ras
+from shardwise.launch import heartbeat
 from shardwise.launch.cause import describe, find_cause, has_begun, what_next
 from shardwise.launch.exit_codes import ATTEMPT, CODES, LOG_DIR, PEER_LOST, STOPPED, clear_exit_notes, read_exit_notes
 from shardwise.launch.process import num_gpus
@@ -162,8 +162,6 @@ def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> di
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if name not in os.environ:
             variables[name] = loopback_interface()
-    if num_gpus() and ras.ADDRESS not in os.environ:
-        variables[ras.ADDRESS] = ras.own_address()
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))
     return variables

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch import flight_recorder, heartbeat, ras
+from shardwise.launch import flight_recorder, heartbeat
 from shardwise.launch.exit_codes import TIMED_OUT, note_exit
 from shardwise.launch.heartbeat import Beat
 
@@ -133,7 +133,6 @@ def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
         lines.append(f"  every rank waits for others, on {num_hosts} machines: see whether these reach each other")
     _await_recorders(directory, [beat.rank for beat in here if states[beat.rank] not in (GONE, STOPPED, LOCKED)])
     lines += flight_recorder.summary(directory, [beat.rank for beat in beats])
-    lines += ras.summary(directory, _by_pid(beats))
     written = [beat for beat in here if _size(heartbeat.stacks_of(directory, beat.rank)) > sizes[beat.rank]]
     if written:
         lines.append(
@@ -151,12 +150,6 @@ def _await_recorders(directory: Path, ranks: Sequence[int]) -> None:
         if all(flight_recorder.path_of(directory, rank).exists() for rank in ranks):
             return
         time.sleep(0.05)
-
-
-def _by_pid(beats: Sequence[Beat]) -> dict[int, int]:
-    """Rank by process number, without numbers that processes of two machines have."""
-    pids = [beat.pid for beat in beats]
-    return {beat.pid: beat.rank for beat in beats if pids.count(beat.pid) == 1}
 
 
 def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], str]) -> threading.Event:
