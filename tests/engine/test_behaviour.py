@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import types
 from collections.abc import Iterable
 
@@ -235,20 +236,11 @@ def reference_between(model, rank, step):
     yield chosen, frozen
 
 
-def reference_without_grad_between(model, rank, step):
+def all_frozen_between(model, rank, step, *, records: bool):
     loss = plain_loss(model, rank, step)
     switch_on(model.parameters(), False)
-    with torch.no_grad():
+    with torch.set_grad_enabled(records):
         frozen = plain_loss(model, rank, step)
-    switch_on(model.parameters(), True)
-    loss.backward()
-    yield loss, frozen
-
-
-def all_frozen_between(model, rank, step):
-    loss = plain_loss(model, rank, step)
-    switch_on(model.parameters(), False)
-    frozen = plain_loss(model, rank, step)
     switch_on(model.parameters(), True)
     loss.backward()
     yield loss, frozen
@@ -304,8 +296,8 @@ def frozen_while_sums_wait(model, rank, step):
 
 SWITCHES = (
     reference_between,
-    reference_without_grad_between,
-    all_frozen_between,
+    functools.partial(all_frozen_between, records=False),
+    functools.partial(all_frozen_between, records=True),
     frozen_in_backward,
     frozen_in_forward,
     two_adapters,

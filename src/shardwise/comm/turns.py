@@ -34,7 +34,7 @@ class Turns:
         self.num_issued: dict[str, int] = {}
         self.stream: torch.cuda.Stream | None = None
         self._user: str | None = None  # that has issued last
-        self._digest = 0  # of all collectives
+        self._digest = 0  # of all collectives since there is a second Comm
 
     def take(self, user: str, host: GlooComm, issued: Issued) -> None:
         """Note that the Comm ``user`` is about to issue a collective.
@@ -46,10 +46,11 @@ class Turns:
             Nothing, but where another Comm has issued last: over ``host`` 256 bytes from each rank to the next one,
             for which the next one's host waits.
         """
-        if self.num_comms > 1:
-            issued.unit += f" of {user}"
-            if user != self._user and host.size > 1:
-                self._compare(host, f"{issued.kind} of unit {issued.unit}")
+        if self.num_comms < 2:
+            return  # every rank's second Comm is opened after the same collectives
+        issued.unit += f" of {user}"
+        if user != self._user and host.size > 1:
+            self._compare(host, f"{issued.kind} of unit {issued.unit}")
         self._user = user
         text = f"{issued.kind} {issued.unit} {issued.numel} {issued.dtype}"
         self._digest = zlib.crc32(text.encode(), self._digest)

@@ -325,10 +325,7 @@ class Gradient:
 
     def parts(self, index: int, dense: Tensor) -> list[Tensor]:
         """Views of all elements of a parameter, as they lie in memory, in the parts in which the buffer holds them."""
-        spec, first = self.layout.group.params[index], dense.storage_offset()
-        if not self.layout.is_divided(index):
-            return [dense.as_strided(spec.shape, spec.strides, first)]
-        return [dense.as_strided((r.count, r.numel), (r.numel, 1), first + r.start) for r in self.layout.rows[index]]
+        return _views(dense, self.layout, index, self.layout.dense_rows[index])
 
     # -- local -> reducing
 
@@ -551,6 +548,19 @@ def settle(gradients: Iterable[Gradient]) -> None:
             gradient.show_used(list(itertools.islice(values, len(flags))))
 
 
+def _views(buffer: Tensor, layout: ReduceLayout, index: int, rows: Sequence[Rows]) -> list[Tensor]:
+    """Views of a parameter that has these rows in a buffer: one, or one of each row where it is divided."""
+    if layout.is_divided(index):
+        return _of_rows(buffer, rows)
+    spec = layout.group.params[index]
+    return [buffer.as_strided(spec.shape, spec.strides, buffer.storage_offset() + rows[0].offset)]
+
+
+def _of_rows(buffer: Tensor, rows: Sequence[Rows]) -> list[Tensor]:
+    first = buffer.storage_offset()
+    return [buffer.as_strided((r.count, r.numel), (r.step, 1), first + r.offset) for r in rows]
+
+
 class BufferViews:
     """Views of one full-size buffer, made once: where each gradient goes, the gaps, and the flags.
 
@@ -563,22 +573,13 @@ class BufferViews:
     """
 
     def __init__(self, layout: ReduceLayout, buffer: Tensor, pool: GradientPool) -> None:
-        params, first = layout.group.params, buffer.storage_offset()
+        params = layout.group.params
         self.buffer = buffer
         self.divided = [index for index in reversed(range(len(params))) if layout.is_divided(index)]
-
-        def views(rows: Sequence[Rows]) -> list[Tensor]:
-            return [buffer.as_strided((r.count, r.numel), (r.step, 1), first + r.offset) for r in rows]
-
-        self.by_param = [
-            views(rows)
-            if layout.is_divided(index)
-            else [buffer.as_strided(spec.shape, spec.strides, first + rows[0].offset)]
-            for index, (spec, rows) in enumerate(zip(params, layout.rows, strict=True))
-        ]
+        self.by_param = [_views(buffer, layout, index, rows) for index, rows in enumerate(layout.rows)]
         self.every = [view for held in self.by_param for view in held]
         self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
-        self._headers = views(layout.header_rows)
+        self._headers = _of_rows(buffer, layout.header_rows)
         key = len(params), self._headers[0].shape[-1] if self._headers else 0, buffer.dtype
         self._all_used = pool.constant(key, lambda: self._flags([True] * len(params)))
 

@@ -21,7 +21,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.spec.errors import MeshError
@@ -390,6 +390,11 @@ class ReduceLayout:
         for piece in self.pieces:
             held[piece.index].append(piece)
         return tuple(map(Rows.of, held))
+
+    @cached_property
+    def dense_rows(self) -> tuple[tuple[Rows, ...], ...]:
+        """The same rows in a dense tensor of each parameter alone, where they follow one another."""
+        return tuple(tuple(replace(row, offset=row.start, step=row.numel) for row in rows) for rows in self.rows)
 
     def is_divided(self, index: int) -> bool:
         """Whether parameter ``index`` is not in one piece: a cut falls inside it, or it is empty."""
