@@ -89,6 +89,11 @@ def is_pointwise(name: str) -> bool:
     return bool(found) and all(torch.Tag.pointwise in op.tags for op in found)
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``tensor`` is a view of, the same object while it lives. Tensors do not tell in public."""
+    return tensor._base
+
+
 def as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives where a subclass of Tensor is taken for a plain one; the result is plain.
 
@@ -96,6 +101,11 @@ def as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """
     with torch._C.DisableTorchFunctionSubclass():  # torch.compile traces it, unlike _disabled_torch_function_impl
         return func(*args, **kwargs)
+
+
+def break_graph() -> None:
+    """Have ``torch.compile``, which traces this call, leave it to Python. Torch has no public name for it."""
+    torch._dynamo.graph_break()
 
 
 def empty_subclass(cls: type[Tensor], like: Tensor) -> Any:
@@ -292,6 +302,18 @@ def parameters_of_ddp_forward() -> list[nn.Parameter]:
     """What ``DistributedDataParallel`` synchronises, if its forward is under way."""
     active = active_ddp()
     return active._module_parameters if active is not None else []
+
+
+def hook_innermost(optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Have ``before`` run as the last hook before a step and ``after`` as the first behind it; called before each step.
+
+    ``register_step_pre_hook`` and ``register_step_post_hook`` put every hook behind those that are there.
+    """
+    first: Any = optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks.pop(-1, None)
+    optimizer._optimizer_step_pre_hooks[-1] = before  # torch's own keys are not negative
+    first[-1] = after
+    first.move_to_end(-1, last=False)
 
 
 def take_scale_as_attribute(optimizer: torch.optim.Optimizer) -> None:

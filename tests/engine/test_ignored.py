@@ -89,6 +89,12 @@ def test_modules_and_parameters_may_be_given_themselves_and_nothing_of_them_is_t
     if rank == 0:
         assert state.keys() == before.keys()
         assert torch.equal(state["blocks.3.expert.weight"], before["blocks.3.expert.weight"])
+    whole = sw.clip_grad_norm(model, float("inf"))
+    assert sw.clip_grad_norm(model.parameters(), float("inf")) == whole
+    block = [p for name, p in model.blocks[0].named_parameters() if not name.startswith(("expert.", "norm."))]
+    assert sw.clip_grad_norm(model.blocks[0], float("inf")) == sw.clip_grad_norm(block, float("inf")) > 0
+    for nothing in (model.blocks[0].expert, [model.blocks[0].expert.weight], []):
+        assert sw.clip_grad_norm(nothing, 1e-9) == 0
     norm = sw.clip_grad_norm(model, 1e-9)
     assert norm > 0
     assert model.stem.weight.grad is None or own(model.stem.weight.grad).abs().max() < 1e-8

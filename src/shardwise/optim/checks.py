@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.hooks import Observer
-from shardwise.engine.unit import refuse_replaced
 from shardwise.forms import flat_parameters, part
 from shardwise.forms.attachment import mark_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of
@@ -67,7 +66,6 @@ def install_checks() -> None:
         return
     _installed = True
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
 
 
 def accept(optimizer: torch.optim.Optimizer) -> None:
@@ -77,11 +75,10 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
     _seen[optimizer] = content_of(optimizer)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     engines = engines_of(optimizer)
     is_inside_backward = False
-    closures = [given for given in (*args[1:], kwargs.get("closure")) if callable(given)]
-    has_closure = bool(closures)
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     for engine in engines:
         if any(observer.updates_in_backward for observer in engine.observers.all):
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
@@ -109,12 +106,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
             " too late to see which parameters have none.\n"
             "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
         )
+    if engines:
+        torch_private.hook_innermost(optimizer, _step_begins, _step_ends)
+
+
+def _step_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Have the step see plain tensors, and no hook around it; which norms it may compute has been checked."""
     flat_parameters.before_step(optimizer)
-    if not engines:
-        return None
-    part.uncover(optimizer)  # which norms it may compute has been checked
-    shown = {id(given): functools.partial(part.call_covered, optimizer, given) for given in closures}
-    return tuple(shown.get(id(given), given) for given in args), {k: shown.get(id(v), v) for k, v in kwargs.items()}
+    part.uncover(optimizer)
+
+    def covered(given: Any) -> Any:
+        return functools.partial(part.call_covered, optimizer, given) if callable(given) else given
+
+    return (optimizer, *map(covered, args[1:])), {name: covered(given) for name, given in kwargs.items()}
 
 
 def _check_moment(engine: Engine, *, has_closure: bool) -> None:
@@ -131,7 +135,7 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
         refuse_sums(engine, "optimizer.step()")
 
 
-def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _step_ends(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     flat_parameters.after_step(optimizer)
     part.cover(optimizer)
     for engine in engines_of(optimizer):
@@ -273,7 +277,10 @@ class Added(Observer):
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-    """Refuse trained parameters in the model that are no unit's, where several ranks train."""
+    """Refuse trained parameters in the model that are no unit's, where several ranks train.
+
+    Replacements of a unit's parameters are refused by the unit (``Owner.take_given``).
+    """
     root = engine.units[0].members[0].module()
     if root is None or engine.comms.world.size == 1:
         return
@@ -281,9 +288,7 @@ def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda 
     names = {name for group in engine.groups for spec in group.layout.params for name in (spec.name, *spec.aliases)}
     for name, parameter in root.named_parameters():
         is_ours = id(parameter) in known or parameter in ignored_of(engine)
-        if not is_ours and parameter.requires_grad and only(parameter):
-            if name in names:
-                refuse_replaced(name)
+        if not is_ours and name not in names and parameter.requires_grad and only(parameter):
             raise StateError(
                 f"parameter {name!r} of shape {list(parameter.shape)} was added after sw.parallelize(): no rank would"
                 " send its gradient, and every rank would train its own.\n"
@@ -308,15 +313,24 @@ def _check_beside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bo
     others = {id(p): p for p in given if group_of(p) is None and p.requires_grad}
     if not others:
         return True
-    for engine in tuple(_watched):
-        current = engine.units[0].engine
-        if current is not None and current() is engine:
-            _refuse_added(engine, only=lambda parameter: id(parameter) in others)
+    for engine in _current():
+        _refuse_added(engine, only=lambda parameter: id(parameter) in others)
     known = {id(p) for engine in engines for p in ignored_of(engine).parameters.values()}
     beside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
     if not beside or not engines or engines[0].comms.control.size == 1:
         return True
     return _compare_gradients(beside, engines[0])
+
+
+def _current() -> list[Engine]:
+    """The engines of the models that there are."""
+    return [engine for engine in tuple(_watched) if (at := engine.units[0].engine) is not None and at() is engine]
+
+
+def engines_beside(parameters: Iterable[Tensor]) -> list[Engine]:
+    """The engines that leave some of these parameters alone, in the order of the parameters."""
+    engines = _current()
+    return [engine for parameter in parameters for engine in engines if parameter in ignored_of(engine)]
 
 
 def _compare_gradients(parameters: list[Tensor], engine: Engine) -> bool:

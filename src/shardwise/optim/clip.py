@@ -17,6 +17,7 @@ from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.forms.flat_parameters import group_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.waiting import refuse_sums
+from shardwise.optim.checks import engines_beside
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError
 
@@ -70,6 +71,8 @@ def clip_grad_norm(
             " above 0."
         )
     chosen = _chosen(model)
+    if not chosen:
+        return torch.zeros(())  # as torch's, of no parameters
     grads: list[Tensor] = []
     for engine, below in chosen.items():
         refuse(engine, "sw.clip_grad_norm()")
@@ -109,6 +112,7 @@ def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[En
         parameters = list(each.parameters() if isinstance(each, nn.Module) else getattr(each, "shards", (each,)))
         groups = [group for parameter in parameters if (group := group_of(parameter)) is not None]
         engines = [engine for group in groups if group.unit.engine and (engine := group.unit.engine()) is not None]
+        engines += engines_beside(parameters) if len(groups) < len(parameters) else ()
         if attachment is not None:
             engines.append(attachment.engine)
         elif not engines and isinstance(each, nn.Module):
