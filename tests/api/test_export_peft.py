@@ -9,6 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
+from tests.common.ranks import refusal
 
 SIZES = {
     "vocab_size": 64,
@@ -92,6 +93,11 @@ def save_each(folder, methods):
             kind = "SequenceClassification" if whole == "head" else "CausalLM"
             load = getattr(transformers, f"AutoModelFor{kind}").from_pretrained
             labels = {"num_labels": 3} if whole == "head" else {}
+            for path, module in model.named_modules():
+                if path.endswith(".modules_to_save.default"):
+                    assert refusal(sw.StateError, module.state_dict).endswith(
+                        "Use sw.full_state_dict(model) or sw.save(path, model, optimizer)."
+                    )
             state = sw.full_state_dict(model, trainable_only=True)
             if rank == 0:
                 model.save_pretrained(f"{place}-saved", state_dict=state)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import io
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardwise as sw
+from shardwise.forms.attachment import attachment_of
 from shardwise.forms.part import Part
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
@@ -162,6 +167,71 @@ def test_a_step_with_a_closure_is_the_backward_and_then_the_step():
 
     for make in makers:
         assert all(map(torch.equal, two_steps(make, by_keyword=True), two_steps(make, by_keyword=False)))
+
+
+@on_ranks(2)
+def test_hooks_around_a_step_see_parts_wherever_they_are_registered():
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        (held,) = (p for p in optimizer.param_groups[0]["params"][:1])
+        with pytest.raises(StateError, match=r"sw\.clip_grad_norm"):
+            held.grad.norm()
+        norms.append(sw.clip_grad_norm([held], float("inf")))  # as the message says
+
+    for flat in (False, True):
+        norms: list[torch.Tensor] = []
+        model = model_with_gradients()
+        optimizer = torch.optim.AdamW(sw.flat_parameters(model) if flat else model.parameters())
+        trained = [p for p in optimizer.param_groups[0]["params"] if p.grad is not None]
+        optimizer.param_groups[0]["params"] = trained
+        hooks = [
+            register(look)
+            for register in (
+                optimizer.register_step_pre_hook,
+                optimizer.register_step_post_hook,
+                register_optimizer_step_pre_hook,
+                register_optimizer_step_post_hook,
+            )
+        ]
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for _ in range(2):  # in the first step the hooks are older than ours
+            optimizer.step()
+        for hook in hooks:
+            hook.remove()
+        assert len(norms) == 8
+        assert min(norms) == max(norms) > 0
+
+
+class Raises(torch.optim.SGD):
+    """Raises inside its step."""
+
+    def step(self, closure=None):
+        raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_nothing_of_parts_keeps_a_deleted_model_alive():
+    sw.declare_elementwise(Raises)
+    model = model_with_gradients()
+    held = [p for p in model.parameters() if p.grad is not None]
+    engine, alive = weakref.ref(attachment_of(model).engine), weakref.ref(model)
+    parts, average = [p.grad * 2 for p in held], torch.zeros(64)
+    average[: parts[0].shape.numel()] = parts[0].view(-1)
+    with contextlib.suppress(StateError):
+        parts[0].norm()
+    optimizers = [torch.optim.AdamW(held), Raises(held)]
+    optimizers[0].step()
+    with contextlib.suppress(ZeroDivisionError):
+        optimizers[1].step()  # its parameters stay plain
+    parameters = [weakref.ref(p) for p in held]
+    del model, held
+    gc.collect()
+    assert alive() is None
+    assert engine() is None
+    del optimizers
+    gc.collect()
+    assert not any(parameter() is not None for parameter in parameters)
+    with pytest.raises(StateError, match="a part of gradients"):  # of nobody any more
+        parts[0].norm()
 
 
 @on_ranks(2)

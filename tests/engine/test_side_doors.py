@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,10 +175,10 @@ def test_saved_tensors_are_watched_in_the_first_steps_and_no_longer_than_needed(
 class LeavesAnInputAlone(nn.Module):
     """Uses its weight in the loss only, through a method that is not forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, extra: Callable[[], nn.Module] = lambda: nn.Linear(8, 8)) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.extra = nn.Linear(8, 8)
+        self.extra = extra()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(x)
@@ -182,19 +187,32 @@ class LeavesAnInputAlone(nn.Module):
 @on_ranks(2)
 def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_shape():
     """pytorch#153354, trl#4550: methods other than forward compute with shards, or fail without a name."""
-    found = []
-    for strategy in ("zero1", "zero3"):
-        model = sw.parallelize(Chain(LeavesAnInputAlone), sw.ParallelPlan(strategy=strategy))
-        found.append(refusal(StateError, model.blocks[2].extra, sample(0, 0)))
-        plain_loss(model, 0, 0).backward()
-        with pytest.raises(StateError):
-            model.blocks[2].extra(sample(0, 0))
-    zero1, zero3 = found
-    start = "Linear 'blocks.2.extra' was called outside the forward of its unit 'blocks.2': its parameter "
-    start += "'blocks.2.extra.weight' of logical shape [8, 8] "
-    assert zero1.startswith(f"{start}is a shard [1, ")
-    assert zero3.startswith(f"{start}is a shard [1, ")
-    assert "Call 'blocks.2' or the model" in zero3
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    kinds = {
+        lambda: nn.Linear(8, 8): x,
+        lambda: nn.LayerNorm(8): x,
+        lambda: nn.BatchNorm1d(8): x,
+        lambda: nn.Conv1d(8, 6, 3): x.view(1, 8, 4),
+        lambda: nn.GRU(8, 4): x,
+        lambda: nn.Embedding(6, 8): torch.tensor([1, 2]),
+    }
+    for strategy, (extra, given) in itertools.product(("zero1", "zero3"), kinds.items()):
+        torch.manual_seed(0)
+        model = Chain(functools.partial(LeavesAnInputAlone, extra))
+        names = [
+            f"{name!r} (logical shape {list(p.shape)})" for name, p in model.named_parameters() if "2.extra" in name
+        ]
+        model = sw.parallelize(model, sw.ParallelPlan(strategy=strategy))
+        for _ in range(2):
+            text = refusal(StateError, model.blocks[2].extra, given)
+            assert any(name in text for name in names), text
+            assert "its unit 'blocks.2': call that module, or make the inner module that is called a unit" in text
+            plain_loss(model, 0, 0).backward()
+    torch.manual_seed(0)
+    plain = Chain(LeavesAnInputAlone)
+    model, wrap = copy.deepcopy(plain), sw.wrap_by_class({LeavesAnInputAlone, nn.Linear})
+    model = sw.parallelize(model, sw.ParallelPlan(strategy="zero3", auto_wrap_policy=wrap))  # as the message says
+    assert torch.equal(model.blocks[2].extra(x), plain.blocks[2].extra(x))
 
 
 @on_ranks(2)

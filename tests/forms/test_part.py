@@ -115,6 +115,63 @@ def test_what_holds_a_part_is_one_from_then_on():
     assert made.norm() == 0
 
 
+WRITES = {
+    "assigned": lambda flat, t: flat.__setitem__(slice(0, 6), t.view(-1)),
+    "copied": lambda flat, t: flat[:6].copy_(t.view(-1)),
+    "viewed": lambda flat, t: flat[:6].view(1, 6).copy_(t),
+    "listed": lambda flat, t: torch._foreach_copy_([flat[:6]], [t.view(-1)]),
+    "added": lambda flat, t: flat.narrow(0, 0, 6).zero_().add_(t.view(-1)),
+    "computed": lambda flat, t: torch.mul(t.view(-1), 1.0, out=flat[:6]),
+    "concatenated": lambda flat, t: torch.cat([t.view(-1), torch.zeros(3)], out=flat),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_flat_tensor_that_a_part_is_written_into_may_be_cut_and_is_refused_as_a_part_is(write):
+    for part in parts():
+        flat = torch.zeros(9)
+        for _ in range(2):
+            WRITES[write](flat, part.detach())
+            assert flat.to_local().tolist() == [1, 2, 3, 4, 5, 6, 0, 0, 0]
+            for number in (flat.norm, flat[:6].sum, flat.tolist):
+                with pytest.raises(StateError):
+                    number()
+
+
+def test_a_parameter_that_a_part_is_written_into_is_a_shard_from_then_on():
+    for part in parts():
+        for write in (nn.Parameter.copy_, nn.Parameter.add_, lambda average, t: average[:1].copy_(t)):
+            average = nn.Parameter(torch.zeros(1, 6), requires_grad=False)
+            write(average, part.detach())
+            assert isinstance(average, Shard)
+            assert average.to_local().tolist() == part.to_local().tolist()
+
+
+def test_a_mask_from_a_part_does_not_decide_about_a_plain_tensor():
+    for part in parts():
+        plain = torch.zeros(1, 6)
+        for index, value in ((part > 2, 1.0), (torch.ones(1, 6) > 0, part.view(-1))):
+            with pytest.raises(StateError):
+                plain[index] = value
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_what_is_compiled_is_refused_as_what_is_not():
+    refused = (
+        lambda t: t.norm(),
+        lambda t: 2 * (t.detach() * 2).sum(),
+        lambda t: t[:1] + 1,
+        lambda t: torch.ones(2, 6) @ t.T,
+    )
+    for part in parts():
+        for call in refused:
+            with pytest.raises(StateError):
+                torch.compile(call, backend="eager")(part)
+        made = torch.compile(lambda t: t.detach() * 2 + 1, backend="eager")(part)
+        assert isinstance(made, Part)
+        assert made.to_local().tolist() == [[3, 5, 7, 9, 11, 13]]
+
+
 def test_lists_of_parts_that_share_their_memory_keep_their_shapes():
     values = torch.arange(1.0, 9.0)
     gradients = [Part.of_gradient(values[:6].view(1, 6), None), Part.of_gradient(values[6:], None)]

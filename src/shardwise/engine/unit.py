@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -96,7 +96,12 @@ class Owner:
         names = [name for name, shard in self.shards.items() if self.parameters.get(name) is not shard]
         title = f"{self.path}.{names[0]}".lstrip(".")
         if not torch_private.is_in_functional_call():
-            refuse_replaced(title)
+            raise StateError(
+                f"parameter {title!r} was replaced or removed after sw.parallelize(): this rank's shard and the"
+                " optimizer are still those of before.\n"
+                "  Replace, or prune, it before sw.parallelize(). To give it other values, use"
+                " sw.load_full_state_dict()."
+            )
         for name in names:
             given, shape = self.parameters[name], list(self.fulls[name].shape)
             if given is None or list(given.shape) != shape:
@@ -110,15 +115,8 @@ class Owner:
         self.given = frozenset(names)
 
 
-def refuse_replaced(name: str) -> NoReturn:
-    """Refuse a forward with another parameter in the place of one that the engine has."""
-    raise StateError(
-        f"parameter {name!r} was replaced or removed after sw.parallelize(): this rank's shard and the optimizer are"
-        " still those of before.\n"
-        "  Replace, or prune, it before sw.parallelize(). To give it other values, use sw.load_full_state_dict()."
-    )
-
-
+#: The key of guards among a module's forward pre-hooks; torch's own are not negative.
+_GUARD = -1
 #: Forward pre-hooks that are there only while a member holds shards: (the module's hooks, the guard).
 Guards = Sequence[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]]
 
@@ -126,25 +124,24 @@ Guards = Sequence[tuple[MutableMapping[int, Callable[..., object]], Callable[...
 class Member:
     """One module of a unit. It holds the full parameters while it computes, and the shards while its neighbours do."""
 
-    __slots__ = ("__weakref__", "guard_key", "guards", "is_swapped", "module", "num_frames", "owners", "path")
+    __slots__ = ("__weakref__", "guards", "is_swapped", "module", "num_frames", "owners", "path")
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.module = weakref.ref(module)
         self.owners: list[Owner] = []
         self.guards: Guards = ()
-        self.guard_key = -1  # of the guards among a module's forward pre-hooks; negative, as torch's own are not
         self.is_swapped = False
         self.num_frames = 0  # forward calls under way
 
-    def set_guards(self, guards: Guards, key: int) -> None:
-        """Replace the guards; they are on, under ``key``, while the shards are in the modules."""
+    def set_guards(self, guards: Guards) -> None:
+        """Replace the guards; they are on while the shards are in the modules."""
         for hooks, _ in self.guards:
-            hooks.pop(self.guard_key, None)
-        self.guards, self.guard_key = guards, key
+            hooks.pop(_GUARD, None)
+        self.guards = guards
         if not self.is_swapped:
             for hooks, guard in self.guards:
-                hooks[self.guard_key] = guard
+                hooks[_GUARD] = guard
 
     def swap_in(self) -> None:
         """Put the full parameters into the modules, and take the guards off."""
@@ -157,7 +154,7 @@ class Member:
         for owner in self.owners:
             owner.put(owner.fulls)
         for hooks, _ in self.guards:
-            hooks.pop(self.guard_key, None)
+            hooks.pop(_GUARD, None)
 
     def swap_out(self) -> None:
         """Put the shards back into the modules, and the guards on."""
@@ -168,7 +165,7 @@ class Member:
             owner.put(owner.shards)
             owner.given = frozenset()
         for hooks, guard in self.guards:
-            hooks[self.guard_key] = guard
+            hooks[_GUARD] = guard
 
 
 class CallCounts:

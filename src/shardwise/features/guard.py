@@ -1,9 +1,9 @@
 """What a parallelized module refuses, or does right, outside of its forward: never silently a slice.
 
-* A module called outside its unit's forward would compute with a shard: refused with the parameter's name and shape.
-  For modules that use parameters of the root unit (embeddings, heads, the encoder of an encoder-decoder model, which
-  ``generate`` calls by itself) the root is gathered for the call instead. These guards are on a module only while its
-  unit is sharded, so a step does not pay for them.
+* A module called outside its unit's forward would compute with a shard, which refuses (``forms.part``). For modules
+  that use parameters of the root unit (embeddings, heads, the encoder of an encoder-decoder model, which ``generate``
+  calls by itself) the root is gathered for the call instead. These guards are on a module only while the root is
+  sharded, so a step does not pay for them.
 * ``state_dict``, ``load_state_dict``, ``copy.deepcopy`` and pickling are refused with what to use instead.
 * Methods of other libraries that rebuild weights (:data:`_REBUILDS`) are refused with what to do instead.
 * Hooks on the gradients of parameters are refused; they would never run.
@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,7 +30,7 @@ from shardwise.spec.order import Entry
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
-    from shardwise.engine.unit import Member, Owner, Unit
+    from shardwise.engine.unit import Member, Unit
 
 _MERGES = (
     "Call it, and save what it gives, inside `with sw.full_parameters(model):`; or before sw.parallelize(), on a plain"
@@ -59,17 +60,13 @@ def install_guards(root: nn.Module, engine: Engine) -> None:
     for unit, member in members:
         owners = [(owner, module) for owner in member.owners if (module := owner.module()) is not None]
         if unit.parent is None:
-            guarded = [(module, _EntryGuard(engine, unit, path)) for path, module in _entries(root, unit)]
-        else:
-            guarded = [(module, _OutsideGuard(unit, member, owner)) for owner, module in owners]
-        member.set_guards(
-            [
-                (torch_private.forward_pre_hooks_of(module), guard)
-                for module, guard in guarded
-                if id(module) not in unit_modules
-            ],
-            key=-1 - unit.index,
-        )
+            member.set_guards(
+                [
+                    (torch_private.forward_pre_hooks_of(module), _EntryGuard(engine, unit, path))
+                    for path, module in _entries(root, unit)
+                    if id(module) not in unit_modules
+                ]
+            )
         for owner, module in owners:
             if not owner.is_guarded:
                 owner.is_guarded = True
@@ -183,38 +180,6 @@ def _refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Ten
     return refuse
 
 
-class _OutsideGuard(Uncopyable):
-    """Forward pre-hook of a module whose parameters are shards at the moment.
-
-    Where a rank holds them whole (``ddp``) the module may compute: :class:`_UseOutside` takes its gradients.
-    """
-
-    def __init__(self, unit: Unit, member: Member, owner: Owner) -> None:
-        self._unit = weakref.ref(unit)
-        self._member = weakref.ref(member)
-        self._attributes = tuple(owner.shards)
-        self._path = owner.path
-
-    def __call__(self, module: nn.Module, _args: object) -> None:
-        unit, member = self._unit(), self._member()
-        if unit is None or member is None or member.is_swapped:
-            return
-        if not any(group.row.shards_optimizer and not group.form.is_shown for group in unit.groups):
-            return
-        attribute = self._attributes[0]
-        name = f"{self._path}.{attribute}"
-        shard = torch_private.parameters_of(module)[attribute]
-        shapes = {spec.name: spec.logical_shape for group in unit.groups for spec in group.layout.params}
-        shape = shapes.get(name)
-        logical = f" of logical shape {list(shape)}" if shape is not None else ""
-        held = f"is a shard {list(shard.shape) if shard is not None else None} now"
-        raise StateError(
-            f"{type(module).__name__} {self._path!r} was called outside the forward of its unit {member.path!r}: its"
-            f" parameter {name!r}{logical} {held}.\n"
-            f"  Call {member.path!r} or the model, or make {self._path!r} a unit of its own (auto_wrap_policy)."
-        )
-
-
 class _EntryGuard(Uncopyable):
     """Forward pre-hook of a module that uses parameters of the root unit: gathers the root for this call."""
 
@@ -262,12 +227,16 @@ class _StateDictGuard(Uncopyable):
 class _NamesOnly(_StateDictGuard):
     """State-dict hook of a trained copy of a whole module, which peft asks for its names while it saves an adapter.
 
-    The values of shards are on meta, with the shapes of the plain model: a slice can never be saved instead.
+    For peft the values of shards are on meta, with the shapes of the plain model: a slice can never be saved instead.
     """
 
     def __call__(self, module: nn.Module, *args: Any, **_kwargs: object) -> None:
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__") != "peft.utils.other":
+            frame = frame.f_back
         state, prefix = args[:2]
-        if not self._are_sharded():
+        if frame is None or not self._are_sharded():
+            super().__call__(module)
             return
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             mark = mark_of(parameter)

@@ -48,7 +48,6 @@ _MAKES = frozenset({
 _PLACES = frozenset({"select", "slice", "split", "split_with_sizes", "unbind"})
 _NORMS = frozenset({"norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm"})
 _CHECKS = frozenset({"amp_foreach_non_finite_check_and_unscale"})
-_PRODUCTS = frozenset({"broadcasting", "mm", "addmm", "bmm", "mv", "dot", "convolution", "embedding"})
 _DRAWS = frozenset({"bernoulli", "exponential", "normal", "random", "uniform"})
 #: Methods that read elements past torch's dispatcher.
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
@@ -59,8 +58,6 @@ _FACTS = frozenset({
     "untyped_storage",
     "__format__", "__len__", "__repr__",
 })  # fmt: skip
-
-_is_allowed = False  # during an optimizer's step: parts are taken for plain tensors
 
 #: Inside it parts are plain tensors: the caller knows that it sees one rank's, and adds up over the ranks.
 allowed: Any = torch_private.without_torch_function
@@ -98,16 +95,18 @@ class Part(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Compute what acts on single elements, and refuse what needs the other parts as well."""
-        if _is_allowed or torch.compiler.is_compiling():
+        if _covered:
             return torch_private.as_plain(func, args, kwargs or {})
+        if torch.compiler.is_compiling():
+            torch_private.break_graph()
         try:
             return _way_of(func)(func, args, kwargs or {})
         except RuntimeError as error:
             part = next((each for each in _tensors_in((args, kwargs or {})) if isinstance(each, Part)), None)
-            if type(error) is not RuntimeError or part is None or not re.search("size|shape", str(error)):
+            if type(error) is not RuntimeError or part is None or not re.search("size|shape|elements|dim", str(error)):
                 raise
             held = f"{_what(part)} is this rank's part {list(part.shape)} here"
-            raise StateError(f"{error}: {held}.\n  {_INSIDE} {_WHOLE}") from error
+            raise StateError(f"{error}: {held}.\n  {_where_it_is_whole(part)}") from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with allowed():
@@ -127,7 +126,7 @@ class Part(Tensor):
 
 
 class Joined(Part):
-    """Parts behind each other, as ``torch.cat`` makes: it may be cut again."""
+    """Parts behind each other, as ``torch.cat`` makes, or in a larger tensor: it may be cut again."""
 
 
 class Shard(Part, nn.Parameter):
@@ -186,6 +185,7 @@ def show_plain(value: object) -> None:
 
 
 #: What :func:`uncover` has replaced, by optimizer: parameter, gradient, its plain tensor, and whether it was a shard.
+#: While there is any, in an optimizer's step, parts are taken for plain tensors.
 _covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tensor | None, Tensor | None, bool]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -193,9 +193,7 @@ _covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tenso
 
 def uncover(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer see plain tensors: its parameters, and their gradients. Other parts pass for such too."""
-    global _is_allowed  # noqa: PLW0603 - asked by every call on a part
     cover(optimizer)  # of a step that raised
-    _is_allowed = True
     found = _covered[optimizer] = []
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
@@ -212,8 +210,6 @@ def uncover(optimizer: torch.optim.Optimizer) -> None:
 
 def cover(optimizer: torch.optim.Optimizer) -> None:
     """Undo :func:`uncover`; of the gradients those that are still there."""
-    global _is_allowed  # noqa: PLW0603 - asked by every call on a part
-    _is_allowed = False
     for parameter, part, plain, is_part in _covered.pop(optimizer, ()):
         if part is not plain and parameter.grad is plain:
             parameter.grad = part
@@ -297,7 +293,7 @@ def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     is_mask = func.__name__ == "__setitem__" and isinstance(index, Tensor) and index.dtype is torch.bool
     if isinstance(held, Part) and not isinstance(held, Joined) and not (is_mask and index.shape == held.shape):
         raise _refusal("indexing", held)
-    return (torch_private.as_plain if is_mask else _watch)(func, args, kwargs)
+    return (torch_private.as_plain if is_mask and isinstance(held, Part) else _watch)(func, args, kwargs)
 
 
 def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,7 +310,7 @@ def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     with allowed(), _Watch(args, kwargs) as watch:
         result = func(*args, **kwargs)
     with allowed():
-        for each in _tensors_in(result):
+        for each in _tensors_in((result, args[:1] if func.__name__ == "__setitem__" else ())):
             if parts := [*watch.parts_in(each)]:
                 _mark(each, parts, func.__name__)
     return result
@@ -371,12 +367,17 @@ def _check_shapes(made: Any, parts: Sequence[Part]) -> None:
 
 
 def _mark(made: Any, parts: Sequence[Part], name: str) -> Any:
-    """Let a tensor that was computed from parts be one; returns it."""
-    if type(made) is Tensor:
-        is_joined = name in ("cat", "stack") or any(isinstance(part, Joined) for part in parts)
-        mark, is_gradient = parts[0].origin
-        _become(made, Joined if is_joined else Part)
-        vars(made)["origin"] = None if is_joined else mark, is_gradient
+    """Let a tensor that was computed from parts, or written with them, be one, and what it is a view of; returns it."""
+    if type(made) not in (Tensor, nn.Parameter):
+        return made
+    mark, is_gradient = parts[0].origin
+    is_joined = name in ("cat", "stack", "__setitem__") or any(isinstance(part, Joined) for part in parts)
+    for each, has_many in ((torch_private.base_of(made), True), (made, is_joined)):
+        if type(each) is nn.Parameter and mark_of(each) is None:
+            _become(each, Shard)
+        elif type(each) is Tensor:
+            _become(each, Joined if has_many else Part)
+            vars(each)["origin"] = None if has_many else mark, is_gradient
     return made
 
 
@@ -390,11 +391,19 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         yield from _tensors_in(tuple(value.values()))
 
 
-_WHOLE = "Compute it inside `with sw.full_parameters(model):`, where parameters are whole."
-_INSIDE = (
-    "Compute in the forward of the module that owns it, or in a method of it that"
-    " sw.register_fsdp_forward_method(module, name) has gathered."
-)
+def _where_it_is_whole(part: Part) -> str:
+    """Advice for a parameter that is used outside of its unit."""
+    mark = part.origin[0]
+    group, unit = mark.group if mark is not None else None, "the module that owns it"
+    if mark is not None and group is not None:
+        name, paths = group.layout.params[mark.index].name, [member.path for member in group.unit.members]
+        unit = next((f"its unit {path!r}" for path in paths if path and name.startswith(f"{path}.")), "the model")
+    return (
+        f"Compute in the forward of {unit}: call that module, or make the inner module that is called a unit"
+        " (auto_wrap_policy), or have sw.register_fsdp_forward_method(module, name) gather a method of it. For a loss"
+        " that is fused with the head call sw.chunk_cross_entropy(model) before sw.parallelize(). Numbers that need no"
+        " gradient compute inside `with sw.full_parameters(model):`, where parameters are whole."
+    )
 
 
 def _what(part: Part) -> str:
@@ -416,13 +425,6 @@ def _refusal(name: str, part: Part) -> StateError:
             " gradients, and ranks that find none would step while others skip.\n"
             "  Use sw.GradScaler(), which takes the same arguments."
         )
-    if bare in _PRODUCTS:
-        return StateError(
-            f"{bare} with {_what(part)} outside of its unit's forward: this rank holds a part of its values.\n"
-            f"  {_INSIDE} For a loss that is fused with the head call sw.chunk_cross_entropy(model) before"
-            " sw.parallelize()."
-        )
-    advice = _WHOLE
     if bare in _DRAWS:
         advice = "Initialise before sw.parallelize(), or inside `with sw.full_parameters(model, writeback=True):`."
     elif is_gradient and bare in _NORMS:
@@ -436,6 +438,8 @@ def _refusal(name: str, part: Part) -> StateError:
             "sw.clip_grad_norm(model, float('inf')) is inf or nan on every rank if a gradient of any rank is. What"
             " needs rows or whole tensors belongs into an optimizer's step (sw.declare_granularity)."
         )
+    else:
+        advice = _where_it_is_whole(part)
     return StateError(
         f"{bare} of {_what(part)} on a parallelized model: this rank holds a part of it, so every rank would get a"
         f" result of its own.\n  {advice} This rank's part as a plain tensor is tensor.to_local()."
