@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing import probe, run_on_ranks
 from shardwise.testing.probe import checks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 
 class Uneven(Chain):
@@ -209,3 +209,23 @@ def test_depths_that_cannot_be_honoured_are_refused(field: str) -> None:
         with pytest.raises(PlanError, match=f"{field}=2 with"):
             ParallelPlan(**{field: 2}, **options)
     assert ParallelPlan(**{field: 2}, gathered_slots=3).prefetch == (2, 2)  # as the message says
+
+
+@on_ranks(2)
+def test_modules_may_be_listed_while_one_is_gathered_but_not_between_a_forward_and_its_backward() -> None:
+    model, rank = Chain(), dist.get_rank()
+    for block in model.blocks:
+        sw.fully_shard(block)
+    sw.fully_shard(model)
+    blocks = model.blocks
+    model.set_requires_gradient_sync(False)  # the parameters stay what they are, and what is gathered is used again
+    plain_loss(model, rank, 0).backward()
+    blocks[0].unshard()
+    blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
+    loss = plain_loss(model, rank, 1)
+    assert torch.equal(loss, plain_loss(Chain(), rank, 1))
+    text = refusal(StateError, blocks[1].set_modules_to_forward_prefetch, [blocks[2], blocks[3], blocks[4]])
+    assert text.startswith("3 units cannot be gathered ahead from now on: they need other slots")
+    loss.backward()
+    blocks[1].set_modules_to_forward_prefetch([blocks[2], blocks[3], blocks[4]])
+    assert torch.equal(plain_loss(model, rank, 2), plain_loss(Chain(), rank, 2))

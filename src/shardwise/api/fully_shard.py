@@ -470,10 +470,10 @@ class _UnitMethod(Uncopyable):
                     "  Pass modules that sw.fully_shard was called for, after the call for the outermost module."
                 )
             listed.append(attachment.unit.index)
+        build.make_room_ahead(engine, len(listed))
         forward, backward = unit.ahead
         is_backward = "backward" in self._name
         unit.ahead = (forward, frozenset(listed)) if is_backward else (frozenset(listed), backward)
-        build.make_room_ahead(engine, len(listed))
 
     _set_modules_to_backward_prefetch = _set_modules_to_forward_prefetch
 

@@ -19,6 +19,7 @@ from shardwise.engine.hooks import AfterForward, BeforeForward, gradient_hook
 from shardwise.engine.pool import SlotPool
 from shardwise.engine.unit import Member, Owner, Unit
 from shardwise.spec.chain import merged_name
+from shardwise.spec.errors import StateError
 from shardwise.spec.facts import EngineOptions, GroupFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
@@ -249,9 +250,20 @@ def _deal_slots(engine: Engine) -> None:
 
 
 def make_room_ahead(engine: Engine, num_ahead: int) -> None:
-    """Between steps: deal slots anew, where more units are to be gathered ahead than there are slots for."""
+    """Between steps: deal slots anew, where more units are to be gathered ahead than there are slots for.
+
+    Raises:
+        StateError: A backward is to come. It would find other units' data in the slots that its forward has used.
+    """
     if num_ahead <= max((group.facts.num_ahead for group in engine.groups), default=1):
         return
+    if any(unit.calls.num_outstanding and unit.version <= engine.forward.version for unit in engine.units):
+        raise StateError(
+            f"{num_ahead} units cannot be gathered ahead from now on: they need other slots, and a forward has run"
+            " whose backward is to come.\n  Say so before the forward, or after optimizer.step()."
+        )
+    for unit in engine.units:
+        engine.reshard(unit)  # what is gathered, by hand say, lies in the slots of before
     for group in engine.groups:
         group.facts = dataclasses.replace(group.facts, num_ahead=num_ahead)
     engine.slots = SlotPool(keeps=engine.options.keeps_buffers)
