@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 from shardwise.comm import gloo
 from shardwise.comm.axes import open_comms
 from shardwise.comm.base import Handle
+from shardwise.comm.control import agree_highest
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
@@ -648,3 +649,16 @@ def be_slow():
 
 def test_slow_ranks_do_not_disagree():
     assert run_on_ranks(be_slow, 3) == [True] * 3
+
+
+def ask_for_the_highest() -> tuple[list[int], int]:
+    comm = open_comm()
+    with comm.record() as events:
+        found = agree_highest(comm, [comm.rank % 4, -comm.rank])
+    return found, sum(event.kind == "send" for event in events)
+
+
+@pytest.mark.parametrize(("size", "highest", "num_messages"), [(1, 0, 0), (2, 1, 1), (3, 2, 2), (5, 3, 3)])
+def test_the_highest_of_all_ranks_takes_as_many_messages_as_the_logarithm_of_their_number(size, highest, num_messages):
+    """Each rank sends one message a round; 64 ranks are six rounds."""
+    assert run_on_ranks(ask_for_the_highest, size) == [([highest, 0], num_messages)] * size

@@ -155,6 +155,89 @@ def test_ranks_may_run_different_parts_of_a_model_from_the_first_step_on(world):
     run_on_ranks(differ, world, timeout_s=120)
 
 
+class Between(Chain):
+    """A frozen block between trained ones, which only some forwards use."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3)
+        self.frozen = Block().requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor, *, uses_frozen: int = 0) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        if uses_frozen:
+            x = self.frozen(x)
+        return self.head(self.blocks[2](self.blocks[1](x)))
+
+
+#: By step, by rank: whether the frozen block is used. One rank alone is the first to use it.
+FROZEN = ((0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 0, 1), (0, 0, 1, 0))
+
+
+def use_frozen(model, rank, step):
+    return model(sample(rank, step), uses_frozen=FROZEN[step][rank]).square().mean()
+
+
+@on_ranks(4)
+def test_one_rank_alone_may_be_the_first_to_use_a_frozen_unit():
+    """Groups of ranks gather by themselves, so that the forward of one group tells the others nothing."""
+    by_block = {"auto_wrap_policy": sw.wrap_by_class({Block}), "merge_units": False}
+    compare(Between, use_frozen, "hsdp", dp_replicate=2, **by_block)
+    compare_each(Between, use_frozen, ("ddp", "zero3"), **by_block)
+
+
+class Heads(Chain):
+    """Two heads, which run in the other order than they are registered in. Both run; the loss decides which count."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=2)
+        self.heads = nn.ModuleDict({"a": Block(), "b": Block()})
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {name: self.heads[name](x) for name in "ba"}
+
+
+#: By step, by rank: the heads that the loss is made of. Rank by rank at first, then both on one rank alone;
+#: and a head that nobody's loss has used before.
+HEADS = (("a", "b"), ("a", "b"), ("ab", "a"), ("b", "ab"))
+LATE_HEAD = (("a", "a"), ("a", "b"), ("b", "a"), ("a", "ab"))
+
+
+def use_heads(when):
+    def script(model, rank, step):
+        found = model(sample(rank, step))
+        return sum(found[name].square().mean() for name in when[step][rank])
+
+    return script
+
+
+@on_ranks(2)
+def test_the_loss_of_each_rank_may_be_made_of_other_heads():
+    by_block = {"auto_wrap_policy": sw.wrap_by_class({Block}), "merge_units": False}
+    for when in (HEADS, LATE_HEAD):
+        compare_each(Heads, use_heads(when), ("ddp", "zero3"), steps=4, **by_block)
+
+
+class Wanders(Chain):
+    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
+        x = self.stem(x)
+        for index in path:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def leave_at_other_places(model, rank, step):
+    """Rank 0 leaves the order when block 2 is being gathered ahead, rank 1 one place later."""
+    path = (0, 1, 2, 3, 4) if step == 0 else ((1, 0, 2, 3, 4), (2, 1, 0, 3, 4))[rank]
+    return model(sample(rank, step), path).square().mean()
+
+
+@on_ranks(2)
+def test_all_ranks_may_leave_an_order_at_different_places():
+    compare(Wanders, leave_at_other_places, merge_units=False, auto_wrap_policy=sw.wrap_by_class({Block}))
+
+
 @on_ranks(2)
 def test_messages_end_once_one_rank_has_run_all_there_is():
     """How many words the ranks exchange in each step: in a new pass one for each unit, and one more.
@@ -168,13 +251,17 @@ def test_messages_end_once_one_rank_has_run_all_there_is():
             plan = sw.ParallelPlan(strategy=strategy, auto_wrap_policy=sw.wrap_by_class({Block}))
             model = sw.parallelize(Tower(), plan)
             counts = []
-            with mock.patch.object(RankPeers, "exchange", autospec=True, side_effect=RankPeers.exchange) as exchange:
+            with (
+                mock.patch.object(RankPeers, "exchange", autospec=True, side_effect=RankPeers.exchange) as exchange,
+                mock.patch.object(RankPeers, "highest", autospec=True, side_effect=RankPeers.highest) as highest,
+            ):
                 for step in range(5):
                     with sw.record_collectives(model) as events:
                         mix(when)(model, dist.get_rank(), step).backward()
                     model.zero_grad()
-                    counts.append(exchange.call_count)
+                    counts.append(highest.call_count + exchange.call_count)
                     exchange.reset_mock()
+                    highest.reset_mock()
                     assert all(event.unit != "order" for event in events)  # outside of the trace
             found[name, strategy] = counts
     assert found == {
@@ -182,8 +269,8 @@ def test_messages_end_once_one_rank_has_run_all_there_is():
         ("mixed", "zero3"): [9 + 1 + 6 + 1, 0, 0, 0, 0],
         # Four units at first. The second backward begins with a word, as trained units have had no gradient.
         ("late", "ddp"): [4 + 1, 1 + 6 + 1, 0, 0, 0],
-        # A word at the end of the second forward, in which one rank wants five units more.
-        ("late", "zero3"): [4 + 1 + 4 + 1, 5 + 1 + 6 + 1, 0, 0, 0],
+        # A word at the end of the second forward tells that a rank wants more: it is five units.
+        ("late", "zero3"): [4 + 1 + 4 + 1, 1 + 5 + 1 + 6 + 1, 0, 0, 0],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -64,3 +65,26 @@ def test_what_is_being_gathered_is_waited_for_before_its_memory_goes():
     del model
     gc.collect()
     assert (num_handles, [len(handle._receives) for handle in handles]) == (1, [0])
+
+
+class Wanders(Chain):
+    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
+        x = self.stem(x)
+        for index in path:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_dropped_model_goes_at_once_after_ranks_have_agreed_which_units_backward_comes_to_again():
+    gc.disable()
+    rank = dist.get_rank()
+    for strategy in ("ddp", "zero3"):
+        model = sw.parallelize(Wanders(), sw.ParallelPlan(strategy=strategy, merge_units=False))
+        for step in range(2):
+            model(sample(rank, step), ((0, 1, 2, 3), (0, 1, 0, 2, 0))[rank]).square().mean().backward()
+        held = [weakref.ref(parameter) for parameter in model.parameters()]
+        engine = probe(model)._engine
+        assert not engine.backward.awaited
+        del model, engine
+        assert [parameter() for parameter in held] == [None] * len(held), strategy

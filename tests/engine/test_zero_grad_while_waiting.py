@@ -82,13 +82,6 @@ def zero_some(model, optimizers, *, set_to_none):
     optimizers[1].zero_grad(set_to_none=set_to_none)
 
 
-#: A known fault: with several groups of ranks, a frozen unit that one rank is the first to use, in a later microbatch,
-#: ends in RankDisagreement (``Engine._is_unlike_others``). No number is wrong.
-ASKS_ALONE = pytest.mark.xfail(
-    reason="a frozen unit that one rank is the first to use, in a later microbatch", strict=False
-)
-
-
 def replace(model, optimizers, *, set_to_none):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -167,7 +160,6 @@ def test_zero_grad_drops_what_it_drops_on_one_process(plan, settings, zero, make
     run_on_ranks(compare, 2, plan, zero, make, settings)
 
 
-@ASKS_ALONE
 def test_zero_grad_drops_sums_that_wait_for_other_groups_of_ranks():
     settings = {"accumulation": "defer_replicate", "dp_replicate": 2}
     for zero, make in ((zero_all, by_name), (zero_some, by_name), (zero_some, flat)):

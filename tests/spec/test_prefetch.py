@@ -7,16 +7,17 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import CommError
-from shardwise.spec.order import FAILED, AgreedOrder, Word
+from shardwise.spec.order import FAILED, THROUGH, AgreedOrder, Word
 
 T = TypeVar("T")
+W = TypeVar("W", bound=tuple[int, ...])
 
 
 def follow(order: AgreedOrder, path: list[int], *, anew: bool = False) -> list[int]:
@@ -219,19 +220,19 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self.num_words = 0
-        self._words: dict[int, Word] = {}
+        self._words: dict[int, Any] = {}
         self._barrier = threading.Barrier(size, timeout=20)
 
     def peer(self, rank: int) -> Peer:
         return Peer(self, rank)
 
-    def exchange(self, rank: int, word: Word) -> list[Word]:
+    def exchange(self, rank: int, word: W) -> list[W]:
         self._words[rank] = word
         if self._barrier.wait() == 0:
             self.num_words += 1
         words = [self._words[rank] for rank in range(self.size)]
         self._barrier.wait()
-        if word.wants != FAILED and any(other.wants == FAILED for other in words):
+        if FAILED not in word and any(FAILED in other for other in words):
             raise CommError("a peer has failed.\n  Look there.")
         return words
 
@@ -245,9 +246,13 @@ class Peer:
     meeting: Meeting
     rank: int
     are_there: bool = True
+    under_way: frozenset[int] = frozenset()
 
     def exchange(self, word: Word) -> list[Word]:
         return self.meeting.exchange(self.rank, word)
+
+    def highest(self, *numbers: int, wants: int = THROUGH) -> list[int]:
+        return list(map(max, zip(*self.meeting.exchange(self.rank, numbers), strict=True)))
 
 
 def follow_together(
@@ -330,4 +335,46 @@ def test_where_a_rank_fails_while_ranks_negotiate_all_others_raise():
         return "told"
 
     assert meeting.run(body) == ["told", "failed", "told"]
+    assert not orders[0].units
     assert follow_together(meeting, orders, [[0, 1], [0, 1], [0, 1, 2]]) == [0, 1, 2]
+
+
+def test_where_a_negotiation_fails_the_order_is_what_it_was():
+    meeting = Meeting(2)
+    orders = [AgreedOrder(meeting.peer(rank), range(4), is_backward=True) for rank in range(2)]
+    follow_together(meeting, orders, [[3, 2, 1, 0]] * 2)
+
+    def body(rank: int) -> None:
+        orders[rank].start(anew=True)
+        list(orders[rank].reach(3))
+        if rank == 1:
+            orders[rank].fail()
+            return
+        with pytest.raises(CommError):
+            list(orders[rank].reach(2))
+
+    meeting.run(body)
+    num_words = meeting.num_words
+    assert [order.units for order in orders] == [(3, 2, 1, 0)] * 2
+    assert follow_together(meeting, orders, [[3, 1], [2]]) == [3, 2, 1, 0]
+    assert meeting.num_words == num_words
+
+
+def test_what_another_rank_has_run_is_not_what_this_rank_has_run():
+    """Two heads, 2 and 3, of which each rank has run one: that 3 comes first is a guess until a rank has run both."""
+    meeting = Meeting(2)
+    orders = [AgreedOrder(meeting.peer(rank), range(4), is_backward=True) for rank in range(2)]
+    follow_together(meeting, orders, [[2, 0], [3, 0]])
+    ask = lambda rank: orders[rank].is_asked_for(is_wanted=False, is_asked=True)  # noqa: E731
+    for _ in range(2):
+        assert meeting.run(ask) == [False, False]
+        assert [order.is_settled for order in orders] == [False, False]
+        follow_together(meeting, orders, [[2, 0], [3, 0]])
+    follow_together(meeting, orders, [[2, 3, 0], [3, 0]], anew=True)
+    assert orders[0].holds([2, 3, 0])
+    assert orders[0].holds([2, 2, 0])  # calls that follow one another are one place
+    assert not orders[0].holds([0, 3])
+    for order in orders:
+        order.take((2, 3, 0), is_settled=False)
+    assert meeting.run(ask) == [False, False]
+    assert not orders[0].is_settled

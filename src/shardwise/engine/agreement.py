@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree_row, refuse_different
+from shardwise.comm.control import agree_highest, agree_row, refuse_different
 from shardwise.engine.pool import GradientPool
+from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import CommError, RankDisagreement
-from shardwise.spec.order import FAILED, Entry, Word
+from shardwise.spec.order import FAILED, THROUGH, Entry, Word
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Backward
-    from shardwise.engine.unit import Unit
 
 #: Units that backward has entered and not left about which ranks can tell each other whether they will come again.
 _MAX_ENTERED = 62
@@ -50,28 +52,52 @@ class RankPeers:
         """There are other ranks, and they can answer."""
         return self._comm.size > 1 and self._comm.answers and not self._gradients.finishes_at_once
 
+    @property
+    def under_way(self) -> frozenset[int]:
+        """Units that this rank gathers ahead of their turn."""
+        return frozenset(unit.index for unit in self._units if unit.state is State.UNSHARDING)
+
+    def _place(self, entered: Sequence[Unit] = ()) -> int:
+        """A number for the pass, and the units that backward has entered in it."""
+        return zlib.crc32(repr((self._entry, self._backward is None, *(unit.index for unit in entered))).encode())
+
+    def highest(self, *numbers: int, wants: int = THROUGH) -> Sequence[int]:
+        """The highest of each number over the ranks. ``wants``: the unit for which this rank asks.
+
+        Collective:
+            Messages of eight bytes a number between pairs of ranks (``agree_highest``), which the host waits for; they
+            are in no recorded trace. All ranks of the Comm must call, at any place in the order of their collectives.
+            Messages of different passes never pair up.
+        """
+        with self._comm.host.unrecorded(), self._naming(wants):
+            return agree_highest(self._comm, numbers, unit=f"order {self._place()}")
+
+    @contextlib.contextmanager
+    def _naming(self, wants: int) -> Iterator[None]:
+        """A disagreement inside names the unit that this rank wants."""
+        try:
+            yield
+        except RankDisagreement as error:
+            if wants < 0:
+                raise
+            name = self._units[wants].name
+            raise RankDisagreement(
+                f"{error}\n  This rank came to unit {name!r}, which the agreed order does not hold here."
+            ) from error
+
     def exchange(self, word: Word) -> Sequence[Word]:
         """Every rank's word, in rank order. In a backward ranks also learn which units some rank will enter again.
 
         Collective:
-            One all-gather of 48 bytes per rank in host memory, which the host waits for; it is in no recorded trace.
+            One all-gather of 40 bytes per rank in host memory, which the host waits for; it is in no recorded trace.
             All ranks of the Comm must call.
         """
         entered = self._backward.entered if self._backward is not None else []
         outstanding = sum(unit.calls.is_outstanding << place for place, unit in enumerate(entered[:_MAX_ENTERED]))
         host = self._comm.host
-        place = zlib.crc32(repr((self._entry, self._backward is None)).encode())
-        row = [*map(int, word), place, outstanding]
-        try:
-            with host.unrecorded():
-                rows = agree_row(host, row, unit="order")
-        except RankDisagreement as error:
-            if word.wants < 0:
-                raise
-            name = self._units[word.wants].name
-            raise RankDisagreement(
-                f"{error}\n  This rank came to unit {name!r}, which the agreed order does not hold here."
-            ) from error
+        row = [*map(int, word), self._place(entered), outstanding]
+        with host.unrecorded(), self._naming(word.wants):
+            rows = agree_row(host, row, unit="order")
         failed = [rank for rank, row in enumerate(rows) if row[0] == FAILED]
         if word.wants == FAILED:
             return ()
@@ -80,16 +106,15 @@ class RankPeers:
                 f"rank {failed[0]} along {host.axis} has left a pass through the model by an exception, while the ranks"
                 " agreed on the order of its units.\n  Look for the first error among the ranks' logs."
             )
+        name = self._entry[1] or self._units[self._entry[0]].name
         refuse_different(
             host,
             [row[-2] for row in rows],
             "the ranks call the model through different modules, or are in different passes",
             "Call the same module of the model on every rank, as a rule the model itself.",
-            show=lambda: self._entry[1] or self._units[self._entry[0]].name,
+            show=lambda: ", ".join([name, *(unit.name for unit in entered)]),
         )
         if self._backward is not None:
-            places = range(len(entered))
-            self._backward.awaited = {
-                entered[place] for place in places if place >= _MAX_ENTERED or any(row[-1] >> place & 1 for row in rows)
-            }
-        return [Word(*row[:3], is_whole=bool(row[3])) for row in rows]
+            told = [place >= _MAX_ENTERED or any(row[-1] >> place & 1 for row in rows) for place in range(len(entered))]
+            self._backward.awaited = set(itertools.compress(entered, told))
+        return [Word(row[0], row[1], bool(row[2])) for row in rows]

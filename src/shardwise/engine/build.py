@@ -252,8 +252,7 @@ def _deal_slots(engine: Engine) -> None:
 def make_room_ahead(engine: Engine, num_ahead: int) -> None:
     """Between steps: deal slots anew, where more units are to be gathered ahead than there are slots for.
 
-    Raises:
-        StateError: A backward is to come. It would find other units' data in the slots that its forward has used.
+    Refused while a backward is to come, which would find the data of other units in the slots of its forward.
     """
     if num_ahead <= max((group.facts.num_ahead for group in engine.groups), default=1):
         return

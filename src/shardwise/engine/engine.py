@@ -55,6 +55,7 @@ class Forward:
         thread: Where it runs.
         handled: The exception that its caller is handling.
         left: Units that forward has left, while it has entered no other one since.
+        path: Units that a backward may come to, in the order of their newest calls since the last backward.
         version: The version of the parameters of the calls that ``CallCounts.num_outstanding`` counts.
     """
 
@@ -64,6 +65,7 @@ class Forward:
         self.thread = 0
         self.handled: BaseException | None = None
         self.left: list[Unit] = []
+        self.path: deque[int] = deque(maxlen=1 << 14)
         self.version = 0
 
 
@@ -178,6 +180,7 @@ class Engine:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        self._changes.clear()
         self.units = []
 
     @property
@@ -531,14 +534,19 @@ class Engine:
 
     def _reach(self, unit: Unit) -> None:
         """Backward has come to ``unit``: enter it, after the units that peers enter before it."""
-        if unit.is_resident and not any(group.wants_gradients for group in unit.groups):
-            self._enter(unit)  # nothing of a frozen replica is communicated: it needs no place in the order
+        unit.calls.has_come = True
+        if not self._communicates(unit):
+            self._ensure(unit)
             return
         for index in self.orders.entries.reach(unit.index):
             self._enter(self.units[index])
         self._enter(unit, ahead=self.orders.entries)
         unit.is_unused = False
         self._prefetch(unit, self.orders.entries)
+
+    def _communicates(self, unit: Unit) -> bool:
+        """Backward gathers or reduces the unit, so that it needs a place in the order. A frozen replica needs none."""
+        return not unit.is_resident or any(group.wants_gradients for group in unit.groups)
 
     def on_use_outside(self, group: Group, index: int, grad: Tensor) -> None:
         """Backward has brought a gradient for a shard that is the whole parameter: it was used outside of its unit."""
@@ -604,7 +612,6 @@ class Engine:
             backward.had_sums |= group.gradient.is_local
         backward.has_waited |= backward.had_sums
         backward.generation += 1
-        backward.entered.clear()
         self.orders.enter_backward(entry, anew=self._is_unlike_others(entry))
         end = EndOfBackward(self)
         torch_private.at_end_of_backward(end)
@@ -614,18 +621,23 @@ class Engine:
         """Whether this backward may leave its order on some rank, so that the ranks negotiate it. Alike on all of them.
 
         Collective:
-            An exchange of words over all data-parallel ranks, while there are trained units that no backward has
-            entered, or the order is a guess.
+            An exchange of words over all data-parallel ranks, while the order is a guess, or there are trained units
+            that no backward has entered. With several groups of ranks, whose forwards tell each other nothing
+            (``hsdp``), also while there are frozen ones.
         """
         order, gathers = self.orders.backward[entry], self.orders.forward[entry]
         has_forward = self.row.shards_optimizer and self.comms.gather.size > 1
-        was_open, gathers.was_open = gathers.was_open and self.comms.control is self.comms.gather, False
-        if was_open:
+        is_told = self.comms.control is self.comms.gather
+        was_open, gathers.was_open = gathers.was_open, False
+        if was_open and is_told:
             return True
-        units = [self.units[index] for index in order.missing]
-        lacks_trained = any(group.wants_gradients for unit in units for group in unit.groups)
-        is_new = any(unit.calls.is_outstanding for unit in units) or not (order.is_settled or has_forward)
-        return order.is_asked_for(is_wanted=is_new, is_asked=lacks_trained or not order.is_settled)
+        missing = [unit for unit in map(self.units.__getitem__, order.missing) if self._communicates(unit)]
+        lacks_trained = any(group.wants_gradients for unit in missing for group in unit.groups)
+        is_asked = not order.is_settled or lacks_trained or (bool(missing) and not is_told)
+        path = (index for index in reversed(self.forward.path) if self._communicates(self.units[index]))
+        stays = order.is_settled or (has_forward and order.holds(path))
+        is_wanted = was_open or not stays or any(unit.calls.num_outstanding for unit in missing)
+        return order.is_asked_for(is_wanted=is_wanted, is_asked=is_asked)
 
     def _fail(self, order: AgreedOrder) -> None:
         """An exception has ended a pass on this rank: peers that negotiate it raise too."""
@@ -649,7 +661,10 @@ class Engine:
         order = self.orders.entries
         if order.is_open:
             return unit in self.backward.awaited
-        return (order.is_recorded and order.remaining(unit.index) > 0) or unit.calls.is_outstanding
+        if order.is_recorded and order.remaining(unit.index) > 0:
+            return True
+        # The loss of this rank may not need a call that the losses of its peers need.
+        return unit.calls.is_outstanding and (unit.calls.has_come or not order.is_recorded)
 
     def finalise(self, unit: Unit) -> None:
         """Release a unit that backward has left, and issue the reduction of its gradients.
@@ -759,9 +774,16 @@ class Engine:
                 unit.swap_out()
             unit.calls.num_left = unit.calls.num_outstanding
             unit.calls.end_backward()
-        self.backward.is_under_way = False
-        self.backward.active = None
+        self._forget_backward()
         self.parameters_are_unchanged = not self.syncs_gradients
+
+    def _forget_backward(self) -> None:
+        backward = self.backward
+        backward.is_under_way = False
+        backward.active = None
+        backward.entered.clear()
+        backward.awaited.clear()
+        self.forward.path.clear()
 
     def finish_reductions(self) -> None:
         """Every unit has been left: reduce what came otherwise, and wait for all that is under way."""
@@ -837,9 +859,7 @@ class Engine:
             for group in unit.groups:
                 group.gradient.drop(self.gradients)
         self._abandon()
-        backward.entered.clear()
-        backward.is_under_way = False
-        backward.active = None
+        self._forget_backward()
         if backward.had_sums:
             raise StateError(
                 "a backward failed while gradients were being accumulated: the sums of the earlier microbatches are"

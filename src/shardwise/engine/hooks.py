@@ -50,6 +50,7 @@ class Ticket:
         self.entry = engine.orders.entry
         if is_counted:
             unit.calls.num_outstanding += 1
+            engine.forward.path.append(unit.index)
 
     def __call__(self, _grad: Tensor) -> None:
         """Backward has reached the call."""

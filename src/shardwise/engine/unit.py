@@ -176,19 +176,18 @@ class CallCounts:
         labels: Their ranges in a profile.
         replays: As ``frames``, of recomputations, which run inside a backward.
         has_run: The unit has run in a forward that trains, since the last backward.
+        has_come: This backward has come to a call of the unit on this rank.
         num_outstanding: Calls since the parameters changed to which backward has not come. Some it will never come to.
         num_left: How many of those the last backward has left. The next one is taken to leave as many.
         num_silent: Calls without grad in forwards that train: a reentrant recomputation may repeat them.
         num_repeated: How many of those it has repeated in this backward.
     """
 
-    __slots__ = ("frames", "has_run", "labels", "num_left", "num_outstanding", "num_repeated", "num_silent", "replays")
-
     def __init__(self) -> None:
         self.frames: list[int] = []
         self.labels: list[Any] = []
         self.replays: list[int] = []
-        self.has_run = False
+        self.has_run = self.has_come = False
         self.num_outstanding = self.num_left = self.num_silent = self.num_repeated = 0
 
     @property
@@ -199,7 +198,7 @@ class CallCounts:
     def end_backward(self) -> None:
         """A backward has ended."""
         self.num_silent = self.num_repeated = 0
-        self.has_run = False
+        self.has_run = self.has_come = False
 
 
 class Unit:

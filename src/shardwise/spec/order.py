@@ -18,6 +18,7 @@ those.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple, Protocol
@@ -32,13 +33,11 @@ class Word(NamedTuple):
     Attributes:
         wants: Number of the unit that it wants next, ``THROUGH`` or ``FAILED``.
         place: Where in the order its path has left the order; the end, where it has not.
-        cursor: Place in the order up to which it has issued what the order holds.
-        is_whole: It has run all units before that place in this pass, or at the start of a pass, in the one before.
+        is_whole: It has run all units before that place in this pass.
     """
 
     wants: int
     place: int = 0
-    cursor: int = 0
     is_whole: bool = False
 
 
@@ -48,6 +47,15 @@ class Peers(Protocol):
     @property
     def are_there(self) -> bool:
         """There are any, and they can answer."""
+        ...
+
+    @property
+    def under_way(self) -> frozenset[int]:
+        """Units that this rank gathers ahead of their turn."""
+        ...
+
+    def highest(self, *numbers: int, wants: int = THROUGH) -> Sequence[int]:
+        """The highest of each number over the ranks. ``wants``: the unit for which this rank asks."""
         ...
 
     def exchange(self, word: Word) -> Sequence[Word]:
@@ -78,6 +86,7 @@ class AgreedOrder:
         is_open: This pass is negotiated, and peers wait for this rank's next word.
         was_open: A pass since this was last set to ``False`` has been negotiated.
         is_backward: As given.
+        is_recorded: A whole pass has been recorded.
         is_settled: Some rank has run all units of the order in one pass, so that nothing in it is a guess.
     """
 
@@ -98,7 +107,7 @@ class AgreedOrder:
         self._kept_since = 0  # the pass in which the ranks last agreed on what to keep
         self._most = 0  # the length from which on they agree anew
         self._cursor = 0
-        self._recorded = False
+        self.is_recorded = False
         self._newcomers: set[int] = set()
         self.num_changes = 0
         self._changed = changed
@@ -113,32 +122,28 @@ class AgreedOrder:
         """The order as known so far."""
         return tuple(self._order)
 
-    @property
-    def is_recorded(self) -> bool:
-        """A whole pass has been recorded."""
-        return self._recorded
-
-    def take(self, units: Sequence[int]) -> None:
+    def take(self, units: Sequence[int], *, is_settled: bool) -> None:
         """Adopt the order that another rank has recorded."""
         self._order = list(units)
         self._used_in = [self._pass] * len(self._order)
         self._kept_since = self._pass - 1
-        self._recorded = self.is_open = False
+        self._pass += 1  # this rank has run none of it
+        self.is_settled = is_settled
+        self.is_recorded = self.is_open = False
         self.end()
 
     def start(self, *, anew: bool = False) -> None:
         """Begin a pass; with ``anew``, which is the same on all ranks, they negotiate it from its beginning."""
+        self._restore()
         self._cursor = 0
         self._pass += 1
         self._newcomers.clear()
-        self.is_open = False
-        if not self._recorded:
+        if not self.is_recorded:
             self._order, self._used_in = [], []
-        if (anew or not self._recorded) and self._may_ask:
-            if self._recorded:
+        if (anew or not self.is_recorded) and self._may_ask:
+            if self.is_recorded:
                 self._change()
-            self._open()
-            self._order, self._used_in = [], []
+            self._open(self._here)
 
     @property
     def _may_ask(self) -> bool:
@@ -159,65 +164,97 @@ class AgreedOrder:
 
         A unit that is not in the rest of the order is negotiated, or without peers inserted here.
         """
-        order, cursor = self._order, self._cursor
-        if cursor and order[cursor - 1] == unit:
+        cursor = self._cursor
+        if cursor and self._order[cursor - 1] == unit:
             return ()
-        if cursor < len(order) and order[cursor] == unit:
-            self._used_in[cursor] = self._pass
-            self._cursor = cursor + 1
-            return ()
-        if self.is_open:
-            return self._negotiate(unit)
-        if unit in order[cursor:]:
-            self._change()
-            place = order.index(unit, cursor)
-            self._used_in[place] = self._pass
-            return self._walk(place)
-        if self._recorded:
-            self._change()
-        if self._may_ask:
+        try:
+            place = self._order.index(unit, cursor)
+        except ValueError:
             return self._leave(unit)
-        order.insert(cursor, unit)
-        self._used_in.insert(cursor, self._pass)
-        self._newcomers.add(unit)
+        self._used_in[place] = self._pass
+        if place > cursor:
+            self._change()
+            return self._until(place, num_own=1)
         self._cursor = cursor + 1
         return ()
+
+    def _leave(self, unit: int) -> Iterable[int]:
+        """The rest of the order does not hold ``unit``."""
+        if self.is_open:
+            return self._negotiate(unit)
+        if self.is_recorded:
+            self._change()
+        if self._may_ask:
+            return self._ask(unit)
+        self._add(unit)
+        return ()
+
+    def _add(self, unit: int) -> None:
+        self._order.insert(self._cursor, unit)
+        self._used_in.insert(self._cursor, self._pass)
+        self._newcomers.add(unit)
+        self._cursor += 1
 
     def _change(self) -> None:
         self.num_changes += 1
         self._changed()
 
-    def _walk(self, place: int) -> Iterator[int]:
+    def _until(self, place: int, *, num_own: int = 0) -> Iterator[int]:
+        """The units up to ``place``, which the caller visits; then so many more are passed, which it runs."""
         while self._cursor < place:
             self._cursor += 1
             yield self._order[self._cursor - 1]
-        self._cursor += 1
+        self._cursor += num_own
 
     # -- negotiating
 
-    def _open(self) -> None:
+    def _ask(self, unit: int) -> Iterator[int]:
+        """Go where all ranks have issued the same, and negotiate from there on, beginning with ``unit``.
+
+        Where the ranks ask each other at the end of the pass, that is the end of the order. Else the peers leave the
+        order as well, and it is the farthest place up to which one of them has issued what the order holds.
+        """
+        assert self._peers is not None
+        left_at = self._here
+        if self._ends_with_word:
+            yield from self._until(len(self._order))
+            self._is_wanted(by_this_rank=True, unit=unit)
+        else:
+            num_ahead = len(units_ahead(self._order[self._cursor :], self._peers.under_way))
+            yield from self._until(*self._peers.highest(self._cursor + num_ahead, wants=unit))
+        self._open(left_at)
+        yield from self._negotiate(unit)
+
+    @property
+    def _here(self) -> Word:
+        """The path leaves the order at the cursor."""
+        return Word(THROUGH, self._cursor, is_whole=self._has_run_all)
+
+    def _open(self, left_at: Word) -> None:
+        """From the cursor on, the ranks negotiate the pass."""
         self.is_open = True
         self._before = list(zip(self._order, self._used_in, strict=True))
-        self._left_at = Word(THROUGH, self._cursor, is_whole=self._has_run_all)
+        self._left_at = left_at
         self._tails = []
+        del self._order[self._cursor :], self._used_in[self._cursor :]
 
-    def _leave(self, unit: int) -> Iterator[int]:
-        """The path leaves the order at ``unit``: peers that do not may be met at its end, where they ask for a word."""
-        is_met_at_end = self._ends_with_word
-        self._open()
-        if is_met_at_end:
-            yield from self._until(len(self._order))
-        yield from self._negotiate(unit)
+    def _restore(self) -> None:
+        """A pass that was negotiated has ended by an exception: the order is what it was before."""
+        if self.is_open:
+            self.is_open = False
+            self._order, self._used_in = [unit for unit, _ in self._before], [used for _, used in self._before]
 
     def _negotiate(self, wants: int) -> Iterator[int]:
         """Exchange words with the peers until it is the turn of what this rank wants; returns what others want."""
+        assert self._peers is not None
         turn = None
         while turn != wants:
-            words = self._say(wants)
-            # Ranks that leave the order at different places first catch up with the farthest one.
-            farthest = max(word.cursor for word in words)
-            yield from self._until(farthest)
-            del self._order[farthest:], self._used_in[farthest:]
+            try:
+                words = self._peers.exchange(self._left_at._replace(wants=wants))
+            except BaseException:
+                self._restore()  # nobody waits for this rank
+                raise
+            self._tails = self._tails or [(word, []) for word in words]
             wanted = {word.wants for word in words} - {THROUGH}
             if not wanted:
                 return
@@ -226,46 +263,42 @@ class AgreedOrder:
             for (_, tail), word in zip(self._tails, words, strict=True):
                 if word.wants == turn:
                     tail.append(turn)
-            self._order.append(turn)
-            self._used_in.append(self._pass)
-            self._newcomers.add(turn)
-            self._cursor += 1
+            self._add(turn)
             if turn != wants:
                 yield turn
 
-    def _say(self, wants: int) -> Sequence[Word]:
-        assert self._peers is not None
-        self.is_open = False  # where this raises, nobody waits for this rank
-        words = self._peers.exchange(self._left_at._replace(wants=wants, cursor=self._cursor))
-        self.is_open = True
-        self._tails = self._tails or [(word, []) for word in words]
-        return words
-
-    def _until(self, place: int) -> Iterator[int]:
-        while self._cursor < place:
-            self._cursor += 1
-            yield self._order[self._cursor - 1]
-
     @property
     def _has_run_all(self) -> bool:
-        """This rank has run, in the newest pass, all that the order holds before the cursor."""
-        return all(used == self._pass for used in self._used_in[: self._cursor])
+        """This rank has run, in the newest pass, all that the order holds before the cursor.
+
+        Where that pass was negotiated, its end has told whether some rank has.
+        """
+        return not self._newcomers and all(used == self._pass for used in self._used_in[: self._cursor])
 
     def fail(self) -> None:
         """An exception has ended the pass on this rank: tell the peers that wait for its next word."""
         if self.is_open and self._peers is not None:
-            self.is_open = False
+            self._restore()
             self._peers.exchange(Word(FAILED))
+
+    def _is_wanted(self, *, by_this_rank: bool, unit: int = THROUGH) -> bool:
+        """Whether some rank wants to negotiate; ranks also learn whether one has run all that the order holds."""
+        assert self._peers is not None
+        wanted, whole = self._peers.highest(by_this_rank, self._has_run_all, wants=unit)
+        self.is_settled |= bool(whole)
+        return bool(wanted)
 
     def is_asked_for(self, *, is_wanted: bool, is_asked: bool) -> bool:
         """Before the start of a pass: whether some rank wants it to be negotiated. ``is_asked`` is alike on all."""
-        if not (self._recorded and self._may_ask and is_asked):
+        if not (self.is_recorded and self._may_ask and is_asked):
             return False
-        assert self._peers is not None
         self._cursor = len(self._order)
-        words = self._peers.exchange(Word(0 if is_wanted else THROUGH, is_whole=self._has_run_all))
-        self.is_settled |= any(word.is_whole for word in words)
-        return any(word.wants != THROUGH for word in words)
+        return self._is_wanted(by_this_rank=is_wanted)
+
+    def holds(self, path: Iterable[int]) -> bool:
+        """Whether a rank stays in the order that runs some units of ``path``, in its order."""
+        rest = iter(self._order)
+        return all(unit in rest for unit, _ in itertools.groupby(path))
 
     def _unite(self) -> None:
         """Record the union of what the order was and of the paths of all ranks."""
@@ -300,8 +333,8 @@ class AgreedOrder:
         if self._cursor < len(self._order):
             self._change()
         yield from self._until(len(self._order))
-        if self._ends_with_word and not self.is_open:
-            self._open()
+        if not self.is_open and self._ends_with_word and self._is_wanted(by_this_rank=False):
+            self._open(self._here)
         if self.is_open:
             yield from self._negotiate(THROUGH)
         self.end()
@@ -311,8 +344,8 @@ class AgreedOrder:
         if self.is_open:
             self.is_open = False
             self._unite()
-        if not self._recorded:
-            self._recorded = True
+        if not self.is_recorded:
+            self.is_recorded = True
             self._most = 2 * len(self._order) + _SLACK
 
     @property
@@ -321,7 +354,7 @@ class AgreedOrder:
         return len(self._order) > self._most
 
     def marks(self) -> list[int]:
-        """Which places this rank has used, 1 or 0: for each place in this pass, then since the ranks last agreed."""
+        """Which places this rank (where ranks negotiated: any) has used, 1 or 0: in this pass, then since `keep`."""
         return [int(used == self._pass) for used in self._used_in] + [
             int(used > self._kept_since) for used in self._used_in
         ]
@@ -359,7 +392,7 @@ class AgreedOrder:
 
     def is_last(self, unit: int) -> bool:
         """The cursor stands at the end of a recorded pass, just behind ``unit``."""
-        return self._recorded and self._cursor == len(self._order) > 0 and self._order[-1] == unit
+        return self.is_recorded and self._cursor == len(self._order) > 0 and self._order[-1] == unit
 
 
 #: Units that are gathered ahead of their turn: so many, or up to the last one of these.
@@ -402,13 +435,13 @@ class Orders(dict[Entry, AgreedOrder]):
         return order
 
     def known(self) -> list[list[Any]]:
-        """Entry and recorded order of each, as JSON holds them."""
-        return [[*entry, list(order.units)] for entry, order in self.items() if order.is_recorded]
+        """Entry, recorded order and whether it is settled of each, as JSON holds them."""
+        return [[*entry, list(order.units), order.is_settled] for entry, order in self.items() if order.is_recorded]
 
     def take(self, known: Sequence[list[Any]]) -> None:
         """Take over what :meth:`known` gave on another rank."""
-        for index, path, units in known:
-            self[index, path].take(units)
+        for index, path, units, is_settled in known:
+            self[index, path].take(units, is_settled=is_settled)
 
 
 class Paths:
