@@ -17,17 +17,10 @@ from shardwise.spec.memory.footprint import Replicas, reduce_bytes
 from shardwise.spec.schedule import Action, Kind
 from shardwise.spec.schedule import build as build_schedule
 from shardwise.spec.traffic.data import Collective
-from shardwise.spec.traffic.pipeline import (
-    Copies,
-    CrossingBytes,
-    ProductStep,
-    agreement_trace,
-    loss_trace,
-    step_traffic,
-    totals,
-)
+from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, step_traffic
 from shardwise.spec.traffic.tensor import TensorStep
 from shardwise.testing import Probe, probe, run_on_ranks
+from tests.product.step import ProductStep, agreement_trace, loss_trace, totals
 from tests.sim.inside import inside
 
 LAYERS, HIDDEN, VOCAB, SEQ, MICRO_BATCH, M = 8, 24, 33, 6, 2, 4
