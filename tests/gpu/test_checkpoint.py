@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from shardwise.checkpoint import image, open_checkpoint, write
+from shardwise.checkpoint import background, open_checkpoint, write
 from shardwise.checkpoint.shard import CHUNK_BYTES, Piece, layout, write_shard
 from shardwise.comm.dtype import dtype_name
 from tests.checkpoint.threads import alone, whole
@@ -37,7 +37,7 @@ def test_an_image_holds_what_the_file_would_hold_also_where_its_memory_cannot_be
     write_shard(folder, "file", plan, content)
     os.close(folder)
     for can_lock in (True, False):
-        held = image.Image(plan.file_bytes)
+        held = background.Image(plan.file_bytes)
         if not can_lock:
             monkeypatch.setattr(held, "capacity", 1 << 60)
         held.fill(plan, content)
@@ -52,9 +52,9 @@ def test_memory_that_a_device_is_still_to_write_to_outlives_its_image():
     tensor = torch.ones(1 << 20, device="cuda")
     content = {Piece("t", "fp32", 0, tensor.numel()): tensor}
     plan = layout(save_id="0" * 16, run_id="r", step=1, rank=0, pieces=content)
-    held = image.Image(plan.file_bytes)
+    held = background.Image(plan.file_bytes)
     torch.cuda._sleep(1 << 30)
     held.fill(plan, content)
     held.close()
-    assert len(image._abandoned) == 1
+    assert len(background._abandoned) == 1
     torch.cuda.synchronize()

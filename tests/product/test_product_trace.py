@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.sim.pipeline import StageSeconds, rank_timeline, simulate_pipeline
+from shardwise.sim.pipeline import StageSeconds, simulate_pipeline
 from shardwise.sim.streams import Timeline
 from shardwise.spec.chain import gpt_elements, gpt_stages
 from shardwise.spec.memory.footprint import Replicas, reduce_bytes
@@ -22,6 +22,7 @@ from shardwise.spec.traffic.tensor import TensorStep
 from shardwise.testing import Probe, probe, run_on_ranks
 from tests.product.step import ProductStep, agreement_trace, loss_trace, totals
 from tests.sim.inside import inside
+from tests.sim.rank_timeline import rank_timeline
 
 LAYERS, HIDDEN, VOCAB, SEQ, MICRO_BATCH, M = 8, 24, 33, 6, 2, 4
 STAGES_PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2}

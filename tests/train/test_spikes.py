@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from shardwise.train.steps.spikes import LossSpikes
+from shardwise.train.steps.health import LossSpikes
 
 
 def test_a_loss_that_stands_out_is_noticed() -> None:

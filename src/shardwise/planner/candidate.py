@@ -88,26 +88,6 @@ class Candidate(NamedTuple):
         )
 
 
-def candidate_of(plan: ParallelPlan, workload: Workload) -> Candidate:
-    """The candidate of a resolved plan, and of what a step of it trains."""
-    policy, offload = plan.pipeline_policy, plan.offload
-    samples = workload.global_batch // (plan.dp_replicate * plan.dp_shard)
-    return Candidate(
-        layout=Layout(**{name: getattr(plan, name) for name in Layout.__slots__}),
-        strategy=str(plan.strategy),
-        schedule="" if policy is None else policy.schedule,
-        virtual_stages=1 if policy is None else policy.virtual_stages,
-        micro_batch=workload.micro_batch,
-        accumulation=samples // workload.micro_batch,
-        offload="none" if offload is None else "cpu" if offload.parameters else "optimizer",
-        recompute=workload.recompute,
-        in_backward=workload.in_backward,
-        releases_units=plan.pp > 1 and plan.reshard_after_forward is True,
-        offloads_activations=plan.activation_offload is not None,
-        has_one_slot=plan.num_slots == 1,
-    )
-
-
 def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """What is fixed, in one spelling.
 

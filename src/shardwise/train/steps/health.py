@@ -1,15 +1,26 @@
-"""What is done about a step whose loss or gradient is not finite, or whose loss stands out."""
+"""Steps whose loss or gradient is not finite, or whose loss stands out: the verdict, and what is kept of each."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import math
+import statistics
 from pathlib import Path
+from typing import Any
 
-from shardwise.spec.errors import NonFiniteError
+from shardwise.spec.errors import NonFiniteError, StorageError
+from shardwise.spec.run_files import ODD_STEPS
 from shardwise.spec.text import printable
 from shardwise.train.config.sections import Config
-from shardwise.train.steps.bundle import bundle_folder, write_bundle
-from shardwise.train.steps.spikes import LossSpikes
+from shardwise.train.folder import replace_json
+from shardwise.train.saves import random_state
 from shardwise.train.steps.unread import ReadStep, not_finite
+
+#: Losses of so many steps are compared with, and so few are too few.
+_WINDOW, _LEAST = 100, 20
+#: A median absolute deviation times this is a standard deviation, where values are normally distributed.
+_DEVIATIONS = 1.4826
 
 
 class Health:
@@ -42,7 +53,7 @@ class Health:
             return None
         most = self._train.max_skipped_steps
         self._skipped_in_a_row += 1
-        write_bundle(self._directory, self._rank, step, problem, values)
+        _write_bundle(self._directory, self._rank, step, problem, values)
         about = f"Its samples, losses and random states are in {self._bundle(step)}."
         if self._train.non_finite == "skip" and self._skipped_in_a_row <= most:
             return f"WARNING: step {step} was left out: {problem}. {about}"
@@ -59,7 +70,7 @@ class Health:
         found = None if self._spikes is None else self._spikes.look(values.loss)
         if found is None:
             return None
-        write_bundle(self._directory, self._rank, step, found, values)
+        _write_bundle(self._directory, self._rank, step, found, values)
         rank = max(values.losses, key=values.losses.__getitem__)
         return (
             f"WARNING: step {step}: {found}; the highest is {values.losses[rank]:.4f}, of rank {rank}. Its samples are"
@@ -67,4 +78,67 @@ class Health:
         )
 
     def _bundle(self, step: int) -> str:
-        return printable(bundle_folder(self._directory, step))
+        return printable(_bundle_folder(self._directory, step))
+
+
+class LossSpikes:
+    """Compares each loss with the median of those before it, in units of their spread.
+
+    A median and the median of distances from it are not moved by a few losses that stand out themselves.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        """Take how many standard deviations above the median a loss stands out."""
+        self._threshold = threshold
+        self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+
+    def look(self, loss: float) -> str | None:
+        """Say how far a loss stands out, if it does, and keep it for the next ones."""
+        before = list(self._losses)
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if len(before) < _LEAST or not math.isfinite(loss):
+            return None
+        median = statistics.median(before)
+        spread = _DEVIATIONS * statistics.median(abs(each - median) for each in before)
+        spread = max(spread, 1e-3 * abs(median))  # losses that are all but equal
+        if not spread or loss - median <= self._threshold * spread:
+            return None
+        return (
+            f"the loss is {loss:.4f}, {(loss - median) / spread:.0f} standard deviations above the median {median:.4f}"
+            f" of the {len(before)} steps before"
+        )
+
+
+def _bundle_folder(directory: Path, step: int) -> Path:
+    """The folder of the files of all ranks about ``step``."""
+    return directory / ODD_STEPS / f"step-{step:08d}"
+
+
+def _write_bundle(directory: Path, rank: int, step: int, problem: str, values: ReadStep) -> None:
+    """Write this rank's file, if the disk allows it.
+
+    It holds the samples of each of this rank's microbatches, the losses of all ranks, and the states of this rank's
+    random number generators before the step.
+
+    Args:
+        directory: The run's folder.
+        rank: This rank.
+        step: The step, as ``metrics.jsonl`` numbers it.
+        problem: What is odd about it.
+        values: What was read of the step.
+    """
+    content: dict[str, Any] = {
+        "step": step,
+        "rank": rank,
+        "problem": problem,
+        "losses": {str(other): str(loss) for other, loss in values.losses.items()},
+        "grad_norm": str(values.norm),
+        "lr": values.step.lr,
+        "samples": values.step.samples,
+        "random": random_state.described(values.step.generators),
+    }
+    folder = _bundle_folder(directory, step)
+    with contextlib.suppress(StorageError, OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_json(folder / f"rank-{rank:05d}.json", content)
