@@ -159,12 +159,11 @@ def test_ranks_that_run_out_of_batches_update_as_well():
         optimizer = adamw(sw.flat_parameters(model))
         if how != "after":
             sw.optimizer_in_backward(model, optimizer)
-        with sw.join(model, optimizer):
-            for step in range(3 + 2 * dist.get_rank()):
-                plain_loss(model, dist.get_rank(), step).backward()
-                if how != "inside, no step()":
-                    optimizer.step()
-                    optimizer.zero_grad()
+        for step, weight in sw.join(model, range(3 + 2 * dist.get_rank())):
+            (weight * plain_loss(model, dist.get_rank(), step)).backward()
+            if how != "inside, no step()":
+                optimizer.step()
+                optimizer.zero_grad()
         states.append(sw.full_state_dict(model))
     assert [name for name, value in states[0].items() if any(not torch.equal(value, s[name]) for s in states[1:])] == []
 

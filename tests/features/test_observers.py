@@ -12,12 +12,11 @@ def build() -> nn.Module:
     return sw.parallelize(nn.Sequential(block, nn.Linear(4, 4)), sw.ParallelPlan(strategy="zero3"))
 
 
-def test_join_is_told_first_then_buffers_are_synchronised_and_saved_tensors_are_watched_last() -> None:
+def test_buffers_are_synchronised_first_and_saved_tensors_are_watched_last() -> None:
     model = build()
     engine = engine_of(model, "a test")
-    with sw.join(model):
-        told = [type(method.__self__).__name__ for method in engine.observers.forward_begins]
-    assert told == ["Join", "BufferSync", "InsideDDP", "Added", "SavedTensors"]
+    told = [type(method.__self__).__name__ for method in engine.observers.forward_begins]
+    assert told == ["BufferSync", "InsideDDP", "Added", "CoversAll", "SavedTensors"]
 
 
 def test_backward_shows_gradients_before_an_optimizer_inside_it_may_take_them() -> None:

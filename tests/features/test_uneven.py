@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: they end together, or all are told."""
+"""Ranks with different numbers of batches: those that have none left repeat their last one, which counts nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.spec.errors import CommError, RankDisagreement, StateError
-from shardwise.testing import checks, probe, report_stalls_after, run_on_ranks, same_bits
+from shardwise.spec.errors import RankDisagreement, StateError
+from shardwise.testing import checks, probe, run_on_ranks, same_bits
 from tests.common import families, models
 from tests.common.oracle import Chain, adamw, descend, plain_loss, presets, sample
 from tests.common.ranks import on_ranks, refusal
@@ -71,14 +71,15 @@ def train(build, strategy, counts, *, loss_of=plain_loss, by_all=True, max_norm=
         for epoch in range(2):
             where = f"{strategy}, {counts}, epoch {epoch}"
             seen = []
-            with sw.join(model, optimizer, divide_by_initial_world_size=by_all):
-                for step in range(10 * epoch, 10 * epoch + counts[rank]):
-                    loss = loss_of(model, rank, step)
-                    loss.backward()
-                    norm = sw.clip_grad_norm(model, max_norm) if max_norm else None
-                    seen.append((loss.detach(), norm))
-                    optimizer.step()
-                    optimizer.zero_grad()
+            steps = range(10 * epoch, 10 * epoch + counts[rank])
+            for step, weight in sw.join(model, steps, like=0, divide_by_initial_world_size=by_all):
+                loss = loss_of(model, rank, step)
+                (weight * loss).backward()
+                norm = sw.clip_grad_norm(model, max_norm) if max_norm else None
+                seen.append((loss.detach(), norm))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert len(seen) == max(counts)
             for step in range(max(counts)):
                 parts = [(r, 10 * epoch + step) for r in range(world) if step < counts[r]]
                 divisor = world if by_all else len(parts)
@@ -153,8 +154,8 @@ def train_summed_by_groups(strategy):
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy, dp_replicate=2))
         optimizer = adamw(model.parameters())
         if not states:
-            with sw.join(model, optimizer):
-                descend(optimizer, (plain_loss(model, rank, step) for step in range(counts[rank])))
+            steps = sw.join(model, range(counts[rank]))
+            descend(optimizer, (weight * plain_loss(model, rank, step) for step, weight in steps))
         else:  # the same by hand: a rank without a batch has a loss of nothing
             for step in range(max(counts)):
                 loss = plain_loss(model, rank, step) * (1.0 if step < counts[rank] else 0.0)
@@ -182,13 +183,12 @@ def accumulates(strategy, accumulation):
     reference = adamw(copies[0].parameters())
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy, accumulation=accumulation))
     optimizer = adamw(model.parameters())
-    with sw.join(model, optimizer):
-        for step in range(counts[rank]):
-            with sw.gradient_sync(model, step % 2 == 1):
-                plain_loss(model, rank, step).backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
+    for place, (step, weight) in enumerate(sw.join(model, range(counts[rank]))):
+        with sw.gradient_sync(model, place % 2 == 1):
+            (weight * plain_loss(model, rank, step)).backward()
+        if place % 2:
+            optimizer.step()
+            optimizer.zero_grad()
     for first in (0, 2, 4):
         window = [(r, s) for r in range(len(counts)) for s in (first, first + 1) if s < counts[r]]
         if accumulation == "sharded":  # one sum, and one division, for each microbatch
@@ -239,9 +239,8 @@ def buffers(mode):
     counts = (1, 3, 2)
     copies = [Chain(Running, 2) for _ in counts]
     model = sw.parallelize(Chain(Running, 2), sw.ParallelPlan(sync_buffers=mode))
-    with sw.join(model):
-        for step in range(counts[rank]):
-            plain_loss(model, rank, step).backward()
+    for step, weight in sw.join(model, range(counts[rank])):
+        (weight * plain_loss(model, rank, step)).backward()
     for step in range(max(counts)):
         there = [r for r in range(len(counts)) if step < counts[r]]
         for r in there:
@@ -265,67 +264,38 @@ def test_buffers_are_those_of_the_ranks_that_have_a_batch():
         run_on_ranks(buffers, 3, mode)
 
 
-@on_ranks(2)
-def test_settings_of_optimizers_are_those_of_the_ranks_that_have_a_batch_and_compared_at_the_start():
-    """A rank without a batch steps with the settings of those that have one."""
-    rank = dist.get_rank()
-    model = sw.parallelize(Chain())
-    optimizer = adamw(model.parameters())
-    with sw.join(model, optimizer):
-        for step in range(2 + 2 * rank):
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01 * (step + 1)
-                group["betas"] = (0.5 + 0.1 * step, 0.99)
-            plain_loss(model, rank, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    held = [(group["lr"], group["betas"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.01 * rank
-    with pytest.raises(StateError) as caught, sw.join(model, optimizer):
-        pass
-    text = str(caught.value)
-    assert held == [(0.04, (0.8, 0.99))]
-    assert text.startswith("sw.join(): the ranks' optimizers have different settings: rank 0 has [{")
-    assert "Step schedulers equally often on every rank" in text
-
-
 def mean_losses():
-    """The mean of sw.train_step is that of the ranks that have a batch."""
+    """The mean of sw.train_step is that of the ranks that have a batch; every rank makes every step."""
     rank = dist.get_rank()
     model = sw.parallelize(Chain())
-    with sw.join(model):
-        means = [sw.train_step(model, sample(rank, step), lambda y, _: y.square().mean()) for step in range(1 + rank)]
+    means = [
+        sw.train_step(model, sample(rank, step), lambda y, _, weight=weight: weight * y.square().mean())
+        for step, weight in sw.join(model, range(1 + rank))
+    ]
     return [float(mean) for mean in means], float(plain_loss(Chain(), 1, 1).detach())
 
 
 def test_the_mean_loss_is_that_of_the_ranks_that_have_a_batch():
     (first, _), (second, alone) = run_on_ranks(mean_losses, 2)
-    assert first[0] == second[0]
+    assert first == second
     assert second[1] == alone
 
 
 @on_ranks(2)
-def test_a_forward_costs_one_small_message_while_nobody_has_left():
-    """While every rank has a batch there is one word for each forward, and nothing else."""
+def test_a_batch_costs_one_small_message():
     rank = dist.get_rank()
     model = sw.parallelize(Chain())
     optimizer = adamw(model.parameters())
-    recorded = []
-    with sw.join(model, optimizer):
-        for step in range(3):
-            with sw.record_collectives(model) as events:
-                plain_loss(model, rank, step).backward()
-                sw.clip_grad_norm(model, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            recorded.append([(event.kind, event.unit, event.sent_bytes) for event in events])
-    with sw.record_collectives(model) as events:
-        plain_loss(model, rank, step).backward()
-        sw.clip_grad_norm(model, 1.0)
-    outside = [(event.kind, event.unit, event.sent_bytes) for event in events]
-    inside = recorded[-1]
-    assert inside == [("all_gather", "join", 24), *outside]
+    descend(optimizer, [plain_loss(model, rank, 0)])  # in the first step ranks learn the order
+    with sw.record_collectives(model) as outside:
+        descend(optimizer, [plain_loss(model, rank, 0)])
+    with sw.record_collectives(model) as inside:
+        for step, weight in sw.join(model, range(2 + rank)):
+            descend(optimizer, [weight * plain_loss(model, rank, step)])
+    told = [event for event in inside if event.unit == "join"]
+    assert [(event.kind, event.sent_bytes) for event in told] == [("all_gather", 8)] * 4
+    once = [(event.kind, event.unit, event.sent_bytes) for event in outside]
+    assert [(e.kind, e.unit, e.sent_bytes) for e in inside if e.unit != "join"] == 3 * once
 
 
 # -- evaluation and generation
@@ -338,9 +308,13 @@ def evaluate(counts):
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
         for _ in range(2):
             model.eval()
-            with torch.no_grad(), sw.join(model):
-                for step in range(counts[rank]):
-                    assert torch.equal(model(sample(rank, step)), plain(sample(rank, step)))
+            with torch.no_grad():
+                every = [
+                    (model(sample(rank, s)), s, weight) for s, weight in sw.join(model, range(counts[rank]), like=0)
+                ]
+            found = [(y, step) for y, step, weight in every if weight]
+            assert [step for _, step in found] == list(range(counts[rank]))
+            assert all(torch.equal(y, plain(sample(rank, step))) for y, step in found)
             model.train()
             plain_loss(model, rank, 0).backward()
             model.zero_grad()
@@ -360,12 +334,12 @@ def test_deepspeed_2223_generation_with_uneven_batches_and_lengths_does_not_hang
     rank = dist.get_rank()
     plain = families.FAMILIES[name].build().eval()
     model = sw.parallelize(families.FAMILIES[name].build(), sw.ParallelPlan(strategy="zero3")).eval()
-    with torch.no_grad(), sw.join(model):
-        for step in range(counts[rank]):
+    with torch.no_grad():
+        for step, _ in sw.join(model, range(counts[rank])):
             tokens = families.tokens(rank, step, salt=2)
             how = {"max_new_tokens": 2 + (3 * rank + step) % 4, "do_sample": False}
             assert torch.equal(model.generate(input_ids=tokens, **how), plain.generate(input_ids=tokens, **how))
-    tokens = families.tokens(rank, 9, salt=2)  # and in step again, by transformers' own means
+    tokens = families.tokens(rank, 9, salt=2)
     how = {"max_new_tokens": 3 + rank, "do_sample": False}
     assert torch.equal(model.generate(input_ids=tokens, **how), plain.generate(input_ids=tokens, **how))
 
@@ -388,8 +362,8 @@ def stops(counts):
 
 
 def run_strictly(model, optimizer, count):
-    with sw.join(model, optimizer, throw_on_early_termination=True):
-        descend(optimizer, (plain_loss(model, dist.get_rank(), step) for step in range(count)))
+    batches = sw.join(model, range(count), throw_on_early_termination=True)
+    descend(optimizer, (plain_loss(model, dist.get_rank(), step) for step, _ in batches))
 
 
 @pytest.mark.parametrize("counts", [(4, 2), (2, 0, 3)])
@@ -399,92 +373,27 @@ def test_all_ranks_may_stop_as_soon_as_one_has_no_batch_left(counts):
         for text in texts:
             assert text == (
                 f"rank 0 has another batch, rank {short} has none left.\n"
-                "  Give every rank as many batches (drop_last=True), or use sw.join(model, optimizer)."
+                "  Give every rank as many batches (drop_last=True), or leave throw_on_early_termination out."
             )
 
 
-def fails():
-    """An exception on one rank, while another has no batch left and a third goes on."""
-    rank = dist.get_rank()
-    model = sw.parallelize(Chain())
-    try:
-        with sw.join(model):
-            for step in range(3 if rank else 1):
-                plain_loss(model, rank, step).backward()
-                if rank == 2 and step == 1:
-                    {}["rank 2's own"]
-    except (KeyError, CommError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_an_exception_on_one_rank_ends_the_others_as_well():
-    ended = "CommError: rank 2 has left sw.join() by an exception.\n  Look for the first error among the ranks' logs."
-    assert run_on_ranks(fails, 3) == [ended, ended, 'KeyError: "rank 2\'s own"']
-
-
-@on_ranks(3)
-def test_ranks_with_batches_that_do_different_things_are_told_so():
-    """Two ranks that have batches do different things."""
-    report_stalls_after(0.6)
-    rank = dist.get_rank()
-    model = sw.parallelize(Chain())
-
-    def run():
-        with sw.join(model):
-            for step in range(2 if rank else 0):
-                with torch.set_grad_enabled(rank == 1):
-                    model(sample(rank, step))
-
-    text = refusal(RankDisagreement, run)
-    assert text.startswith("ranks inside sw.join() do different things:\n  rank 1: forward (3, ")
-    assert "\n  rank 2: forward (0, " in text
-
-
 @on_ranks(2)
-def test_refusals_are_clear_and_come_on_all_ranks(tmp_path):
+def test_refusals_are_clear_and_come_on_all_ranks_and_a_save_in_the_loop_is_one_of_all_ranks(tmp_path):
     rank = dist.get_rank()
-    texts = {}
-
-    def note(name, call, *args):
-        texts[name] = refusal(StateError, call, *args)
-
     model = sw.parallelize(Chain())
-    optimizer, other = adamw(model.parameters()), adamw(model.parameters())
 
-    def enter(model, *args):
-        with sw.join(model, *args):
-            pass
+    def run(model, count, **how):
+        return [weight for step, weight in sw.join(model, range(count), **how) if model(sample(rank, step)) is not None]
 
-    with sw.join(model, optimizer):
-        note("nested", enter, model)
-        plain_loss(model, rank, 0).backward()
-        note("unknown optimizer", other.step)
-        optimizer.step()
-        optimizer.zero_grad()
-        scaler = sw.GradScaler("cpu")
-        scaler.scale(plain_loss(model, rank, 0)).backward()
-        note("scaler", scaler.unscale_, optimizer)
-        sw.save(f"{tmp_path}/all", model)  # every rank is still there
-        optimizer.zero_grad()
-
-    def save_late():
-        with sw.join(model, optimizer):
-            for step in range(1 + rank):
-                plain_loss(model, rank, step).backward()
-                optimizer.zero_grad()
-                if step:
-                    sw.save(f"{tmp_path}/late", model)
-
-    note("save", save_late)
+    none = refusal(StateError, run, model, rank)
+    assert none.startswith("sw.join(): rank 0 has no batch at all, so none to repeat.\n  Give all ranks one")
+    assert run(model, rank, like=0) == [float(rank)]  # the message's own advice
+    assert "is not parallelized" in refusal(StateError, sw.join, Chain(), [])
+    for place, (_, weight) in enumerate(sw.join(model, range(1 + rank))):
+        if place == 1:
+            assert weight == rank
+            sw.save(f"{tmp_path}/late", model)
     synchronised = sw.parallelize(sw.convert_sync_batchnorm(Chain(Running, 2)))
-    note("batch norm", enter, synchronised)
-    with sw.join(synchronised, throw_on_early_termination=True):
-        plain_loss(synchronised, rank, 0).backward()
-    note("plain", enter, Chain())
-    assert texts["nested"].startswith("sw.join() inside sw.join() of the same model.")
-    assert "Call sw.join(model, optimizer)." in texts["unknown optimizer"]
-    assert texts["scaler"].startswith("sw.GradScaler inside sw.join()")
-    assert texts["save"].startswith("sw.save inside sw.join() after rank 0 has run out of batches")
-    assert "batch norm over all ranks needs samples of every rank" in texts["batch norm"]
-    assert "is not parallelized" in texts["plain"]
+    text = refusal(StateError, sw.join, synchronised, [0])
+    assert "batch norm over all ranks would count samples that are repeated" in text
+    assert run(synchronised, 2, throw_on_early_termination=True) == [1.0, 1.0]

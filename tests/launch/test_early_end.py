@@ -50,7 +50,7 @@ def launch(tmp_path, *args):
 def test_d4_a_rank_that_ended_with_fewer_batches_is_named(tmp_path, strategy):
     text = launch(tmp_path, strategy, "end")
     assert "RankDisagreement 83: rank 1 has ended, while this rank waits in dp_shard/0/" in text
-    assert "Where it has fewer batches, use drop_last=True or sw.join(model, optimizer)." in text
+    assert "Where it has fewer batches, use drop_last=True or sw.join(model, batches)." in text
 
 
 def test_a_rank_that_failed_has_not_ended(tmp_path):
@@ -80,7 +80,7 @@ def barrier(strategy):
 def test_a_rank_that_waits_in_a_barrier_after_its_last_batch_is_named(strategy):
     text, _ = run_on_ranks(barrier, 2, strategy)
     assert text.startswith("rank 1 waits in torch.distributed's barrier, while rank 0 waits for it in ")
-    assert text.endswith("Where it has fewer batches, use drop_last=True or sw.join(model, optimizer).")
+    assert text.endswith("Where it has fewer batches, use drop_last=True or sw.join(model, batches).")
 
 
 def goes_on():

@@ -12,7 +12,6 @@ from torch import Tensor
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
 from shardwise.context.apply import _check_values
-from shardwise.features.uneven import Join
 from shardwise.pipeline.pipelined import Pipelined
 from shardwise.pipeline.stage import Agreement
 from shardwise.spec.errors import StateError
@@ -31,17 +30,16 @@ class OnDevice(RecordComm):
         return self.for_host
 
 
-def test_ranks_of_a_pipeline_and_of_a_join_agree_without_the_device():
+def test_ranks_of_a_pipeline_agree_without_the_device():
     comm: Any = OnDevice()
     with comm.record() as on_device, comm.for_host.record() as on_host:
         assert Agreement(comm, "step", "shown", b"trained").wait() > 0
         rank: Any = SimpleNamespace(_comm=comm)
-        assert Join._exchange(rank, 2, 3, 4) == [[2, 3, 4]]
         engine: Any = SimpleNamespace(comms=SimpleNamespace(control=RecordComm("dp", rank=0, size=1), num_ranks=1))
         engine.comms.control.device = torch.device("meta")
         mean = Pipelined.mean_loss(rank, engine, [torch.zeros((), dtype=torch.bfloat16, device="meta")])
     assert (mean.dtype, mean.device.type) == (torch.bfloat16, "meta")
-    assert [event.kind for event in on_host] == ["all_gather", "all_gather", "all_reduce"]
+    assert [event.kind for event in on_host] == ["all_gather", "all_reduce"]
     assert [(event.kind, event.unit) for event in on_device] == [("all_reduce", "loss")]
 
 

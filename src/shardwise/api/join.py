@@ -1,117 +1,148 @@
-"""The context in which ranks may have different numbers of batches."""
+"""Batches for ranks that have different numbers of them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
 from torch import nn
 
+from shardwise.comm.control import agree_row
+from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Observer
 from shardwise.features import batch_norm
-from shardwise.features.uneven import Join
+from shardwise.features.module_buffers import BufferSync
 from shardwise.forms.attachment import engine_of
-from shardwise.forms.ignored import ignored_of
-from shardwise.optim.clip import clip_grad_norm
-from shardwise.optim.in_backward import optimizers_in_backward
-from shardwise.spec.errors import StateError
+from shardwise.spec.errors import RankDisagreement, StateError
+
+if TYPE_CHECKING:
+    from shardwise.engine.unit import Unit
+
+_T = TypeVar("_T")
+_NONE, _HAS, _NOTHING_TO_REPEAT = range(3)
 
 
-@contextlib.contextmanager
+class _Repeats(Observer):
+    """Has a rank that repeats a batch add no gradient, not even of zero: a parameter that no real batch uses has none.
+
+    Attributes:
+        num_terms: Ranks that have a batch: means of losses are theirs.
+        is_repeat: This rank's batch is one that it repeats.
+    """
+
+    def __init__(self) -> None:
+        self.is_repeat = False
+        self._has_sums = False  # of real batches, which wait on this rank for the end of their window
+
+    def before_reduce(self, engine: Engine, unit: Unit) -> None:  # noqa: ARG002
+        """Drop what the repeat has left in a unit."""
+        for group in unit.groups if self.is_repeat and not self._has_sums else ():
+            for index in range(len(group.fulls) if not group.gradient.has_sums else 0):
+                group.gradient.forget(index)
+
+    def backward_ended(self, engine: Engine) -> None:
+        """Note whether sums wait."""
+        self._has_sums = not engine.syncs_gradients and (self._has_sums or not self.is_repeat)
+
+
 def join(
     model: nn.Module,
-    *optimizers: torch.optim.Optimizer,
+    batches: Iterable[_T],
+    *,
+    like: _T | None = None,
     divide_by_initial_world_size: bool = True,
     throw_on_early_termination: bool = False,
-) -> Iterator[None]:
-    """Let ranks have different numbers of batches, as ``torch.distributed.algorithms.Join`` and DDP's ``join``.
+) -> Iterator[tuple[_T, float]]:
+    """Give every rank as many batches as the rank with the most has, each with its weight: 1.0, or 0.0 for a repeat.
 
     ::
 
-        with sw.join(model, optimizer):
-            for batch in my_batches:  # some ranks have more of them
-                model(**batch).loss.backward()
-                sw.clip_grad_norm(model, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+        for batch, weight in sw.join(model, my_batches):  # some ranks have more of them
+            (weight * model(**batch).loss).backward()
+            sw.clip_grad_norm(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
-    A rank whose loop has ended stays at the end of the context and takes part in what the others do: forward and
-    backward (with gradients of zero), ``sw.clip_grad_norm``, ``sw.train_step``'s loss, ``optimizer.step()`` of the
-    optimizers named here with the others' settings. All ranks leave the context together. It also serves evaluation and
-    ``generate()``, where no optimizer is needed; ``generate()`` then keeps no further step with other ranks.
-
-    While a rank has no batch left, ``sw.save`` and whatever else works on the whole model is refused; do it outside of
-    the context. A scheduler that steps with every batch steps more often on some ranks: set rates by a count that all
-    ranks share. Gradient scalers and batch norm over all ranks are refused.
+    A rank whose batches have ended gets its last one again, with the weight 0.0: multiply the loss, and whatever else
+    is added up, by the weight. The gradients are then those of one process that has the real batches only. Every rank
+    makes the same steps, so schedulers, ``sw.save`` and evaluations in the loop work as without ``join``. In evaluation
+    and with ``generate()``, call the model for every batch, and leave out results whose weight is 0.0.
 
     Args:
-        model: A parallelized model.
-        optimizers: Those that step inside.
+        model: A parallelized model. Ranks that differ on ``tp``, ``cp`` or ``pp`` only must have as many batches.
+        batches: This rank's batches.
+        like: A batch for a rank that has none at all.
         divide_by_initial_world_size: Sums of gradients are divided by the number of all ranks; else by the number of
             ranks that still have a batch, and every sample weighs the same.
-        throw_on_early_termination: Raise on all ranks as soon as one has no batch left and another begins one.
+        throw_on_early_termination: Raise on all ranks as soon as one has no batch left and another has one.
+
+    Yields:
+        A batch and its weight.
 
     Collective:
-        A small all-gather for each outermost forward; once a rank has no batch left, for each collective. All ranks
-        must enter.
+        An all-gather of eight bytes per rank for each batch; at the end the buffers, if they are due. All ranks must
+        call, and go to the end or leave together.
 
     Raises:
-        RankDisagreement: ``throw_on_early_termination``, or ranks that have batches do different things.
-        CommError: Another rank has left by an exception.
-        StateError: The context is entered twice; the optimizers' settings differ; something that is refused.
+        RankDisagreement: ``throw_on_early_termination``.
+        StateError: A rank has no batch at all, and no ``like``; or the model has batch norm over all ranks, which would
+            count the repeats.
     """
     engine = engine_of(model, "sw.join")
     engine.settle("sw.join()")
-    if engine.observers.find(Join) is not None:
-        raise StateError("sw.join() inside sw.join() of the same model.\n  Leave one out.")
     if batch_norm.comms_of(model) and not throw_on_early_termination:
         raise StateError(
-            "sw.join(): batch norm over all ranks needs samples of every rank.\n"
+            "sw.join(): batch norm over all ranks would count samples that are repeated.\n"
             "  Use plain batch norm, drop_last=True, or sw.join(..., throw_on_early_termination=True)."
         )
-    if engine.comms.ep is not None:
-        raise StateError(
-            "sw.join(): experts on other ranks wait for the tokens of every rank (ep).\n"
-            "  Use drop_last=True, or set ep=1."
-        )
-    if ignored_of(engine).spread:
-        raise StateError(
-            "sw.join(): lookups in rows on other ranks wait for every rank (row_sharded).\n"
-            "  Use drop_last=True, or leave row_sharded out."
-        )
-    group = Join(
-        engine,
-        optimizers_in_backward(engine) or optimizers,
-        lambda max_norm: clip_grad_norm(model, max_norm),
-        divides_by_all=divide_by_initial_world_size,
-        throws=throw_on_early_termination,
+    return _joined(
+        engine, iter(batches), like, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
     )
-    with _generating_alone(model):
-        engine.observers.add(group, is_first=True)
-        try:
-            yield
-        except BaseException:
-            group.fail()
-            raise
-        else:
-            group.follow()
-        finally:
-            engine.observers.remove(group)
-            group.restore()
 
 
-@contextlib.contextmanager
-def _generating_alone(model: nn.Module) -> Iterator[None]:
-    """Without the collective of its own by which transformers keeps ``generate()`` in step over the ranks.
-
-    A rank without a batch has no part in it; and inside ``join`` ranks may call the model more or less often.
-    """
-    key = "_is_fsdp_managed_module"
-    before = model.__dict__.get(key)
-    if before is not None:
-        model.__dict__[key] = False
+def _joined(
+    engine: Engine, batches: Iterator[_T], batch: _T | None, *, divides_by_all: bool, throws: bool
+) -> Iterator[tuple[_T, float]]:
+    comm, repeats = engine.comms.control, _Repeats()
+    engine.observers.add(repeats)
     try:
-        yield
+        while True:
+            has = _NOTHING_TO_REPEAT if batch is None else _NONE
+            for batch in batches:  # noqa: B007, PLR1704  the next one, if there is one
+                has = _HAS
+                break
+            told = [row[0] for row in agree_row(comm, [has], unit="join")]
+            active = [rank for rank, each in enumerate(told) if each == _HAS]
+            if not active:
+                break
+            if throws and len(active) < comm.size:
+                left = next(rank for rank in range(comm.size) if rank not in active)
+                raise RankDisagreement(
+                    f"rank {active[0]} has another batch, rank {left} has none left.\n"
+                    "  Give every rank as many batches (drop_last=True), or leave throw_on_early_termination out."
+                )
+            if _NOTHING_TO_REPEAT in told:
+                raise StateError(
+                    f"sw.join(): rank {told.index(_NOTHING_TO_REPEAT)} has no batch at all, so none to repeat.\n"
+                    "  Give all ranks one to take part with: sw.join(model, batches, like=batch)."
+                )
+            if len(active) != (repeats.num_terms or comm.size):
+                repeats.num_terms = len(active)
+                _count(engine, active, divides_by_all=divides_by_all)
+            assert batch is not None
+            repeats.is_repeat = has != _HAS
+            yield batch, float(has == _HAS)
+        engine.sync_buffers()
     finally:
-        if before is not None:
-            model.__dict__[key] = before
+        engine.observers.remove(repeats)
+        _count(engine, range(comm.size), divides_by_all=divides_by_all)
+
+
+def _count(engine: Engine, active: Sequence[int], *, divides_by_all: bool) -> None:
+    """Have buffers, and the number by which gradients are divided, follow the ranks that have a batch."""
+    if not divides_by_all:
+        for group in engine.groups:
+            group.gradient.divide_by(group.facts.num_ranks * len(active) // engine.comms.control.size)
+    buffers = engine.observers.find(BufferSync)
+    if buffers is not None:
+        buffers.set_sources(active)

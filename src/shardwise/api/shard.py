@@ -241,5 +241,5 @@ class _Synced(Uncopyable):
         model = self._model()
         assert model is not None
         if "synced_gpus" not in inspect.signature(self._generate).bind_partial(model, *args, **kwargs).arguments:
-            kwargs["synced_gpus"] = model.__dict__["_is_fsdp_managed_module"]  # not inside sw.join
+            kwargs["synced_gpus"] = True
         return self._generate(model, *args, **kwargs)

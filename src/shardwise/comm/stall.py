@@ -189,7 +189,7 @@ _OTHER_PATHS = (
     "The ranks took different paths through the model. Let every rank run the same units, or wrap the module that"
     " chooses among them as one unit (auto_wrap_policy). Where one has fewer batches, see sw.join."
 )
-_FEWER_BATCHES = "Where it has fewer batches, use drop_last=True or sw.join(model, optimizer)."
+_FEWER_BATCHES = "Where it has fewer batches, use drop_last=True or sw.join(model, batches)."
 
 
 class StallWatch:

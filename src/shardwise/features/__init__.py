@@ -1,1 +1,1 @@
-"""What attaches to the engine: precision, recomputation, uneven inputs, the update inside backward, safety, ..."""
+"""What attaches to the engine: precision, recomputation, the update inside backward, safety, ..."""

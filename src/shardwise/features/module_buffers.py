@@ -52,10 +52,6 @@ class BufferSync(Observer):
         """A module with buffers is in training mode, in which a forward may change them, also one without grad."""
         return any(module.training for holder in self._holders if (module := holder()) is not None)
 
-    def may_change(self, engine: Engine) -> bool:
-        """Whether the forward that begins may change buffers: it trains, or some module with buffers does."""
-        return engine.forward.trains or self.has_holder_in_training
-
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
         """An outermost forward is about to run, on every rank.
 
@@ -65,9 +61,9 @@ class BufferSync(Observer):
         if not self._held:
             engine.observers.rest(self)
         elif not engine.parameters_are_unchanged:
-            self.begin(may_change=self.may_change(engine))
+            self.begin(engine)
 
-    def begin(self, *, may_change: bool) -> None:
+    def begin(self, engine: Engine) -> None:
         """Forwards between which no parameter changes are about to run, on every rank.
 
         Collective:
@@ -75,7 +71,7 @@ class BufferSync(Observer):
         """
         if self.is_due:
             self.sync()
-        self.is_due = may_change and bool(self._held)
+        self.is_due = (engine.forward.trains or self.has_holder_in_training) and bool(self._held)
 
     def before_state(self, engine: Engine) -> None:  # noqa: ARG002
         """Have the buffers equal over the ranks now.
@@ -186,4 +182,4 @@ def begin(engine: Engine) -> None:
     """
     buffers = engine.observers.find(BufferSync)
     if buffers is not None:
-        buffers.begin(may_change=buffers.may_change(engine))
+        buffers.begin(engine)

@@ -167,10 +167,10 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
 
 
 def _refuse_observers(engine: Engine) -> None:
-    if any(observer.updates_in_backward or observer.sees_every_gather for observer in engine.observers.all):
+    if any(observer.updates_in_backward for observer in engine.observers.all):
         raise StateError(
-            "a pipeline step adds up the gradients of its microbatches: sw.optimizer_in_backward() and sw.join() do not"
-            " go with it.\n  Leave them out, or set pp=1."
+            "a pipeline step adds up the gradients of its microbatches: sw.optimizer_in_backward() does not go with"
+            " it.\n  Leave it out, or set pp=1."
         )
 
 
@@ -226,9 +226,7 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
         An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
     """
     engine.settle(call)
-    if any(observer.sees_every_gather for observer in engine.observers.all) or not all(
-        _can_stay(unit) for unit in engine.units
-    ):
+    if not all(_can_stay(unit) for unit in engine.units):
         yield
         return
     was_open = engine.parameters_are_unchanged

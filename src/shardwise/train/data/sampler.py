@@ -153,8 +153,8 @@ class DistributedSampler:
             for batch in loader:
                 ...
 
-    Where the ranks do not divide the data, the first ranks have one sample more than the others: train under
-    ``sw.join(model)``, or set ``drop_last=True``.
+    Where the ranks do not divide the data, the first ranks have one sample more than the others: train over
+    ``sw.join(model, loader)``, or set ``drop_last=True``.
 
     Args:
         data: A data set with a length, or the number of samples.
