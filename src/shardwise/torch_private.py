@@ -22,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -145,6 +147,30 @@ def is_in_distributed_autograd() -> bool:
 has_rpc_agent: Callable[[], bool] = getattr(
     getattr(torch._C, "_distributed_rpc", None), "_is_current_rpc_agent_set", lambda: False
 )
+
+
+def keep_no_longer(keeping: Any, tensor: object) -> bool:
+    """Have a selective checkpoint compute again what it keeps in the memory of ``tensor``, which has been changed.
+
+    Args:
+        keeping: What ``create_selective_checkpoint_contexts`` gave for the forward.
+        tensor: Was changed in place. Behind a reshape that is no view to autograd, torch sees nothing of that.
+
+    Returns:
+        False: it keeps something there, and this version of torch has no way to compute it again.
+    """
+    memory, again = (
+        storage_identity(tensor) if isinstance(tensor, Tensor) else 0,
+        getattr(checkpoint, "_RECOMPUTE", None),
+    )
+    for entries in keeping.storage.values():
+        for place, entry in list(entries.items() if isinstance(entries, dict) else enumerate(entries)):
+            held = [each.val for each in tree_leaves(entry) if isinstance(each, checkpoint._VersionWrapper)]
+            if memory and any(isinstance(each, Tensor) and storage_identity(each) == memory for each in held):
+                if again is None:
+                    return False
+                entries[place] = again
+    return True
 
 
 def storage_identity(tensor: Tensor) -> int:

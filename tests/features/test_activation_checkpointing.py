@@ -260,6 +260,34 @@ def test_units_inside_torchs_checkpoint_wrapper_work_pytorch_82203():
             assert trace == plain[0], (strategy, is_reentrant)
 
 
+class ChangesInPlace(nn.Module):
+    """Adds to what its products return, in place: behind reshapes that are views to autograd, that are none, and none.
+
+    T5's attention does so (``scores += position_bias``), of many versions of transformers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BTC = x.unflatten(0, (2, -1))
+        scores = self.first(x_BTC) @ x_BTC.transpose(1, 2)
+        scores += x_BTC.mean(-1, keepdim=True)
+        weights = torch.relu_(scores.softmax(-1) @ self.second(x_BTC))
+        flat = self.second(x)
+        flat.mul_(2)
+        return x + weights.flatten(0, 1) + torch.tanh(flat)
+
+
+@on_ranks(2)
+def test_what_a_block_changes_in_place_behind_its_products_is_changed_once():
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return model(sample(rank, step, 4, 8)).square().mean()
+
+    compare_each(lambda: Chain(ChangesInPlace), loss, ("ddp", "zero3"), activation_checkpointing="selective")
+
+
 def tiny(kind: str) -> nn.Module:
     """A transformers model with dropout, whose forward fills a key-value cache unless told otherwise."""
     import transformers

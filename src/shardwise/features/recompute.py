@@ -20,8 +20,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from shardwise import torch_private
 from shardwise.features.wrap import find_units
 from shardwise.spec.errors import PlanError, StateError, Uncopyable
 from shardwise.spec.policies import RecomputePolicy, WrapPolicy
@@ -215,10 +217,23 @@ def _context_fn(policy: RecomputePolicy) -> _ContextFn:
         return noop_context_fn
     saved = {operator for name in policy.save for operator in operators(name)}
 
-    def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        def decide(_context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+            if operator in saved:
+                return CheckpointPolicy.MUST_SAVE
+            # What is changed in place (a T5's scores += bias) the recomputation would change once more.
+            changed = tree_leaves(args[:1]) if operator.overloadpacket.__name__.endswith("_") else ()
+            if not all(torch_private.keep_no_longer(keeping, each) for each in changed):
+                raise StateError(
+                    f"{operator} changes in place what activation_checkpointing keeps: a recomputation would change it"
+                    " once more.\n  Use 'full', or torch 2.13, with which it is computed again."
+                )
+            return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return functools.partial(create_selective_checkpoint_contexts, decide)
+        keeping, giving = create_selective_checkpoint_contexts(decide)
+        return keeping, giving
+
+    return contexts
 
 
 def operators(name: str) -> list[Any]:
