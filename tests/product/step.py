@@ -98,7 +98,7 @@ def loss_trace(control: str, rank: int, size: int, *, pp_rank: int = 0, pp: int 
     """
     found = [Collective("all_reduce", "loss", all_reduced_numel(1, size, rank) * _LOSS_BYTES, control)]
     if pp > 1:
-        found.append(Collective("all_reduce", "loss", all_reduced_numel(2, pp, pp_rank) * _LOSS_BYTES, "pp"))
+        found += 2 * [Collective("all_reduce", "loss", all_reduced_numel(1, pp, pp_rank) * _LOSS_BYTES, "pp")]
     return found
 
 

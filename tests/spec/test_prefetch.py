@@ -374,7 +374,3 @@ def test_what_another_rank_has_run_is_not_what_this_rank_has_run():
     assert orders[0].holds([2, 3, 0])
     assert orders[0].holds([2, 2, 0])  # calls that follow one another are one place
     assert not orders[0].holds([0, 3])
-    for order in orders:
-        order.take((2, 3, 0), is_settled=False)
-    assert meeting.run(ask) == [False, False]
-    assert not orders[0].is_settled

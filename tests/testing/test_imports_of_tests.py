@@ -21,7 +21,7 @@ ABOUT = {
     "comm/test_messages.py": "comm",
     "engine/test_notice.py": "launch.notice",
     "engine/test_different_paths.py": "engine.agreement",
-    "engine/test_partial_gradients.py": "forms.part",
+    "engine/test_partial_gradients.py": "forms.attachment forms.part",
     "features/test_activation_checkpointing.py": "context.apply",
     # launching, rendezvous, transports, stalls
     "conftest.py": "launch.world",

@@ -84,8 +84,6 @@ def train_step(
                 losses.append(loss.detach())
     mean = (total / count).reshape(1)
     if losses is None:
-        for tell in engine.observers.before_mean:
-            tell(engine)
         engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_terms).wait()
     return mean.squeeze(0).to(dtype)
 

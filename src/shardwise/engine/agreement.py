@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree_highest, agree_row, refuse_different
-from shardwise.engine.pool import GradientPool
 from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import CommError, RankDisagreement
 from shardwise.spec.order import FAILED, THROUGH, Entry, Word
@@ -29,7 +28,6 @@ class RankPeers:
         comm: The Comm.
         entry: The entry.
         units: The units of the model.
-        gradients: Tells where some ranks only follow others (``sw.join``), and do not answer.
         backward: The backward under way, in an order of backwards.
     """
 
@@ -38,19 +36,17 @@ class RankPeers:
         comm: Comm,
         entry: Entry,
         units: Sequence[Unit],
-        gradients: GradientPool,
         backward: Backward | None = None,
     ) -> None:
         self._comm = comm
         self._entry = entry
         self._units = units
-        self._gradients = gradients
         self._backward = backward
 
     @property
     def are_there(self) -> bool:
         """There are other ranks, and they can answer."""
-        return self._comm.size > 1 and self._comm.answers and not self._gradients.finishes_at_once
+        return self._comm.size > 1 and self._comm.answers
 
     @property
     def under_way(self) -> frozenset[int]:

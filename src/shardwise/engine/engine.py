@@ -166,12 +166,12 @@ class Engine:
             unit.dissolve()
 
     def _make_orders(self) -> Paths:
-        units, gradients, backward = self.units, self.gradients, self.backward
+        units, backward = self.units, self.backward
         gather, control, gathers = self.comms.gather, self.comms.control, self.row.shards_optimizer
 
         def peers(entry: Entry) -> tuple[RankPeers | None, RankPeers]:
-            forward = RankPeers(gather, entry, units, gradients) if gathers else None
-            return forward, RankPeers(control, entry, units, gradients, backward)
+            forward = RankPeers(gather, entry, units) if gathers else None
+            return forward, RankPeers(control, entry, units, backward)
 
         return Paths(peers, lambda entry: indices_below(units, entry), self.observers.wake)
 
@@ -330,7 +330,7 @@ class Engine:
             All-reduce of two integers for each place of the order, on ``dp_shard`` at the end of a forward that trains,
             over all data-parallel ranks at the end of a backward; only where the paths through the model keep changing.
         """
-        if order.is_overgrown and not self.gradients.finishes_at_once:
+        if order.is_overgrown:
             marks = torch.tensor(order.marks(), device=comm.device)
             comm.all_reduce(marks, unit="order").wait()
             order.keep(marks.tolist())
@@ -717,8 +717,6 @@ class Engine:
             with label("reduce", unit.name):
                 handle = group.gradient.reduce(self.gradients, is_last=is_last)
             self.reducing.append((unit, group, handle))
-        while self.reducing and self.gradients.finishes_at_once:
-            self.move_on()
 
     @property
     def _num_travelling(self) -> int:

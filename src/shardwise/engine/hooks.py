@@ -261,13 +261,11 @@ class Observer:
     not hold the engine by a strong reference for longer than a step.
 
     Attributes:
-        sees_every_gather: Nothing may be gathered once for several forwards: every gather matters to it.
         updates_in_backward: It lets optimizers step when a group's gradients are reduced.
         is_stepping: One of these steps right now.
         num_terms: Ranks over which means are taken, where it knows better.
     """
 
-    sees_every_gather = False
     updates_in_backward = False
     is_stepping = False
     num_terms: int | None = None
@@ -304,14 +302,8 @@ class Observer:
     def before_state(self, engine: Engine) -> None:
         """The state of the whole model is about to be read: make equal over the ranks what should be."""
 
-    def before_norm(self, engine: Engine, max_norm: float, *, is_of_part: bool) -> None:
-        """The norm of all gradients, or of those of a part of the model, is about to be computed."""
-
     def before_step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, outside of backward."""
-
-    def before_mean(self, engine: Engine) -> None:
-        """A mean over ``engine.num_terms`` ranks is about to be taken: of losses."""
 
 
 class Observers:
@@ -363,9 +355,7 @@ class Observers:
         self.before_call = self._listening(lambda each: each.before_call)
         self.before_values = self._listening(lambda each: each.before_values)
         self.before_state = self._listening(lambda each: each.before_state)
-        self.before_norm = self._listening(lambda each: each.before_norm)
         self.before_step = self._listening(lambda each: each.before_step)
-        self.before_mean = self._listening(lambda each: each.before_mean)
 
     def _listening(self, method_of: Callable[[Observer], _F]) -> tuple[_F, ...]:
         """The methods of those observers that do something at a moment."""

@@ -140,10 +140,6 @@ class GradientPool:
             the pool grows.
         drain: Finishes the oldest reduction under way; returns False if there is none.
         keeps: Buffers that nobody uses stay allocated.
-
-    Attributes:
-        finishes_at_once: Every reduction is waited for as soon as it is issued (a rank that follows others waits for
-            their next word, not for this).
     """
 
     def __init__(self, limit: int, drain: Callable[[], bool], *, keeps: bool = True) -> None:
@@ -154,7 +150,6 @@ class GradientPool:
         self._free: dict[Hashable, deque[Tensor]] = {}
         self._constants: dict[Hashable, Tensor | None] = {}
         self.num_buffers: dict[Hashable, int] = {}
-        self.finishes_at_once = False
 
     def constant(self, key: Hashable, make: Callable[[], Tensor | None]) -> Tensor | None:
         """A small tensor that never changes, made at the first call and shared by all who name the same key."""

@@ -77,8 +77,6 @@ def clip_grad_norm(
     for engine, below in chosen.items():
         refuse(engine, "sw.clip_grad_norm()")
         refuse_sums(engine, "sw.clip_grad_norm()")
-        for tell in engine.observers.before_norm:
-            tell(engine, max_norm, is_of_part=below is not None or norm_type != 2 or len(chosen) > 1)
         shards = (shard for group in engine.groups for shard in group.shards)
         spread = ignored_of(engine).spread_parameters.values()
         found = ((p, p.grad) for p in (*shards, *spread))

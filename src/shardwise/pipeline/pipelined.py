@@ -295,14 +295,9 @@ class Pipelined(Uncopyable):
         mean = (total / max(len(losses), 1)).reshape(1)
         engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.comms.num_ranks).wait()
         code = float(_LOSS_DTYPES.index(dtype_name(losses[0].dtype))) if losses else 0.0
-        comm, host = self._comm, self._comm.host
-        told = torch.full((1,), code, dtype=torch.float64, device=host.device)
-        if host is comm:
-            told = torch.cat([told, mean])
-            mean = told[1:]
-        else:  # the host does not wait for the device
-            comm.all_reduce(mean, unit="loss").wait()
-        host.all_reduce(told, unit="loss").wait()
+        told = torch.full((1,), code, dtype=torch.float64, device=self._comm.host.device)
+        self._comm.all_reduce(mean, unit="loss").wait()
+        self._comm.host.all_reduce(told, unit="loss").wait()  # so that the host does not wait for the device
         return mean[0].to(torch_dtype(_LOSS_DTYPES[int(told[0])]))
 
 

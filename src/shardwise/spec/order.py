@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 #: What a rank says instead of the number of a unit: it has run its path to the end; an exception ended its pass.
 THROUGH, FAILED = -1, -2
@@ -121,16 +121,6 @@ class AgreedOrder:
     def units(self) -> tuple[int, ...]:
         """The order as known so far."""
         return tuple(self._order)
-
-    def take(self, units: Sequence[int], *, is_settled: bool) -> None:
-        """Adopt the order that another rank has recorded."""
-        self._order = list(units)
-        self._used_in = [self._pass] * len(self._order)
-        self._kept_since = self._pass - 1
-        self._pass += 1  # this rank has run none of it
-        self.is_settled = is_settled
-        self.is_recorded = self.is_open = False
-        self.end()
 
     def start(self, *, anew: bool = False) -> None:
         """Begin a pass; with ``anew``, which is the same on all ranks, they negotiate it from its beginning."""
@@ -433,15 +423,6 @@ class Orders(dict[Entry, AgreedOrder]):
         """A new order."""
         self[entry] = order = self._make(entry)
         return order
-
-    def known(self) -> list[list[Any]]:
-        """Entry, recorded order and whether it is settled of each, as JSON holds them."""
-        return [[*entry, list(order.units), order.is_settled] for entry, order in self.items() if order.is_recorded]
-
-    def take(self, known: Sequence[list[Any]]) -> None:
-        """Take over what :meth:`known` gave on another rank."""
-        for index, path, units, is_settled in known:
-            self[index, path].take(units, is_settled=is_settled)
 
 
 class Paths:
