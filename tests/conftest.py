@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("patient")
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 
-#: What ``--every-case`` repeats on the debug transports (``shardwise.comm.debug``): beginnings of paths in tests/.
+#: What ``--every-case`` repeats on debug transports (``shardwise.testing.transports``): beginnings of paths in tests/.
 ON_TRANSPORTS = (
     *("context/test_context_parity", "context/test_context_ranks", "embedding/", "engine/test_experts"),
     *("engine/test_tied_weights", "expert/test_expert", "generation/test_generat"),

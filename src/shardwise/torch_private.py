@@ -8,21 +8,24 @@ call ``torch._foreach_*``. A test keeps the list of modules with marked lines fr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import _gpu_trace
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -408,3 +411,60 @@ def recorded_collectives() -> bytes:
         return b""
     library: Any = torch._C._distributed_c10d
     return library._dump_nccl_trace(True, False, False)  # noqa: FBT003  collectives, stacks, only those not done
+
+
+# -- for shardwise.testing.streams, which replaces names of torch through ``put(owner, name, value)``
+
+
+def schema_of(op: Any) -> tuple[str, list[tuple[str, bool, bool]]]:
+    """An operator's name, and of each argument its name, whether the result may share its memory, or it is written."""
+    given = op._schema.arguments
+    return op._schema.name, [
+        (a.name, a.alias_info is not None, bool(a.alias_info and a.alias_info.is_write)) for a in given
+    ]
+
+
+def replace_backward(put: Callable[..., None], around: Callable[[Any], Any]) -> None:
+    """Replace what runs every backward; ``torch.autograd`` has no hook around it."""
+    run = around(torch.autograd.graph._engine_run_backward)
+    put(torch.autograd, "_engine_run_backward", run)
+    put(torch.autograd.graph, "_engine_run_backward", run)
+
+
+def replace_wrapper_factory(put: Callable[..., None], around: Callable[[Any], Any]) -> None:
+    """Replace what makes tensors without memory (:func:`empty_subclass`)."""
+    put(Tensor, "_make_wrapper_subclass", staticmethod(around(Tensor._make_wrapper_subclass)))
+
+
+def replace_in_device_contexts(put: Callable[..., None], replaced: Mapping[Any, Any]) -> None:
+    """Have ``with torch.device(...)`` call the replacements of factories, which it knows by torch's own functions."""
+    plain = DeviceContext.__torch_function__
+
+    def call(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in replaced:
+            return plain(self, func, types, args, kwargs)
+        return replaced[func](
+            *args, **{"device": self.device, **{k: v for k, v in (kwargs or {}).items() if v is not None}}
+        )
+
+    put(DeviceContext, "__torch_function__", call)
+
+
+#: Functions of ``torch.cuda`` that start the device, or keep it busy: nothing to do for one that is pretended.
+CUDA_STARTS = "_lazy_init", "_sleep"
+
+
+@contextlib.contextmanager
+def traced_gpu(callbacks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
+    """Have torch call ``callbacks`` for what happens on GPUs, as its own sanitizer does. Names as ``event_record``."""
+    registries = {
+        name: getattr(_gpu_trace, "".join(map(str.title, name.split("_"))) + "Callbacks") for name in callbacks
+    }
+    torch._C._activate_gpu_trace()
+    for name, callback in callbacks.items():
+        registries[name].add_callback(callback)
+    try:
+        yield
+    finally:
+        for name, callback in callbacks.items():
+            registries[name].callback_list.remove(callback)

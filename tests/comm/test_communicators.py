@@ -109,11 +109,14 @@ def without_stream(comm):
     return comm
 
 
+OVER_GLOO = opening.Transport("gloo")
+
+
 def count_groups():
     """Groups alive after each call of ``sw.parity``, where every Comm is opened as over NCCL."""
     made = []
 
-    def over_gloo(group, axis, device, *, channel, ledger, host, take_turn, stream):
+    def over_gloo(group, axis, device, *, channel, ledger, host, **_):
         made.append(channel)
         return without_stream(GlooComm(group, axis, channel=host.channel))
 
@@ -121,7 +124,7 @@ def count_groups():
     found = []
     with (
         mock.patch.object(opening, "_is_moved_by_nccl", return_value=True),
-        mock.patch.object(opening, "communicator", functools.partial(communicator, backend="gloo")),
+        mock.patch.object(opening, "transport", OVER_GLOO),
         mock.patch.object(nccl, "NcclComm", over_gloo),
     ):
         for _ in range(3):
@@ -167,8 +170,7 @@ def as_on_nccl(*, is_done=True):
     moving = OfModule(dist, all_gather_single=all_gather_single, reduce_scatter_single=reduce_scatter_single)
     with (
         mock.patch.object(opening, "_is_moved_by_nccl", return_value=True),
-        mock.patch.object(opening, "communicator", functools.partial(communicator, backend="gloo")),
-        mock.patch.object(nccl, "dist", moving),
+        mock.patch.object(opening, "transport", opening.Transport("gloo", moving)),
         mock.patch.object(nccl, "torch", OfModule(torch, cuda=cuda)),
         mock.patch.object(nccl, "way_of_sum", return_value=nccl.Sum.PLAIN),
     ):
@@ -211,7 +213,7 @@ def test_ranks_that_step_two_models_in_opposite_orders_disagree_instead_of_swapp
 def issue(orders):
     """The device is never done: each host goes on until it is told."""
     silent = SimpleNamespace(all_gather_single=lambda *_, **__: None, reduce_scatter_single=len)
-    with as_on_nccl(is_done=False), mock.patch.object(nccl, "dist", silent):
+    with as_on_nccl(is_done=False), mock.patch.object(opening, "transport", opening.Transport("gloo", silent)):
         comms = [opening.open_comms(CPU)[0] for _ in range(2)]
         order = orders[dist.get_rank()]
         for index in itertools.chain(order, itertools.repeat(order[-1])):
@@ -236,7 +238,7 @@ def control_without_gloo():
     """Ranks 0 and 2 of three open Comms over a group that says that it has NCCL alone."""
     hosts, rank = [], dist.get_rank()
 
-    def over_gloo(group, axis, device, *, channel, ledger, host, take_turn, stream):
+    def over_gloo(group, axis, device, *, channel, ledger, host, **_):
         hosts.append((host, ledger.peers))
         return without_stream(GlooComm(group, axis, channel=channel))
 
@@ -244,11 +246,7 @@ def control_without_gloo():
         mock.patch.object(opening, "_is_moved_by_nccl", return_value=True),
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
         mock.patch.object(nccl, "NcclComm", over_gloo),
-        mock.patch.object(
-            opening,
-            "communicator",
-            lambda *given, backend="gloo", **named: communicator(*given, backend=backend, **named),
-        ),
+        mock.patch.object(opening, "transport", OVER_GLOO),
     ):
         if rank == 1:
             return None

@@ -30,8 +30,8 @@ def comm() -> Iterator[NcclComm]:
     names = ("isend", "irecv", "ReduceOp")
     dist = SimpleNamespace(**silent, **{name: getattr(torch.distributed, name) for name in names})
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    with mock.patch.object(nccl, "dist", dist), mock.patch.object(nccl.torch, "cuda"):
-        yield NcclComm(group, "tp", torch.device("cuda", 0))
+    with mock.patch.object(nccl.torch, "cuda"):
+        yield NcclComm(group, "tp", torch.device("cuda", 0), calls=dist)
 
 
 def new() -> torch.Tensor:

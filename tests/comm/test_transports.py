@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.comm import debug
 from shardwise.comm.axes import open_comms
 from shardwise.comm.staged import StagedComm
 from shardwise.spec.errors import CommError, ConfigError
 from shardwise.tensor.linear import ColumnPlan, column_linear
-from shardwise.testing import RankFailure, run_on_ranks
+from shardwise.testing import RankFailure, run_on_ranks, transports
 from tests.common import models
 
 CPU = torch.device("cpu")
@@ -27,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def transport(request, monkeypatch):
-    monkeypatch.setenv(debug.TRANSPORT, request.param)
+    monkeypatch.setenv(transports.TRANSPORT, request.param)
 
 
 def on(name):
@@ -96,7 +95,7 @@ def one_by_one(comm, sends, receives):
 
 
 def tied_one_by_one():
-    with mock.patch.object(debug.InOrder, "exchange", one_by_one):
+    with mock.patch.object(transports.InOrder, "exchange", one_by_one):
         tied_over_stages()
 
 
@@ -117,7 +116,7 @@ def backward_of_a_column(holds):
     torch.manual_seed(0)
     x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(8, 6)
     own = weight.chunk(comm.size)[comm.rank].clone().requires_grad_()
-    with mock.patch.object(debug.EarlyFree, "holds", holds):
+    with mock.patch.object(transports.EarlyFree, "holds", holds):
         column_linear(x, own, None, ColumnPlan(comm, "layer", is_transposed=False)).sum().backward()
     assert torch.equal(own.grad, x.detach().sum(0).expand(4, 6))
     return x.grad, weight.sum(0).expand(4, 6)
@@ -141,7 +140,7 @@ def written_too_early():
     handle.wait()
     whole = torch.full((2,), 7)
     handle = comm.broadcast(whole, root=0, unit="u")
-    with mock.patch.object(debug.EarlyFree, "holds", False):
+    with mock.patch.object(transports.EarlyFree, "holds", False):
         lost = comm.all_reduce(torch.ones(4), unit="lost")
     handle.wait()
     with pytest.raises(CommError, match=r"all_reduce\(lost\) on dp_shard: the memory of its result was freed before"):
@@ -222,8 +221,8 @@ def test_what_is_staged_is_a_copy_and_its_result_is_kept():
 
 
 def test_another_name_is_refused(monkeypatch):
-    monkeypatch.setenv(debug.TRANSPORT, "slow")
+    monkeypatch.setenv(transports.TRANSPORT, "slow")
     with pytest.raises(RankFailure, match=r"SHARDWISE_TRANSPORT='slow' is not a transport"):
         run_on_ranks(open_comms, 1, CPU)
     with pytest.raises(ConfigError):
-        debug.debugged(mock.Mock(), "slow")
+        transports.debugged(mock.Mock(), "slow")

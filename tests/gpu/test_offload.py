@@ -136,7 +136,7 @@ def test_the_device_holds_what_is_predicted_and_its_peak_falls() -> None:
 
 def sums_late(policy: str) -> list[torch.Tensor]:
     """Gradients where packed ones are added up only after the next units' were packed, by the host's clock."""
-    add_up = packed.quantize.sum_packed
+    add_up = packed.sum_packed
 
     def late(*args: object) -> None:
         torch.cuda._sleep(20_000_000)
@@ -147,11 +147,11 @@ def sums_late(policy: str) -> list[torch.Tensor]:
     layers = sw.wrap_by_class({nn.Linear})
     plan = {"quantized_reduce": "int8", "auto_wrap_policy": layers, "merge_units": False, "gradient_buffers": 4}
     sw.parallelize(model, sw.ParallelPlan(offload_policy=policy, **plan))
-    packed.quantize.sum_packed = late
+    packed.sum_packed = late
     try:
         model(torch.randn(8, 512, device="cuda")).square().sum().backward()
     finally:
-        packed.quantize.sum_packed = add_up
+        packed.sum_packed = add_up
     torch.cuda.synchronize()
     return [parameter.grad.cpu() for parameter in model.parameters()]
 

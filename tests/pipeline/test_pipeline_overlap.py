@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.debug import TRANSPORT
 from shardwise.engine.engine import Engine
 from shardwise.features.pipeline_step import PipelineStep
 from shardwise.pipeline import interpret
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
+from shardwise.testing.transports import TRANSPORT
 
 LAYERS, SEQ, M = 8, 6, 4
 #: Of two stages, or two times two, and two replicas.

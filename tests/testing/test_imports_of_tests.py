@@ -91,7 +91,7 @@ ABOUT = {
     "train/test_offloaded_update.py": "train.model.build train.config",
     "engine/test_hybrid_ranks.py": "comm",
     "forms/test_offload_ranks.py": "forms.attachment forms.host",
-    "pipeline/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",
+    "pipeline/test_pipeline_overlap.py": "engine.engine features.pipeline_step pipeline.interpret",
     "engine/test_slots.py": "engine.build engine.engine",
     "integrations/test_chat_data.py": "train.data.chat",
     "integrations/test_transformers_trainer.py": "train.data.tokenizer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,8 @@ Examples:
   shardwise train run.yaml --resume
 
   shardwise train run.yaml --profile-steps 10:12
+
+  shardwise train run.yaml --check-streams 3
 
   torchrun --nproc-per-node 4 -m shardwise train run.yaml
 """
@@ -51,6 +54,10 @@ def train(  # noqa: PLR0917  typer calls it by name
     profile_steps: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Write a Chrome trace of these steps, both included.")
     ] = None,
+    check_streams: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Make N steps and report races between CUDA streams; needs no GPU."),
+    ] = None,
 ) -> None:
     """Train."""
     from shardwise.launch.elastic import num_workers
@@ -64,25 +71,32 @@ def train(  # noqa: PLR0917  typer calls it by name
         world = World()  # one task of srun, which starts the ranks
     if world.source == "slurm":  # whose signal before the time limit comes once, also while torch is being loaded
         catch_early()
-    raw, is_demo = named_config(config, overrides or [], run_dir=run_dir, resume=resume)
+    overrides = overrides or []
+    if check_streams is not None:
+        overrides = [*overrides, f"train.steps={check_streams}", "schedule.warmup_steps=0", "checkpoint.final=false"]
+    raw, is_demo = named_config(config, overrides, run_dir=run_dir, resume=resume)
     if world.source != "alone":
         if nproc is not None and world.source != "launcher":
             raise ConfigError(
                 f"--nproc {nproc}, but {world.source} has started this process as one of {world.size}.\n"
                 "  Leave --nproc out."
             )
-        raise typer.Exit(
-            work(
-                raw,
-                world,
-                run_dir=run_dir,
-                resume=resume,
-                takes_over=take_over,
-                is_demo=is_demo,
-                profiled=profiled,
-                show_error=show_error,
-            )
+        train_here = functools.partial(
+            work,
+            raw,
+            world,
+            run_dir=run_dir,
+            resume=resume,
+            takes_over=take_over,
+            is_demo=is_demo and check_streams is None,
+            profiled=profiled,
+            show_error=show_error,
         )
+        if check_streams is None:
+            raise typer.Exit(train_here())
+        from shardwise.testing.streams.command import checked
+
+        raise typer.Exit(checked(train_here, world.rank))
     raise typer.Exit(
         launch_training(
             raw,

@@ -23,7 +23,6 @@ import dataclasses
 import datetime as dt
 import functools
 import hashlib
-import os
 import weakref
 import zlib
 from collections import Counter
@@ -36,7 +35,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardwise.comm.base import Comm
-from shardwise.comm.debug import TRANSPORT, debugged
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.staged import StagedComm
 from shardwise.comm.stall import Ledger, StallWatch
@@ -288,6 +286,27 @@ class Place:
         return open_axis.by_place(DATA_PARALLEL, "samples", self.mesh.data_parallel_group(rank))
 
 
+@dataclass(frozen=True)
+class Transport:
+    """How tensors travel.
+
+    Attributes:
+        backend: Backend of the process groups for tensors on a GPU.
+        calls: Their collectives, as ``torch.distributed`` has them.
+        device: Device of these tensors as the process groups know it; ``None``: the GPU.
+        on_host: Makes a Comm for host memory.
+    """
+
+    backend: str = "nccl"
+    calls: Any = dist
+    device: torch.device | None = None
+    on_host: Callable[..., Comm] = GlooComm
+
+
+#: The one in use. ``shardwise.testing`` puts another one in its place.
+transport = Transport()
+
+
 class _Opener:
     """Opens Comms over some ranks of a process group.
 
@@ -321,7 +340,7 @@ class _Opener:
             self._host_rank = {rank: place for place, rank in enumerate(self.ranks)}
         self._watch = StallWatch.of(self._host) if self._host.size() > 1 else None
         if self._watch is not None and self._is_nccl:
-            self._watch.limit_s = timeout_s_of(group, device)
+            self._watch.limit_s = timeout_s_of(group, transport.device or device)
 
     def by_place(self, axis: str, purpose: str, places: Sequence[int]) -> Comm:
         """A Comm over the ranks at these places of ``ranks``."""
@@ -338,7 +357,8 @@ class _Opener:
         if self._is_nccl:
             from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
 
-            group = communicator(self._group, ranks, axis, purpose, self._device)
+            device = transport.device or self._device
+            group = communicator(self._group, ranks, axis, purpose, device, backend=transport.backend)
             places = [self._host_rank[rank] for rank in ranks]
             ledger = Ledger([place for place in places if place != self._host.rank()], self._watch)
             host, asked = (
@@ -356,20 +376,18 @@ class _Opener:
                 host=host,
                 take_turn=take_turn,
                 stream=turns.stream,
+                calls=transport.calls,
             )
             turns.stream = nccl._stream
             turns.num_comms += 1
             nccl._num_issued = asked._num_issued = turns.num_issued
             return nccl
-        transport = os.environ.get(TRANSPORT)
-        watch = None if transport else self._watch
-        comm: Comm = GlooComm(self._group, axis, channel=channel, watch=watch, ranks=ranks)
-        comm = debugged(comm, transport) if transport else comm
+        comm = transport.on_host(self._group, axis, channel=channel, watch=self._watch, ranks=ranks)
         return StagedComm(comm, self._device) if self._device.type == "cuda" else comm
 
 
 def _is_moved_by_nccl(device: torch.device, backends: str) -> bool:
-    return device.type == "cuda" and "nccl" in backends
+    return device.type == "cuda" and transport.backend in backends
 
 
 def _shown(members: Sequence[int]) -> str:

@@ -37,6 +37,7 @@ class NcclComm(Comm):
         host: Comm | None = None,
         take_turn: Callable[[Issued], None] | None = None,
         stream: torch.cuda.Stream | None = None,
+        calls: Any = dist,
     ) -> None:
         super().__init__(axis, group.rank(), group.size(), device, channel)
         self._is_alone = False
@@ -45,9 +46,10 @@ class NcclComm(Comm):
         self._take_turn = take_turn
         self._group = group
         self._stream = stream or torch.cuda.Stream(device, priority=-1)
+        self._calls = calls  # torch.distributed's, or what a test has in its place
         # torch 2.13 renamed the in-place calls and deprecates the old names.
-        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._gather = getattr(calls, "all_gather_single", None) or calls.all_gather_into_tensor
+        self._reduce_scatter = getattr(calls, "reduce_scatter_single", None) or calls.reduce_scatter_tensor
 
     def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
         """Unequal slices go as one group of broadcasts, which torch makes of a list."""
@@ -56,7 +58,7 @@ class NcclComm(Comm):
             if cuts is None:
                 self._gather(buffer, slices[self.rank], group=self._group)
             else:
-                dist.all_gather(list(slices), slices[self.rank], group=self._group)
+                self._calls.all_gather(list(slices), slices[self.rank], group=self._group)
         return handle
 
     def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
@@ -66,7 +68,7 @@ class NcclComm(Comm):
             if cuts is None:
                 self._reduce_scatter(out, buffer, op=op, group=self._group)
             else:
-                dist.reduce_scatter(out, list(self._slices(buffer, cuts)), op=op, group=self._group)
+                self._calls.reduce_scatter(out, list(self._slices(buffer, cuts)), op=op, group=self._group)
             self._divide(out, out, rest)
         return handle
 
@@ -74,7 +76,7 @@ class NcclComm(Comm):
         op, rest = self._op(divisor, buffer.dtype)
         with self._on_stream(issued, buffer, out) as handle:
             total = buffer if out is None else out.copy_(buffer)
-            dist.all_reduce(total, op=op, group=self._group)
+            self._calls.all_reduce(total, op=op, group=self._group)
             self._divide(total, total, rest)
         return handle
 
@@ -82,35 +84,35 @@ class NcclComm(Comm):
         """As one group of sends and receives."""
         with self._on_stream(issued, buffer, out) as handle:
             slices, slots = self._slices(buffer, cuts), self._slices(out, out_cuts)
-            dist.all_to_all(list(slots), list(slices), group=self._group)
+            self._calls.all_to_all(list(slots), list(slices), group=self._group)
         return handle
 
     def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
         with self._on_stream(issued, buffer) as handle:
-            dist.broadcast(buffer, group=self._group, group_src=root)
+            self._calls.broadcast(buffer, group=self._group, group_src=root)
         return handle
 
     def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int) -> Handle:
         with self._on_stream(issued, shard, out) as handle:
             parts = None if out is None else list(self._slices(out, None))
-            dist.gather(shard, parts, group=self._group, group_dst=root)
+            self._calls.gather(shard, parts, group=self._group, group_dst=root)
         return handle
 
     def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int) -> Handle:
         with self._on_stream(issued, buffer, out) as handle:
             parts = None if buffer is None else list(self._slices(buffer, None))
-            dist.scatter(out, parts, group=self._group, group_src=root)
+            self._calls.scatter(out, parts, group=self._group, group_src=root)
         return handle
 
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
         """NCCL tells messages apart by their order alone."""
         with self._on_stream(issued, buffer) as handle:
-            dist.send(buffer, group=self._group, group_dst=to)
+            self._calls.send(buffer, group=self._group, group_dst=to)
         return handle
 
     def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
         with self._on_stream(issued, buffer) as handle:
-            dist.recv(buffer, group=self._group, group_src=source)
+            self._calls.recv(buffer, group=self._group, group_src=source)
         return handle
 
     def _do_exchange(self, sends: Sequence[Stamped], receives: Sequence[Stamped]) -> Handle:
@@ -118,14 +120,14 @@ class NcclComm(Comm):
         stamped = [*sends, *receives]
         newest = stamped[-1][0] if stamped else None
         with self._on_stream(newest, *(buffer for _, buffer, _ in stamped)) as handle:
-            messages = [(dist.isend, buffer, to) for _, buffer, to in sends]
-            messages += [(dist.irecv, buffer, source) for _, buffer, source in receives]
+            messages = [(self._calls.isend, buffer, to) for _, buffer, to in sends]
+            messages += [(self._calls.irecv, buffer, source) for _, buffer, source in receives]
             group = [
-                dist.P2POp(move, buffer, group=self._group, group_peer=peer)
+                self._calls.P2POp(move, buffer, group=self._group, group_peer=peer)
                 for move, buffer, peer in messages
                 if buffer.numel()
             ]
-            for work in dist.batch_isend_irecv(group) if group else ():
+            for work in self._calls.batch_isend_irecv(group) if group else ():
                 work.wait()
         return handle
 
@@ -175,10 +177,10 @@ class NcclComm(Comm):
         """NCCL's operation for a sum that is divided, and what is left to divide it by."""
         way = way_of_sum(divisor, self.size, dtype)
         if way is Sum.PLAIN:
-            return dist.ReduceOp.SUM, divisor
+            return self._calls.ReduceOp.SUM, divisor
         if way is Sum.AVERAGE:
-            return dist.ReduceOp.AVG, 1
-        return dist._make_nccl_premul_sum(1 / divisor), 1
+            return self._calls.ReduceOp.AVG, 1
+        return self._calls._make_nccl_premul_sum(1 / divisor), 1
 
 
 class Sum(StrEnum):

@@ -58,7 +58,10 @@ class Turns:
     def _compare(self, host: GlooComm, upcoming: str) -> None:
         rank, before, after = host.rank, (host.rank - 1) % host.size, (host.rank + 1) % host.size
         told = f"{self._digest:08x}{upcoming}".encode()[:_NUM_BYTES].ljust(_NUM_BYTES)
-        own, theirs = torch.frombuffer(bytearray(told), dtype=torch.uint8), torch.empty(_NUM_BYTES, dtype=torch.uint8)
+        own, theirs = (
+            torch.frombuffer(bytearray(told), dtype=torch.uint8),
+            torch.empty(_NUM_BYTES, dtype=torch.uint8, device="cpu"),
+        )
         host.exchange([(own, after, "turn")], [(theirs, before, "turn")]).wait()
         heard = theirs.numpy().tobytes()
         if heard == told:

@@ -1,4 +1,4 @@
-"""Tools for tests of distributed code. Nothing else in shardwise imports this package."""
+"""Tools for tests of distributed code. Nothing else in shardwise imports this package, but ``--check-streams``."""
 
 from shardwise.measure.storage import StorageCount
 from shardwise.testing.oracle import (

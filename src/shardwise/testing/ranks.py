@@ -60,6 +60,10 @@ _SECONDARY = (*PEER_LOST_TEXTS, "peer is gone", "failed to connect")
 _OUTPUT_TAIL = 4000
 
 
+#: Chooses one of ``testing.transports``.
+_TRANSPORT = "SHARDWISE_TRANSPORT"
+
+
 class RankFailure(AssertionError):  # noqa: N818 - named for what happened; it is a test's failure, not the library's error
     """At least one rank failed. The message shows the rank that failed first, then the others.
 
@@ -91,6 +95,7 @@ class _Job:
     path: list[str]
     timeout_s: float
     process_group: bool
+    device: str
     warning_filters: list[Any]
     environment: dict[str, str]
 
@@ -110,7 +115,12 @@ class _Outcome:
 
 
 def run_on_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, process_group: bool = True
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    process_group: bool = True,
+    device: str = "own",
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` processes that form torch.distributed's default group (Gloo).
 
@@ -122,6 +132,8 @@ def run_on_ranks(
         *args: Arguments, the same on every rank; pickled.
         timeout_s: Wall-clock limit for the whole call.
         process_group: Initialize the default group before ``fn`` and destroy it afterwards.
+        device: ``pretended``: the function runs on a pretended GPU, and the rank fails with a ``StreamError`` where
+            streams are not ordered (``shardwise.testing.streams``); ``own``: on whatever this machine has.
 
     Returns:
         What ``fn`` returned on each rank, in rank order. Results travel pickled, so tensors are copies.
@@ -129,12 +141,14 @@ def run_on_ranks(
     Raises:
         RankFailure: A rank raised, died, or did not come back in time. No process is left behind in any case.
     """
+    if device not in {"own", "pretended"}:
+        raise ValueError(f"device={device!r}: expected 'own' or 'pretended'.\n  Leave it out for this machine's own.")
     call = pickle.dumps((fn, args))
     directory = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
     name = getattr(fn, "__qualname__", str(fn))
     run = _Run(name, world_size, directory, timeout_s)
     try:
-        run.start(call, process_group=process_group)
+        run.start(call, process_group=process_group, device=device)
         run.wait()
         run.show_output()
         return run.results()
@@ -156,7 +170,7 @@ class _Run:
         self.stuck: list[int] = []
         self.timed_out = False
 
-    def start(self, call: bytes, *, process_group: bool) -> None:
+    def start(self, call: bytes, *, process_group: bool, device: str) -> None:
         context = _fork_server()
         for rank in range(self.world_size):
             mine, theirs = context.Pipe(duplex=False)
@@ -168,6 +182,7 @@ class _Run:
                 sys.path,
                 self.timeout_s,
                 process_group,
+                device,
                 list(warnings.filters),
                 dict(os.environ),
             )
@@ -377,6 +392,12 @@ def _call(job: _Job) -> Any:
     warnings.filters[:] = job.warning_filters  # pyrefly: ignore[unsupported-operation]
     warnings.simplefilter("default", append=True)  # what makes the assignment known
     fn, args = pickle.loads(job.call)
+    if job.device == "pretended":
+        fn = _on_pretended_device(fn)
+    elif os.environ.get(_TRANSPORT):
+        from shardwise.testing import transports
+
+        transports.install()
     if not job.process_group:
         return fn(*args)
     distributed.init_process_group(
@@ -392,6 +413,20 @@ def _call(job: _Job) -> Any:
     finally:
         if distributed.is_initialized() and sys.exc_info()[0] is None:
             distributed.destroy_process_group()
+
+
+def _on_pretended_device(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with its streams checked when it has returned."""
+
+    def run(*args: Any) -> Any:
+        from shardwise.testing.streams import pretended_cuda
+
+        with pretended_cuda() as seen:
+            result = fn(*args)
+        seen.check()
+        return result
+
+    return run
 
 
 def _answer(requests: connection.Connection, directory: Path, rank: int) -> None:

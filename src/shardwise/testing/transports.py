@@ -1,6 +1,6 @@
 """Two transports for tests, which show on the CPU what goes wrong on NCCL only.
 
-The variable ``SHARDWISE_TRANSPORT`` chooses one of them for every Comm over Gloo:
+The variable ``SHARDWISE_TRANSPORT`` chooses one of them for every Comm over Gloo of ranks that ``run_on_ranks`` starts:
 
 =================  ===================================================================================================
 ``in-order``       A Comm is a queue, as an NCCL stream is. A collective begins when all that were issued before it
@@ -16,6 +16,8 @@ Both are slow, and neither tells ranks that disagree, as the plain transport doe
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import queue
 import threading
 import weakref
@@ -28,11 +30,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shardwise.comm import axes
 from shardwise.comm.base import Comm, Handle, Wrapper
+from shardwise.comm.gloo import GlooComm
 from shardwise.spec.errors import CommError, ConfigError
 
 #: The environment variable.
 TRANSPORT = "SHARDWISE_TRANSPORT"
+
+
+def install() -> None:
+    """Have this process use the transport that the variable names, if any."""
+    name = os.environ.get(TRANSPORT)
+    if name:
+
+        def on_host(*args: Any, watch: object, **kwargs: Any) -> Comm:
+            del watch  # neither transport tells ranks that disagree
+            return debugged(GlooComm(*args, **kwargs), name)
+
+        axes.transport = dataclasses.replace(axes.transport, on_host=on_host)
 
 
 def debugged(comm: Comm, name: str) -> Comm:

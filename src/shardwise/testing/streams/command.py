@@ -1,0 +1,40 @@
+"""``shardwise train --check-streams N``: a short run under the detector."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from shardwise.testing.streams.places import shown
+from shardwise.testing.streams.pretended import pretended_cuda
+from shardwise.testing.streams.report import StreamError
+from shardwise.testing.streams.watched import watched
+
+#: Places at which the host waits that are shown.
+_NUM_PLACES = 5
+
+
+def checked(train: Callable[[], int], rank: int) -> int:
+    """Train on a real GPU that is watched, or on a pretended one, and print what was seen.
+
+    Returns:
+        The exit code of ``train``; 1 where that is 0 and streams are not ordered.
+    """
+    is_pretended = not torch.cuda.is_available()
+    with pretended_cuda() if is_pretended else watched() as seen:
+        code = train()
+    device = "pretended GPU" if is_pretended else "GPU"
+    findings = seen.findings
+    if findings:
+        sys.stderr.write(f"rank {rank}: {StreamError(findings)}\n")
+        return code or 1
+    places = Counter(f"{wait.why} at {shown(wait.where[:1], '')}" for wait in seen.host_waits)
+    sys.stdout.write(
+        f"rank {rank}: no race and no early free on the {device}: {len(seen.collectives)} collectives,"
+        f" {len(seen.host_waits)} waits of the host\n"
+    )
+    sys.stdout.writelines(f"  {count} x {place}\n" for place, count in places.most_common(_NUM_PLACES))
+    return code

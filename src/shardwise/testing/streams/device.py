@@ -1,0 +1,309 @@
+"""What ``torch.cuda`` is while the device is pretended: streams and events that only order, and answers of a GPU.
+
+Everything that is enqueued is done at once, in the order in which the host comes to it, so results are right. Streams
+and events move clocks of the detector. What other ranks have a part in, a collective, is delivered when a stream or the
+host waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.testing.streams.clocks import Clock
+from shardwise.testing.streams.detector import Detector, active, lock_memory, unlock_memory
+from shardwise.testing.streams.memory import Memory, Side, Target
+from shardwise.testing.streams.patches import Patches
+from shardwise.testing.streams.places import here
+
+#: The GPU that is pretended, and the NCCL.
+NAME, CAPABILITY, TOTAL_BYTES, NCCL_VERSION = "NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, (2, 28, 9)
+
+
+class Pending(Protocol):
+    """A collective under way.
+
+    Attributes:
+        targets: Where its results go; none once they are there.
+    """
+
+    targets: list[Target]
+
+    def is_done(self) -> bool:
+        """Whether the result is there."""
+
+    def deliver(self) -> None:
+        """Wait for the result and write it to its place."""
+
+
+def _deliver(pending: list[Pending]) -> None:
+    for each in pending:
+        each.deliver()
+
+
+class Stream:
+    """Stands for ``torch.cuda.Stream``.
+
+    Attributes:
+        agent: The stream in the detector's eyes.
+        pending: Collectives on it whose results have not been written yet.
+    """
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        detector = active()
+        place = here(1)
+        made_at = f" of {place[0][0].rsplit('/', 1)[-1]}:{place[0][1]}" if place else ""
+        self.device, self.priority = current_device(device), priority
+        self.agent = detector.new_stream(f"a stream{made_at}")
+        self.pending: list[Pending] = []
+        _all_streams.add(self)
+
+    @property
+    def cuda_stream(self) -> int:
+        """A number of its own, as the address of the driver's object."""
+        return self.agent.number
+
+    stream_id = cuda_stream
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.agent is self.agent
+
+    def __hash__(self) -> int:
+        return hash(self.agent.number)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Work enqueued here from now on runs behind all that ``other`` was given so far."""
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        """Work enqueued here from now on runs behind the event."""
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that happens when all that was enqueued so far is done."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Whether all that was enqueued is done."""
+        return all(each.is_done() for each in self.pending)
+
+    def synchronize(self) -> None:
+        """Have the host wait for all that was enqueued."""
+        self.deliver()
+        active().host_waits("stream.synchronize", self.agent.clock)
+
+    def deliver(self) -> None:
+        """Write what the collectives on this stream have brought."""
+        pending, self.pending = self.pending, []
+        _deliver(pending)
+
+
+_all_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+class Event:
+    """Stands for ``torch.cuda.Event``."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._moment: Clock | None = None
+        self._pending: list[Pending] = []
+        self._num_asked = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Happen when all that the stream was given so far is done."""
+        stream = stream or current_stream()
+        self._moment = active().moment_of(stream.agent)
+        self._pending = list(stream.pending)
+        self._num_asked = 0
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """As :meth:`Stream.wait_event`. As on CUDA, an event that was never recorded is not waited for."""
+        if self._moment is not None:
+            stream = stream or current_stream()
+            _deliver(self._pending)
+            active().wait(stream.agent, self._moment)
+
+    def synchronize(self) -> None:
+        """Have the host wait for it."""
+        if self._moment is not None:
+            _deliver(self._pending)
+            active().host_waits("event.synchronize", self._moment)
+
+    def query(self) -> bool:
+        """Whether it has happened: not yet, the first two times."""
+        if self._moment is None:
+            return True
+        self._num_asked += 1
+        if self._num_asked < 3 or not all(each.is_done() for each in self._pending):
+            return False
+        detector = active()
+        if detector.local.is_watched:  # the host knows now, without having waited
+            _deliver(self._pending)
+            detector.wait(detector.host, self._moment)
+        return True
+
+    def elapsed_time(self, other: Event) -> float:  # noqa: ARG002 - as torch's
+        """Milliseconds between two events; no time passes here."""
+        return 1.0
+
+
+class StreamContext:
+    """Stands for ``torch.cuda.stream(...)``."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
+        self._before: list[Stream | None] = []
+
+    def __enter__(self) -> None:
+        local = active().local
+        self._before.append(local.stream)
+        local.stream = self._stream or local.stream
+
+    def __exit__(self, *error: object) -> None:
+        active().local.stream = self._before.pop()
+
+
+def current_stream(_device: Any = None) -> Stream:
+    """The stream that this thread enqueues on."""
+    detector = active()
+    return detector.local.stream or detector.default
+
+
+def current_device(given: Any = None) -> torch.device:
+    """A device with its index: the one that is given, or the current one."""
+    if isinstance(given, int):
+        return torch.device("cuda", given)
+    index = None if given is None else torch.device(given).index
+    return torch.device("cuda", _index if index is None else index)
+
+
+_index = 0
+
+
+def _set_device(device: Any) -> None:
+    global _index  # noqa: PLW0603 - as CUDA's own, one for the process
+    _index = current_device(device).index
+
+
+def _set_stream(stream: Stream) -> None:
+    active().local.stream = stream
+
+
+def _synchronize(_device: Any = None) -> None:
+    for stream in tuple(_all_streams):
+        stream.deliver()
+    active().host_waits_for_all("torch.cuda.synchronize")
+
+
+class Generator:
+    """Stands for a generator of the device: the draws are the CPU's own."""
+
+    def __init__(self) -> None:
+        self._of_cpu = torch.default_generator
+
+    def initial_seed(self) -> int:
+        """As ``torch.Generator.initial_seed``."""
+        return self._of_cpu.initial_seed()
+
+    def manual_seed(self, seed: int) -> Generator:
+        """As ``torch.Generator.manual_seed``."""
+        self._of_cpu.manual_seed(seed)
+        return self
+
+    def get_offset(self) -> int:
+        """Draws are not counted."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Draws are not counted."""
+
+
+@contextlib.contextmanager
+def _device_context(device: Any) -> Iterator[None]:
+    before = _index
+    _set_device(device)
+    try:
+        yield
+    finally:
+        _set_device(before)
+
+
+def _driver() -> Any:
+    def register(address: int, num_bytes: int, _flags: int) -> int:
+        lock_memory(address, Memory(Side.PINNED, None, num_bytes, here(4), lambda _: None))
+        return 0
+
+    def unregister(address: int) -> int:
+        unlock_memory(address)
+        return 0
+
+    return types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+
+
+def install(patches: Patches, detector: Detector) -> None:
+    """Replace what ``torch.cuda`` says and does."""
+    _all_streams.clear()
+    _set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    detector.default = default = Stream()
+    default.agent = detector.compute
+    num_devices = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    properties = types.SimpleNamespace(
+        name=NAME, total_memory=TOTAL_BYTES, major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132
+    )
+    driver = _driver()
+
+    def reset_peak(_device: Any = None) -> None:
+        detector.peak_bytes = detector.allocated_bytes
+
+    def set_sync_debug_mode(mode: int | str) -> None:
+        detector.refuses_waits = mode in {"error", 2}
+
+    answers: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "StreamContext": StreamContext,
+        "stream": StreamContext,
+        "current_stream": current_stream,
+        "default_stream": lambda _device=None: default,
+        "set_stream": _set_stream,
+        "synchronize": _synchronize,
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,  # nothing of the driver is there to be asked
+        "init": lambda: None,
+        "device_count": lambda: num_devices,
+        "current_device": lambda: _index,
+        "set_device": _set_device,
+        "device": _device_context,
+        "get_device_name": lambda _device=None: NAME,
+        "get_device_capability": lambda _device=None: CAPABILITY,
+        "get_device_properties": lambda _device=None: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "mem_get_info": lambda _device=None: (TOTAL_BYTES - detector.allocated_bytes, TOTAL_BYTES),
+        "memory_allocated": lambda _device=None: detector.allocated_bytes,
+        "memory_reserved": lambda _device=None: detector.allocated_bytes,
+        "max_memory_allocated": lambda _device=None: detector.peak_bytes,
+        "max_memory_reserved": lambda _device=None: detector.peak_bytes,
+        "memory_stats": lambda _device=None: defaultdict(int),
+        "reset_peak_memory_stats": reset_peak,
+        "empty_cache": lambda: None,
+        "get_rng_state": lambda _device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, _device=None: torch.set_rng_state(state),
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "default_generators": tuple(Generator() for _ in range(num_devices)),
+        "cudart": lambda: driver,
+    }
+    for name, answer in answers.items():
+        patches.set(torch.cuda, name, answer)
+    patches.set(torch.cuda.nccl, "version", lambda: NCCL_VERSION)

@@ -1,0 +1,97 @@
+"""One process as one rank of a world that is not there: its streams are checked at sizes that no test starts.
+
+The real ``NcclComm`` runs over communicators whose other ranks are pretended. They are taken to send what this rank
+sends, so numbers are finite and mean nothing; what is ordered before what does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.api.parallelize import apply_plan
+from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
+from shardwise.comm.base import Comm, Cuts, Handle
+from shardwise.comm.nccl import NcclComm
+from shardwise.comm.record import RecordComm
+from shardwise.comm.stall import Issued
+from shardwise.features.wrap import find_units
+from shardwise.spec.mesh import Mesh
+from shardwise.spec.plan import ParallelPlan
+from shardwise.testing.streams.calls import Alone, Calls
+from shardwise.testing.streams.detector import active
+
+
+def lone_rank(plan: ParallelPlan, mesh: Mesh, rank: int) -> Comms:
+    """The Comms of one rank of a mesh, of which this process is the only member. Inside ``pretended_cuda()``.
+
+    Args:
+        plan: Whose axes are opened.
+        mesh: Any sizes; ``plan.mesh(world_size)`` gives that of the plan.
+        rank: From 0 to ``mesh.world_size - 1``. Of a pipeline a rank of the first stage: later ones learn from
+            ranks before them what they receive.
+    """
+    calls, device = Calls(active(), Alone()), torch.device("cuda", torch.cuda.current_device())
+    of_communicators: dict[tuple[str, str, tuple[int, ...]], torch.cuda.Stream] = {}
+
+    def open_axis(axis: str, purpose: str, ranks: Sequence[int]) -> Comm:
+        group = _Group(tuple(ranks), rank, f"{axis}/{purpose}")
+        host = _Echo(axis, rank=group.rank(), size=group.size(), device="cpu")
+        key = axis, purpose, group.ranks
+        if key not in of_communicators:
+            of_communicators[key] = torch.cuda.Stream(device, priority=-1)
+        pretended: Any = group
+        return NcclComm(pretended, axis, device, host=host, stream=of_communicators[key], calls=calls)
+
+    mesh.coordinate(rank)
+    return lay_out(mesh, rank, open_axis, is_replicated=plan.is_replicated)
+
+
+def lone_model(model: nn.Module, plan: ParallelPlan, mesh: Mesh, rank: int) -> nn.Module:
+    """Shard ``model`` by ``plan`` as one rank of a mesh would, over :func:`lone_rank`. Returns the model."""
+    comms, samples = lone_rank(plan, mesh, rank), mesh.data_parallel_group(rank)
+    apply_plan(
+        model,
+        plan,
+        find_units(model, plan.wrap_policy),
+        comms,
+        lambda: _Echo(DATA_PARALLEL, rank=samples.index(rank), size=len(samples), device="cpu"),
+    )
+    return model
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Stands for a process group.
+
+    Attributes:
+        ranks: Its members, in the numbers of the world.
+        own: This rank, likewise.
+        group_name: Of the communicator.
+    """
+
+    ranks: tuple[int, ...]
+    own: int
+    group_name: str
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.ranks.index(self.own)
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+class _Echo(RecordComm):
+    """Messages of the host, whose content steers: the other ranks say what this one says."""
+
+    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
+        if cuts is None:
+            rows = buffer.view(self.size, -1)
+            rows.copy_(rows[self.rank].clone().expand_as(rows))
+        return super()._do_all_gather(issued, buffer, cuts)

@@ -1,0 +1,26 @@
+"""Attributes of other people's modules and classes that are replaced for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_ABSENT = object()
+
+
+class Patches:
+    """Replacements, and the way back."""
+
+    def __init__(self) -> None:
+        self._undone: list[Callable[[], None]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute. One that a class inherits is shadowed."""
+        before = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, value)
+        self._undone.append(lambda: delattr(owner, name) if before is _ABSENT else setattr(owner, name, before))
+
+    def undo(self) -> None:
+        """Put everything back, the newest first."""
+        while self._undone:
+            self._undone.pop()()

@@ -1,0 +1,75 @@
+"""A pretended GPU: the context that puts everything in place and takes it away again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise import torch_private
+from shardwise.comm import axes
+from shardwise.testing.streams import device, tensors, threads
+from shardwise.testing.streams.calls import Calls, OverGloo
+from shardwise.testing.streams.detector import Detector, at_work
+from shardwise.testing.streams.operators import Watch
+from shardwise.testing.streams.patches import Patches
+from shardwise.testing.streams.report import Seen, StreamError
+
+_init_process_group = dist.init_process_group
+
+
+@contextlib.contextmanager
+def pretended_cuda(*, has_nccl: bool = True, has_backward_thread: bool = False) -> Iterator[Seen]:
+    """Inside, ``torch.cuda`` is a GPU whose order of streams is checked, and whose memory is that of the host.
+
+    Args:
+        has_nccl: Tensors of the device go through ``NcclComm``, over groups of Gloo; else by way of host memory, as
+            where a machine has no NCCL.
+        has_backward_thread: Backward runs in a thread of the device, as on CUDA.
+
+    Yields:
+        What is seen; ``check()`` raises where something is not ordered.
+
+    Raises:
+        RuntimeError: There is a real GPU, or torch has begun to use one.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "this machine has a GPU, or one is pretended already.\n"
+            "  Use streams.watched() there; or hide the GPU with CUDA_VISIBLE_DEVICES=''."
+        )
+    detector, patches = Detector(), Patches()
+    carrier = OverGloo(detector)
+    with at_work(detector) as seen:
+        try:
+            device.install(patches, detector)
+            tensors.install(patches, detector)
+            threads.install(patches, detector)
+            for name in torch_private.CUDA_STARTS:
+                patches.set(torch.cuda, name, lambda *_: None)
+            if has_backward_thread:
+                threads.run_backward_in_a_thread(patches, detector)
+            patches.set(dist, "init_process_group", _init_over_gloo)
+            if has_nccl:
+                calls = Calls(detector, carrier)
+                patches.set(axes, "transport", axes.Transport("gloo", calls, torch.device("cpu")))
+            with Watch(detector):
+                yield seen
+            seen.settle()
+        except Exception as error:
+            if seen.findings:  # maybe why
+                error.add_note(f"Before that the pretended device has seen\n{StreamError(seen.findings)}")
+            raise
+        finally:
+            carrier.close()
+            patches.undo()
+
+
+def _init_over_gloo(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    """Join a world over Gloo, whatever else was asked for."""
+    del backend
+    options: Mapping[str, Any] = {name: value for name, value in kwargs.items() if name != "device_id"}
+    _init_process_group("gloo", *args, **options)

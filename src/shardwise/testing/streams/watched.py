@@ -1,0 +1,175 @@
+"""The same detector on a real GPU: torch's own trace of streams and events feeds it, and what ``NcclComm`` calls.
+
+It has been run on no GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import torch_private
+from shardwise.comm import axes
+from shardwise.testing.streams.clocks import Agent, Clock
+from shardwise.testing.streams.detector import Detector, at_work, memory_of, tensors_in
+from shardwise.testing.streams.memory import Memory, Side
+from shardwise.testing.streams.operators import Watch
+from shardwise.testing.streams.patches import Patches
+from shardwise.testing.streams.report import Seen
+
+#: Calls of ``NcclComm``, and the places of the arguments that they read and write.
+_CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "all_gather_single": ((1,), (0,)),
+    "all_gather_into_tensor": ((1,), (0,)),
+    "all_gather": ((1,), (0,)),
+    "reduce_scatter_single": ((1,), (0,)),
+    "reduce_scatter_tensor": ((1,), (0,)),
+    "reduce_scatter": ((1,), (0,)),
+    "all_reduce": ((0,), (0,)),
+    "all_to_all": ((1,), (0,)),
+    "broadcast": ((0,), (0,)),
+    "gather": ((0,), (1,)),
+    "scatter": ((1,), (0,)),
+    "send": ((0,), ()),
+    "recv": ((), (0,)),
+}
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Seen]:
+    """Inside, the streams of a real GPU are checked while it works; everything becomes slow.
+
+    Yields:
+        What is seen, as by ``pretended_cuda``; ``collectives`` stays empty.
+
+    Raises:
+        RuntimeError: There is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("this machine has no GPU to watch.\n  Use streams.pretended_cuda() here.")
+    detector, patches = _OfGpu(), Patches()
+    with at_work(detector) as seen, torch_private.traced_gpu(detector.callbacks()):
+        try:
+            patches.set(torch.UntypedStorage, "resize_", _resizing(detector))
+            patches.set(axes, "transport", axes.Transport(calls=_Calls(detector)))
+            with _OnGpu(detector):
+                yield seen
+            seen.settle()
+        finally:
+            patches.undo()
+
+
+class _OfGpu(Detector):
+    """Streams are those of the driver, by their addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.default = types.SimpleNamespace(pending=())
+        self._by_address: dict[int, Agent] = {}
+        self._events: dict[int, Clock] = {}
+
+    @property
+    def stream(self) -> Agent:
+        """As :attr:`Detector.stream`."""
+        return self._agent(torch.cuda.current_stream().cuda_stream)
+
+    def _agent(self, address: int) -> Agent:
+        with self.lock:
+            if address not in self._by_address:
+                is_default = address == torch.cuda.default_stream().cuda_stream
+                self._by_address[address] = self.compute if is_default else self.new_stream(f"stream {address:#x}")
+            return self._by_address[address]
+
+    def host_waits(self, why: str, moment: Clock | None = None) -> None:
+        """As :meth:`Detector.host_waits`. The driver's trace tells of waits inside operators."""
+        if moment is not None:
+            super().host_waits(why, moment)
+
+    def callbacks(self) -> dict[str, Callable[..., None]]:
+        """What the trace calls, by the name of the event."""
+
+        def record(event: int, stream: int) -> None:
+            self._events[event] = self.moment_of(self._agent(stream))
+
+        def wait(event: int, stream: int) -> None:
+            self.wait(self._agent(stream), self._events.get(event, {}))
+
+        return {
+            "event_record": record,
+            "event_wait": wait,
+            "event_synchronization": lambda event: self.host_waits("event", self._events.get(event, {})),
+            "stream_synchronization": lambda stream: self.host_waits("stream", self._agent(stream).clock),
+            "device_synchronization": lambda: self.host_waits_for_all("device"),
+        }
+
+    def adopt(self, tensor: Tensor) -> None:
+        """See to it that the detector knows the memory of a tensor that the program has made."""
+        if memory_of(tensor) is not None or tensor.layout is not torch.strided:
+            return
+        if tensor.is_cuda:
+            self.make(tensor.untyped_storage(), Side.DEVICE)
+        elif tensor.device.type == "cpu" and tensor.is_pinned():
+            self.make(tensor.untyped_storage(), Side.PINNED)
+
+
+class _OnGpu(Watch):
+    """Knows device and pinned memory by the tensors that operators are given."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        detector = self._detector
+        assert isinstance(detector, _OfGpu)
+        given = tensors_in([*args, *(kwargs or {}).values()])
+        if detector.local.num_hidden or (func.namespace == "c10d" and any(tensor.is_cuda for tensor in given)):
+            return func(*args, **(kwargs or {}))
+        for tensor in given:
+            detector.adopt(tensor)
+        if torch_private.schema_of(func)[0] == "aten::record_stream" and (memory := memory_of(args[0])) is not None:
+            memory.recorded.add(detector.stream)
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in tensors_in([made]):
+            detector.adopt(tensor)
+        return made
+
+
+class _Calls:
+    """``torch.distributed``, seen."""
+
+    def __init__(self, detector: Detector) -> None:
+        self._detector = detector
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(dist, name)
+        if name not in _CALLS:
+            return call
+        reads, writes = _CALLS[name]
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            read, written = (tensors_in([args[place] for place in places]) for places in (reads, writes))
+            self._detector.launch(f"nccl {name}", read, written)
+            return call(*args, **kwargs)
+
+        return seen
+
+    def batch_isend_irecv(self, messages: list[Any]) -> Any:
+        """As ``dist.batch_isend_irecv``."""
+        sent, received = ([m.tensor for m in messages if m.op is op] for op in (dist.isend, dist.irecv))
+        self._detector.launch("nccl messages", sent, received)
+        return dist.batch_isend_irecv(messages)
+
+
+def _resizing(detector: Detector) -> Callable[[Any, int], Any]:
+    original: Any = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, num_bytes: int) -> Any:
+        memory: Memory | None = storage.__dict__.get("_shardwise_memory")
+        if memory is not None and memory.side is Side.DEVICE:
+            detector.resize(memory, num_bytes)
+        return original(storage, num_bytes)
+
+    return resize_
