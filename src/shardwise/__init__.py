@@ -54,7 +54,7 @@ _LAZY = {
     "train_step": "shardwise.api.train_step",
     "dry_run": "shardwise.api.dry_run",
     "DryRun": "shardwise.api.dry_run",
-    "parity": "shardwise.api.parity",
+    "parity": "shardwise.testing.parity",
     "generate": "shardwise.generation.decode",
     "generate_stream": "shardwise.generation.decode",
     "export": "shardwise.api.export",
@@ -183,7 +183,6 @@ if TYPE_CHECKING:
         record_collectives,
     )
     from shardwise.api.parallelize import parallelize
-    from shardwise.api.parity import parity
     from shardwise.api.replicas import check_replicas
     from shardwise.api.save import finish_save, load, save, save_async, save_failure
     from shardwise.api.summary import summary
@@ -237,6 +236,7 @@ if TYPE_CHECKING:
     from shardwise.state.full_parameters import full_parameters
     from shardwise.state.iterate import iterate_full_parameters
     from shardwise.state.model import full_state_dict, load_full_state_dict
+    from shardwise.testing.parity import parity
     from shardwise.train.data.sampler import DistributedSampler
     from shardwise.train.model.pretrained import from_pretrained
 

@@ -25,6 +25,10 @@ table says how near.
 Where a plan has groups of ranks (dp_replicate, hsdp), the one process adds gradients inside each group first.
 Without CONFIG the demo's model and data.
 
+Where something differs it says at which module: the first one, in the order of a step, whose output, input's gradient
+or parameter's gradient is not that of one process, on which ranks, by how much, and how it differs (scaled by the size
+of an axis, a missing sum, a shifted slice, ...). --locate compares every module also where the ends are near.
+
 Examples:
 
   shardwise parity
@@ -32,6 +36,8 @@ Examples:
   shardwise parity run.yaml --nproc 3 --strategies zero2,zero3 --steps 5
 
   shardwise parity --nproc 4 --set parallel.tp=2 --set parallel.pp=2
+
+  shardwise parity --nproc 2 --set parallel.tp=2 --strategies zero3 --locate
 """
 
 
@@ -46,6 +52,7 @@ def parity(  # noqa: PLR0917  typer calls it by name
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     strategies: Annotated[str, typer.Option(help="Presets, separated by commas.")] = ",".join(STRATEGIES),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
+    locate: Annotated[bool, typer.Option("--locate", help="Compare every module, also where nothing differs.")] = False,  # noqa: FBT002  typer's form
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:
     """Compare."""
@@ -62,14 +69,16 @@ def parity(  # noqa: PLR0917  typer calls it by name
         raise ConfigError(f"--strategies {strategies!r} names none.\n  Use some of: {', '.join(STRATEGIES)}.")
     raw, _ = named_config(config, overrides or [])
     if world.source != "alone":
-        raise typer.Exit(run_worker(lambda: _compare(raw, world, names, steps), world, show_error))
+        raise typer.Exit(
+            run_worker(lambda: _compare(raw, world, names, steps, locate=locate or None), world, show_error)
+        )
     raise typer.Exit(launch_parity(raw, num_workers(nproc), context.obj, strategies=names))
 
 
-def _compare(raw: RawConfig, world: World, strategies: list[str], steps: int) -> int:
+def _compare(raw: RawConfig, world: World, strategies: list[str], steps: int, *, locate: bool | None) -> int:
     from shardwise.train.proof import compare_here
 
-    report = compare_here(raw, world, strategies=strategies, num_steps=steps)
+    report = compare_here(raw, world, strategies=strategies, num_steps=steps, locate=locate)
     if world.rank == 0:
         typer.echo(str(report))
     return 0 if report.holds else 1

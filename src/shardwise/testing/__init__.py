@@ -1,6 +1,7 @@
-"""Tools for tests of distributed code. Nothing else in shardwise imports this package, but ``--check-streams``."""
+"""Tools for tests of distributed code, and the checks of a user's own model: ``sw.parity``, ``--check-streams``."""
 
 from shardwise.measure.storage import StorageCount
+from shardwise.testing.locate import Location, NoDifference
 from shardwise.testing.oracle import (
     Comparison,
     Mean,
@@ -11,13 +12,18 @@ from shardwise.testing.oracle import (
     same_bits,
     train_step,
 )
+from shardwise.testing.parity import ParityReport, ParityRow
 from shardwise.testing.probe import Probe, Shard, UnitView, checks, optimizer_state, part_of, probe
 from shardwise.testing.ranks import RankFailure, run_on_ranks
 from shardwise.testing.settings import forget_declaration, forget_notices, report_stalls_after
 
 __all__ = [
     "Comparison",
+    "Location",
     "Mean",
+    "NoDifference",
+    "ParityReport",
+    "ParityRow",
     "Probe",
     "RankFailure",
     "Shard",

@@ -43,14 +43,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import shardwise as sw
 from shardwise import torch_private
+from shardwise.api import model as calls
+from shardwise.api import train_step as whole_step
 from shardwise.comm.dtype import memory_order
 from shardwise.forms.attachment import attachment_of
 from shardwise.forms.optimizer import needed_by
+from shardwise.optim.clip import clip_grad_norm
+from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.spec.exact import Tolerance
 from shardwise.spec.granularity import row_numel
+from shardwise.state.model import full_state_dict
 from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, part_of, probe
 
 Script = Callable[[nn.Module, int, int], Any]
@@ -103,7 +107,7 @@ def train_step(
     ``accumulation="unsharded"``.
     """
     if attachment_of(model) is not None:
-        return Mean([sw.train_step(model, batch, loss_fn, num_microbatches)])
+        return Mean([whole_step.train_step(model, batch, loss_fn, num_microbatches)])
     parts = split_batch(batch, num_microbatches or 1)
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:
@@ -117,7 +121,7 @@ def train_step(
 def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa: FBT001 - as sw.gradient_sync
     """``sw.gradient_sync`` for scripts: on a plain copy it does nothing. Backwards inside, if disabled, are Waiting."""
     is_plain = attachment_of(model) is None
-    with contextlib.nullcontext() if is_plain else sw.gradient_sync(model, is_enabled):
+    with contextlib.nullcontext() if is_plain else calls.gradient_sync(model, is_enabled):
         yield
 
 
@@ -251,7 +255,7 @@ def compare_each_with_one_process(
         gets = (given.get(where) if isinstance(given, Mapping) else given) or parameters
         side = _Side(where, model, make(gets(model)), probe(model))
         if in_backward:
-            sw.optimizer_in_backward(model, side.ours)
+            optimizer_in_backward(model, side.ours)
         sides.setdefault(side.one_process(script), []).append(side)
     found: dict[str, Comparison] = {}
     for group in sides.values():
@@ -447,7 +451,7 @@ class _Judge:
     def full_state(self) -> None:
         """``sw.full_state_dict`` on rank 0 is the plain model's state dict."""
         plain = self.copies[0].state_dict()
-        for name, got in sw.full_state_dict(self.side.model).items():
+        for name, got in full_state_dict(self.side.model).items():
             self._state(plain[name], got, f"{self.side.where}: {name} of the full state dict")
 
     def _state(self, expected: Tensor, got: Tensor, where: str) -> None:
@@ -529,7 +533,7 @@ class _Sums:
 
 def _clip(judges: Sequence[_Judge], max_norm: float, step: int) -> None:
     """Clip both sides, and compare the norms."""
-    got = [sw.clip_grad_norm(judge.side.model, max_norm) for judge in judges]
+    got = [clip_grad_norm(judge.side.model, max_norm) for judge in judges]
     grads = [p.grad for p in judges[0].copies[0].parameters() if p.grad is not None]
     wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
     norm = wide.to(got[0].dtype)

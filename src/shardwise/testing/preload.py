@@ -29,9 +29,8 @@ _THIRD_PARTY = (
 
 
 def _modules() -> list[str]:
-    import shardwise
-
-    found = [info.name for info in pkgutil.walk_packages(shardwise.__path__, "shardwise.", onerror=lambda _name: None)]
+    package = importlib.import_module(__name__.partition(".")[0])
+    found = [info.name for info in pkgutil.walk_packages(package.__path__, "shardwise.", onerror=lambda _name: None)]
     return [name for name in found if not name.startswith("shardwise.testing.") and not name.endswith("__main__")]
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,7 +108,27 @@ class Shard:
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The elements of a tensor of the plain parameter's shape that this rank holds, flat, in memory order."""
-        whole = whole.detach() if self._cuts is None else take(whole.detach(), self._cuts)
+        return self.range.part_of(whole)
+
+    @property
+    def range(self) -> Range:
+        """Which elements of the plain parameter these are; it keeps nothing of the model alive."""
+        return Range(self.start, self.stop, self.shape, self.stride, self._cuts)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The elements of a plain parameter that a rank holds; attributes as of :class:`Shard`."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    cuts: Slice | None
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The elements of a tensor of the plain parameter's shape, flat, in memory order."""
+        whole = whole.detach() if self.cuts is None else take(whole.detach(), self.cuts)
         if self.stride is None:
             return memory_order(whole.contiguous())[self.start : self.stop]
         laid_out = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.api.parity import ParityReport
 from shardwise.launch.world import World, joined
 from shardwise.spec.errors import PlanError
 from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import check_offload
+from shardwise.testing.parity import ParityReport
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import RawConfig
 from shardwise.train.data.samples import Data
@@ -62,7 +62,13 @@ def _default(field: str) -> Any:
 
 
 def compare_with_one_process(
-    resolved: RunConfig, data: Data, device: torch.device, *, strategies: Sequence[str], num_steps: int
+    resolved: RunConfig,
+    data: Data,
+    device: torch.device,
+    *,
+    strategies: Sequence[str],
+    num_steps: int,
+    locate: bool | None = False,
 ) -> ParityReport:
     """Train the run's model anew for a few steps under each strategy and in one process.
 
@@ -103,16 +109,20 @@ def compare_with_one_process(
             optimizer=lambda groups: build_optimizer(config.optimizer, groups),
             parameters=lambda model: parameter_groups(config.optimizer, model),
             max_norm=config.train.clip_grad_norm or float("inf"),
+            locate=locate,
         )
     finally:
         torch.set_rng_state(generator)
 
 
-def compare_here(raw: RawConfig, world: World, *, strategies: Sequence[str], num_steps: int) -> ParityReport:
+def compare_here(
+    raw: RawConfig, world: World, *, strategies: Sequence[str], num_steps: int, locate: bool | None
+) -> ParityReport:
     """Join the world, compare as :func:`compare_with_one_process` does, and leave it. All ranks must call."""
     resolved = resolve(raw, world.size, world.ranks_per_machine, raises_masters=False)
     with joined(world) as device:
-        return compare_with_one_process(resolved, data_of(resolved), device, strategies=strategies, num_steps=num_steps)
+        how = {"strategies": strategies, "num_steps": num_steps, "locate": locate}
+        return compare_with_one_process(resolved, data_of(resolved), device, **how)
 
 
 #: Steps over which the demo compares its strategy with one process, after training.

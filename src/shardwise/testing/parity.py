@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +15,22 @@ from torch import Tensor, nn
 from shardwise.api.parallelize import parallelize
 from shardwise.api.train_step import train_step
 from shardwise.comm.axes import join_world, open_comms
+from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.launch.world import ranks_per_machine
 from shardwise.optim.clip import clip_grad_norm
-from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
+from shardwise.pipeline.batch import LossFn, split_batch
 from shardwise.pipeline.pipelined import pipelined_of
-from shardwise.spec.errors import StateError
+from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.spec.exact import check_exact, splits_sums, tolerance
+from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import aligned
 from shardwise.state.model import full_state_dict
-
-OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+from shardwise.testing.locate import Location, NoDifference, locate_difference
+from shardwise.testing.one_process import Job, OptimizerFactory, Run, largest_rate, run_one_process
+from shardwise.testing.record import Parallelize
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class ParityRow:
         relative: The largest relative difference of losses and norms.
         absolute: The largest absolute difference of parameters.
         allowed: How large these two may be; ``None``: everything must be bitwise equal.
+        stopped: Why the plan's training ended before the comparison; empty if it did not.
+        location: The first module that differs, where it was looked for.
     """
 
     plan: str
@@ -57,22 +62,26 @@ class ParityRow:
     relative: float = 0.0
     absolute: float = 0.0
     allowed: tuple[float, float] | None = None
+    stopped: str = ""
+    location: Location | NoDifference | None = None
 
     @property
     def is_bitwise(self) -> bool:
         """Everything was equal to the last bit."""
-        return self.losses and self.norms and self.parameters
+        return self.losses and self.norms and self.parameters and not self.stopped
 
     @property
     def holds(self) -> bool:
         """Equal to the last bit, or where sums are split as near as is allowed."""
-        if self.is_bitwise or self.allowed is None:
+        if self.is_bitwise or self.stopped or self.allowed is None:
             return self.is_bitwise
         return self.relative <= self.allowed[0] and self.absolute <= self.allowed[1]
 
     @property
     def verdict(self) -> str:
         """The largest difference, and what is allowed where that is not nothing."""
+        if self.stopped:
+            return f"stopped: {self.stopped.splitlines()[0]}"
         if self.is_bitwise:
             return "0 (bitwise)"
         worst = f"{self.largest_difference:.3g} ({self.where})"
@@ -81,6 +90,16 @@ class ParityRow:
         return (
             f"{worst}; losses and norms {self.relative:.1e} of {self.allowed[0]:.1g} allowed, parameters"
             f" {self.absolute:.1e} of {self.allowed[1]:.1g}"
+        )
+
+    @property
+    def shown_location(self) -> str:
+        """Where the plan differs, and what to look at if no module does."""
+        if self.holds or not isinstance(self.location, NoDifference):
+            return str(self.location)
+        return (
+            f"{self.location}\n  What differs at the end comes from the last optimizer step or from clipping, or"
+            " build_model() gives other weights at each call."
         )
 
 
@@ -106,7 +125,8 @@ class ParityReport:
             other = "near" if row.holds else "DIFFER"
             losses, norms, parameters = ("equal" if s else other for s in (row.losses, row.norms, row.parameters))
             rows.append((row.plan, str(row.world_size), str(row.steps), losses, norms, parameters, row.verdict))
-        return "\n".join(aligned(rows, words=(0, 3, 4, 5, 6)))
+        found = [f"{row.plan}: {row.shown_location}" for row in self.rows if row.location is not None]
+        return "\n".join([*aligned(rows, words=(0, 3, 4, 5, 6)), *found])
 
 
 def parity(
@@ -118,6 +138,8 @@ def parity(
     optimizer: OptimizerFactory | None = None,
     parameters: Callable[[nn.Module], Iterable[Any]] = nn.Module.parameters,
     max_norm: float = 1.0,
+    locate: bool | None = None,
+    parallelize: Parallelize = parallelize,
 ) -> ParityReport:
     """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
 
@@ -138,12 +160,18 @@ def parity(
         optimizer: From parameters to an element-wise optimizer; AdamW with lr 1e-3 by default.
         parameters: From a model, plain or parallelized, to what its optimizer gets.
         max_norm: Gradients are clipped to this norm, so that clipping is compared too.
+        locate: Find the first module, in the order of a step, whose output, input's gradient or parameter's gradient is
+            not that of one process, and say how it differs: ``ParityRow.location``. ``None``: for the plans that
+            differ. ``True``: for every plan, also where only the comparison of copies under ``tp`` would stop it.
+        parallelize: Makes a plain model train under a plan. Pass a function of your own where that takes more than
+            ``sw.parallelize``, such as giving your layers their process groups. It is not called for one process.
 
     Returns:
         The report, the same on every rank.
 
     Collective:
-        Those of the training runs. All ranks must call.
+        Those of the training runs. All ranks must call. A location takes two to four more runs of a step, and three
+            all-gathers of JSON.
 
     Raises:
         StateError: There is no batch, or one cannot be cut into as many parts as there are ranks.
@@ -160,19 +188,18 @@ def parity(
     device = next((p.device for p in probe.parameters()), torch.device("cpu"))
     dtypes = sorted({dtype_name(p.dtype) for p in probe.parameters() if p.requires_grad})
     del probe
-    group = join_world(device)
-    rank, size = group.rank(), group.size()
+    size = join_world(device).size()
     local_size = ranks_per_machine(size)
     meshes = {name: plan.mesh(size, local_size) for name, plan in named.items()}
 
     @functools.cache
-    def job(num_readers: int, num_microbatches: int) -> _Job:
+    def job(num_readers: int, num_microbatches: int) -> Job:
         parts = [[split_batch(p, num_microbatches) for p in split_batch(batch, num_readers)] for batch in batches]
-        return _Job(build_model, parts, loss_fn, lambda model: make(parameters(model)), max_norm)
+        return Job(build_model, parts, loss_fn, lambda model: make(parameters(model)), max_norm)
 
     @functools.cache
-    def one_process(num_readers: int, num_microbatches: int, group_size: int) -> _Run:
-        return _one_process(job(num_readers, num_microbatches), group_size)
+    def one_process(num_readers: int, num_microbatches: int, group_size: int) -> Run:
+        return run_one_process(job(num_readers, num_microbatches), group_size)
 
     control = open_comms(device)[0]
     rows = []
@@ -180,17 +207,45 @@ def parity(
         mesh = meshes[name]
         its_job = job(mesh.data_parallel_size, _num_microbatches(plan))
         expected = one_process(mesh.data_parallel_size, _num_microbatches(plan), mesh.dp_shard)
-        reader = mesh.data_parallel_rank(rank)
-        got = _one_plan(its_job, plan, reader)
-        row = _compare(name, size, expected, got, reader=reader, rank=rank)
-        found = all_gather_json(control, {"row": vars(row), "splits": splits_sums(plan) or got.splits_sums})
-        merged = _merge([ParityRow(**values["row"]) for values in found])
-        if any(values["splits"] for values in found):
+        row, splits = _row(
+            name, plan, mesh, its_job, expected, control, parallelize=parallelize, may_stop=locate is False
+        )
+        if splits:
             limits = [tolerance(dtype, expected.lr) for dtype in dtypes]
             allowed = max(limit.relative for limit in limits), max(limit.absolute for limit in limits)
-            merged = dataclasses.replace(merged, allowed=allowed)
-        rows.append(merged)
+            row = dataclasses.replace(row, allowed=allowed)
+        if locate or (locate is None and not row.holds):
+            where = locate_difference(its_job, plan, mesh, control, parallelize=parallelize, is_exact=not splits)
+            row = dataclasses.replace(row, location=where)
+        rows.append(row)
     return ParityReport(tuple(rows))
+
+
+def _row(  # noqa: PLR0917 - all that a run is made of
+    name: str,
+    plan: ParallelPlan,
+    mesh: Mesh,
+    job: Job,
+    expected: Run,
+    control: Comm,
+    *,
+    parallelize: Parallelize,
+    may_stop: bool,
+) -> tuple[ParityRow, bool]:
+    """The row of a plan, the same on every rank, and whether sums are split."""
+    reader = mesh.data_parallel_rank(control.rank)
+    try:
+        got = _one_plan(job, plan, reader, parallelize)
+    except RankDisagreement as error:
+        if may_stop:
+            raise
+        row, splits = _stopped(name, control.size, str(error)), True
+    else:
+        row = _compare(name, control.size, expected, got, reader=reader, rank=control.rank)
+        splits = splits_sums(plan) or got.splits_sums
+    found = all_gather_json(control, {"row": vars(row), "splits": splits})
+    merged = _merge([ParityRow(**values["row"]) for values in found])
+    return merged, any(values["splits"] for values in found)
 
 
 def _num_microbatches(plan: ParallelPlan) -> int:
@@ -198,115 +253,12 @@ def _num_microbatches(plan: ParallelPlan) -> int:
     return 1 if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
 
 
-@dataclass
-class _Run:
-    """What a run computed.
-
-    Attributes:
-        losses: The loss of each step on this rank; in a pipeline the mean over all ranks.
-        norms: The gradient norm of each step.
-        parameters: The parameters after the last step, on rank 0.
-        lr: The largest learning rate.
-        splits_sums: Stages share a parameter, so that its gradient is added up in another order.
-        has_mean: ``losses`` are means over all ranks.
-        by_reader: Of one process: for each step, the loss of each rank's samples.
-        means: Of one process: the mean of these, for each step.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    parameters: dict[str, Tensor]
-    lr: float
-    splits_sums: bool = False
-    has_mean: bool = False
-    by_reader: list[list[float]] = field(default_factory=list)
-    means: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Job:
-    build_model: Callable[[], nn.Module]
-    parts: Sequence[Sequence[Sequence[Any]]]  # by step, reader (ranks that differ on a data-parallel axis), microbatch
-    loss_fn: LossFn | None
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    max_norm: float
-
-
-def _one_process(job: _Job, group_size: int) -> _Run:
-    """A reader's microbatches are added up, then the readers of each group of ``group_size``, then the groups."""
-    model = job.build_model()
-    optimizer = job.make_optimizer(model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    run = _Run([], [], {}, _largest_rate(optimizer))
-    for readers in job.parts:
-        losses = []
-        before = [buffer.clone() for buffer in model.buffers()]
-        kept: list[Tensor] = []
-        total: dict[nn.Parameter, Tensor] = {}
-        group: dict[nn.Parameter, Tensor] = {}
-        size, dtype = len(readers), torch.float32
-        for reader, microbatches in enumerate(readers):
-            _put_buffers(model, before)
-            count = len(microbatches)
-            sum_of_losses = 0.0
-            for microbatch in microbatches:
-                loss = forward_loss(model, microbatch, job.loss_fn)
-                (loss / count if count > 1 else loss).backward()
-                sum_of_losses += loss.item()
-                dtype = loss.dtype
-            losses.append(sum_of_losses / count)
-            kept = kept or [buffer.clone() for buffer in model.buffers()]
-            _add(group, _take_gradients(parameters))
-            if (reader + 1) % group_size == 0:
-                _add(total, group)
-                group = {}
-        _put_buffers(model, kept)
-        for parameter, grad in total.items():
-            parameter.grad = grad
-        grads = [p.grad for p in parameters if p.grad is not None]
-        for grad in grads:
-            grad.div_(torch.full((1,), size, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device))
-        wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
-        norm = wide.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32)
-        coefficient = torch.clamp(job.max_norm / (norm + 1e-6), max=1.0)
-        for grad in grads:
-            grad.mul_(coefficient)
-        optimizer.step()
-        optimizer.zero_grad()
-        run.by_reader.append(losses)
-        run.means.append(torch.tensor(sum(losses) / size, dtype=torch.float64).to(dtype).item())
-        run.norms.append(norm.item())
-    run.parameters = {name: value.cpu() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    return run
-
-
-def _take_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    taken = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    for parameter in taken:
-        parameter.grad = None
-    return taken
-
-
-def _add(total: dict[nn.Parameter, Tensor], more: dict[nn.Parameter, Tensor]) -> None:
-    for parameter, grad in more.items():
-        total[parameter] = total[parameter].add_(grad) if parameter in total else grad
-
-
-def _largest_rate(optimizer: torch.optim.Optimizer) -> float:
-    return max(float(group["lr"]) for group in optimizer.param_groups)
-
-
-def _put_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
-    for buffer, value in zip(model.buffers(), values, strict=True):
-        buffer.data.copy_(value)
-
-
-def _one_plan(job: _Job, plan: ParallelPlan, reader: int) -> _Run:
+def _one_plan(job: Job, plan: ParallelPlan, reader: int, parallelize: Parallelize) -> Run:
     model = parallelize(job.build_model(), plan)
     optimizer = job.make_optimizer(model)
     pipelined = pipelined_of(model)
     shares = pipelined is not None and pipelined.has_copies
-    run = _Run([], [], {}, _largest_rate(optimizer), splits_sums=shares, has_mean=pipelined is not None)
+    run = Run([], [], {}, largest_rate(optimizer), splits_sums=shares, has_mean=pipelined is not None)
     for readers in job.parts:
         own = None if pipelined is not None else []  # of a pipeline every rank knows the mean of all losses only
         loss = train_step(model, iter(readers[reader]), job.loss_fn, len(readers[reader]), losses=own)
@@ -319,7 +271,7 @@ def _one_plan(job: _Job, plan: ParallelPlan, reader: int) -> _Run:
     return run
 
 
-def _compare(name: str, size: int, expected: _Run, got: _Run, *, reader: int, rank: int) -> ParityRow:
+def _compare(name: str, size: int, expected: Run, got: Run, *, reader: int, rank: int) -> ParityRow:
     differences: dict[str, float] = {"": 0.0}
     known = expected.means if got.has_mean else [losses[reader] for losses in expected.by_reader]
     losses, norms = (list(zip(*pair, strict=True)) for pair in ((known, got.losses), (expected.norms, got.norms)))
@@ -353,6 +305,10 @@ def _compare(name: str, size: int, expected: _Run, got: _Run, *, reader: int, ra
     )
 
 
+def _stopped(name: str, size: int, why: str) -> ParityRow:
+    return ParityRow(name, size, 0, False, False, False, math.inf, "", math.inf, math.inf, stopped=why)  # noqa: FBT003
+
+
 def _or_inf(value: float) -> float:
     """What is not a number counts as the worst."""
     return math.inf if math.isnan(value) else value
@@ -372,6 +328,7 @@ def _merge(rows: Sequence[ParityRow]) -> ParityRow:
         where=worst.where,
         relative=max(row.relative for row in rows),
         absolute=max(row.absolute for row in rows),
+        stopped=next((row.stopped for row in rows if row.stopped), ""),
     )
 
 

@@ -1,0 +1,172 @@
+"""A rank's tensors of a step beside its parts of those of one process, as sketches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.testing.record import Record, shape_point
+from shardwise.testing.sketch import SIZE
+from shardwise.testing.tap import GRADIENTS, INPUT, INPUT_GRADIENT, LOSS, OUTPUT, OUTPUT_GRADIENT, VALUE, Point
+
+#: The allowed distance in multiples of that of one process from fp64, and in units in the last place of the norm.
+_NOISE, _ULPS = 30.0, 100.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rank's tensor beside that of one process.
+
+    Attributes:
+        tick: When it is there in one process.
+        label: The part that this rank has.
+        axis: The axes that divide it.
+        got: Its sketch.
+        expected: The sketch of the part of one process.
+        allowed: The distance that rounding makes.
+        shape: Shape of this rank's tensor.
+        biases: Sketches of the biases that an output may have in every row.
+    """
+
+    tick: int
+    label: str
+    axis: str
+    got: list[float]
+    expected: list[float]
+    allowed: float
+    shape: tuple[int, ...]
+    biases: list[list[float]]
+
+    @property
+    def gap(self) -> float:
+        """The distance."""
+        return apart(self.got, self.expected)
+
+    @property
+    def is_right(self) -> bool:
+        """Nothing differs but rounding."""
+        return self.gap <= self.allowed
+
+
+def apart(left: Sequence[float], right: Sequence[float]) -> float:
+    """The distance of two tensors, from their sketches; infinite where one is not finite."""
+    return _norm([a - b for a, b in zip(left, right, strict=True)])
+
+
+def summed(sketches: Sequence[Sequence[float]]) -> list[float]:
+    """The sketch of a sum."""
+    return [sum(numbers) for numbers in zip(*sketches, strict=True)]
+
+
+def _norm(numbers: Sequence[float]) -> float:
+    value = math.sqrt(sum(number * number for number in numbers) / len(numbers))
+    return math.inf if math.isnan(value) else value
+
+
+class Comparison:
+    """The comparison of a step on one rank.
+
+    Gradients of activations are ``context`` times those of one process inside of a model whose sequences ``context``
+    ranks divide: the loss of each rank counts so often, as gradients of parameters are then averaged over these ranks.
+
+    Args:
+        planned: The record under the plan.
+        alone: The record of one process.
+        other: That of one process in another precision, if the model can be converted.
+        context: Ranks along ``cp``.
+        num_microbatches: Microbatches of a step.
+
+    Attributes:
+        findings: By point. Of modules that read the very same tensor, whose gradients of it a plan may add up before
+            any of them returns, the first one has the sum for all.
+        unseen: Paths of modules whose inputs and outputs could not be compared.
+    """
+
+    def __init__(
+        self, planned: Record, alone: Record, other: Record | None, *, context: int, num_microbatches: int
+    ) -> None:
+        self._planned, self._alone, self._other, self._context = planned, alone, other, context
+        self.findings: dict[Point, Finding] = {}
+        groups: dict[Point, list[Point]] = {}
+        for point in alone.sketches:
+            groups.setdefault(planned.siblings.get(point, point), []).append(point)
+        skipped = self._not_alike(num_microbatches)
+        for first, points in groups.items():
+            found = None if first.path in skipped else self._compared(first, points)
+            if found is not None:
+                self.findings[first] = found
+        compared = {point.path for point in self.findings if point.kind in {INPUT, OUTPUT}}
+        watched = {point.path for point in planned.shapes if point.kind in {INPUT, OUTPUT}}
+        self.unseen = sorted((watched - compared) | {path for path in planned.routed if path in alone.calls})
+
+    def _not_alike(self, num_microbatches: int) -> set[str]:
+        """Modules that the plan calls in another number, or from several stages and so in another order."""
+        planned, alone = self._planned.calls, self._alone.calls
+        spread = {path for path in self._planned.spread if alone.get(path, 0) > num_microbatches}
+        return spread | {path for path, count in planned.items() if count != alone.get(path)}
+
+    def factor(self, point: Point) -> int:
+        """How many times that of one process a gradient is."""
+        is_inside = point.path not in {"", LOSS} and point.kind in {INPUT_GRADIENT, OUTPUT_GRADIENT}
+        return self._context if is_inside else 1
+
+    def _compared(self, first: Point, points: Sequence[Point]) -> Finding | None:
+        shape = self._planned.shapes.get(shape_point(first))
+        got = added(self._planned, points, "")
+        if shape is None or (got is None and first.kind not in GRADIENTS):
+            return None
+        if self._context > 1 and not shape and first.path and first.kind != VALUE:
+            return None  # a scalar inside of a model whose sequences are divided is of some positions
+        numbers = [0.0] * SIZE if got is None else got.tolist()
+        if first.kind == INPUT and first.path in self._planned.spread and not any(numbers):
+            return None  # a module that every stage calls; other stages than the first give it zeros
+        found = [
+            finding
+            for label in self._alone.sketches[points[0]]
+            if (finding := self._beside(numbers, tuple(shape), points, label)) is not None
+        ]
+        # Of a tensor that is wrong, a part that explains it no better than the usual one explains nothing.
+        nearest = min(found, key=lambda finding: finding.gap, default=None)
+        return nearest if nearest is None or nearest.is_right or nearest.gap < found[0].gap / 2 else found[0]
+
+    def _beside(self, got: list[float], shape: tuple[int, ...], points: Sequence[Point], label: str) -> Finding | None:
+        alone, other = self._alone, self._other
+        expected = added(alone, points, label)
+        if expected is None:
+            return None
+        factor = self.factor(points[0])
+        numbers = (factor * expected).tolist()
+        allowed = _ULPS * alone.eps * _norm(numbers)
+        in_other = None if other is None else added(other, points, label)
+        if in_other is not None and other is not None:
+            noise = apart((factor * in_other).tolist(), numbers)
+            allowed += _NOISE * noise * min(1.0, alone.eps / other.eps)
+        tick = max(alone.ticks[point] for point in points)
+        biases = alone.biases.get(points[0], [])
+        return Finding(tick, label, alone.axes.get(label, ""), got, numbers, allowed, shape, biases)
+
+    def members(self, first: Point) -> list[Point]:
+        """The points whose sum the finding at ``first`` is of."""
+        return [each for each, leader in self._planned.siblings.items() if leader == first] or [first]
+
+    def wrong_members(self, first: Point) -> list[str]:
+        """The modules whose gradients of the input that they share differ."""
+        finding, wrong = self.findings[first], []
+        for each in self.members(first):
+            got, expected = added(self._planned, [each], ""), added(self._alone, [each], finding.label)
+            if got is None or expected is None:
+                is_wrong = got is not expected
+            else:
+                is_wrong = apart(got.tolist(), (self.factor(each) * expected).tolist()) > finding.allowed
+            wrong += [each.path] if is_wrong else []
+        return wrong
+
+
+def added(record: Record, points: Sequence[Point], label: str) -> Tensor | None:
+    """The sketch of the sum of several tensors, of those that there are."""
+    held = [record.sketches[point][label] for point in points if label in record.sketches.get(point, {})]
+    return torch.stack(held).sum(0).cpu() if held else None

@@ -1,0 +1,311 @@
+"""Where a plan departs from one process: the first module, in the order of the step, that is not right.
+
+A step is made under the plan and in one process (``record``). Every rank compares its tensors, as sketches, with its
+parts of the tensors of one process (``compare``). Ranks then exchange the sketches that differ, and judge them alike
+(``judge``). What is allowed is measured: a multiple of the distance between the step in one process and the same step
+in fp64, and 100 units in the last place.
+
+A tensor that differs need not be wrong. A layer that is cut by its inputs gives a term of a sum, and its caller adds
+up: what is inside of a module whose output is right is that module's own affair, and so it is in backward. The first
+difference that remains is examined in a second run of the step, which keeps these tensors whole (``kind``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import all_gather_json
+from shardwise.spec.mesh import AXES, Mesh
+from shardwise.spec.plan import ParallelPlan
+from shardwise.testing import kind as kinds
+from shardwise.testing.compare import Comparison, Finding, apart, summed
+from shardwise.testing.judge import Difference, Findings, Judge
+from shardwise.testing.kind import Kind
+from shardwise.testing.one_process import Job
+from shardwise.testing.record import Parallelize, Record, record_one_process, record_plan
+from shardwise.testing.sketch import parts
+from shardwise.testing.tap import GRADIENT, INPUT, LOSS, OUTPUT_GRADIENT, VALUE, Point
+
+#: Tensors that a rank names to the others.
+_MAX_NAMED = 300
+
+
+@dataclass(frozen=True)
+class Location:
+    """The first difference between a plan and one process.
+
+    Attributes:
+        module: Path of the module that makes it; empty for the model itself, ``(loss)`` for what computes the loss.
+        tensor: Which tensor of it differs.
+        kind: ``scaled``, ``missing sum``, ``doubled sum``, ``permuted``, ``shifted``, ``rounding``, ``missing``,
+            ``not finite`` or ``other``.
+        text: The kind in a sentence.
+        ranks: The ranks on which it differs.
+        axis: The axis of the mesh that it has to do with; empty where that is not known.
+        difference: The largest absolute difference of an element, on any rank.
+        largest: The largest absolute value of an element in one process.
+        step: The step, from 0.
+        microbatch: The microbatch, from 0; ``None`` for parameters.
+        num_right: Tensors that were compared before it and are right, over all ranks.
+        unseen: Modules whose tensors were not compared, because the plan runs them in another way.
+    """
+
+    module: str
+    tensor: str
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+    axis: str
+    difference: float
+    largest: float
+    step: int
+    microbatch: int | None
+    num_right: int
+    unseen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Four lines."""
+        at = f"step {self.step}" + (f", microbatch {self.microbatch}" if self.microbatch is not None else "")
+        axis = f" over {self.axis}" if self.axis else ""
+        return (
+            f"first difference: {_shown(self.module)}, {self.tensor} ({at})\n"
+            f"  {self.kind}{axis}: {self.text}\n"
+            f"  on rank{'s' if len(self.ranks) > 1 else ''} {_listed(self.ranks)}: {self.difference:.3g} at the most,"
+            f" where one process has up to {self.largest:.3g}\n"
+            f"  {self.num_right} tensors before it are right{_unseen_text(self.unseen)}"
+        )
+
+
+@dataclass(frozen=True)
+class NoDifference:
+    """Every tensor that was compared is that of one process, up to rounding.
+
+    Attributes:
+        num_right: Tensors that were compared, over all ranks and steps.
+        steps: Steps.
+        unseen: As of :class:`Location`.
+    """
+
+    num_right: int
+    steps: int
+    unseen: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line."""
+        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        return f"no module differs: {self.num_right} tensors of {steps} are right{_unseen_text(self.unseen)}"
+
+
+def _shown(module: str) -> str:
+    return {"": "the model", LOSS: "the loss"}.get(module, repr(module))
+
+
+def _unseen_text(unseen: Sequence[str]) -> str:
+    return f"; not compared: {_listed(unseen)}" if unseen else ""
+
+
+def _listed(values: Sequence[object]) -> str:
+    more = f" and {len(values) - 8} more" if len(values) > 8 else ""
+    return ", ".join(str(value) or "the model" for value in values[:8]) + more
+
+
+def locate_difference(
+    job: Job, plan: ParallelPlan, mesh: Mesh, control: Comm, *, parallelize: Parallelize, is_exact: bool
+) -> Location | NoDifference:
+    """Find the first difference of a plan from one process, step by step.
+
+    Args:
+        job: What is trained.
+        plan: The plan.
+        mesh: Its mesh.
+        control: Over all ranks.
+        parallelize: As of ``sw.parity``.
+        is_exact: Without a difference above rounding look for the first one of a bit.
+
+    Collective:
+        Those of training, up to each step, and once more where one differs; an all-gather of JSON for each step, and
+        two where one differs. All ranks must call.
+    """
+    plan = dataclasses.replace(plan, compile=False)  # hooks on modules inside of compiled ones would be traced
+    search = _Search(job, plan, mesh, control, parallelize)
+    num_right, unseen = 0, ()
+    for step in range(len(job.parts)):
+        found = search.step(step, is_exact=is_exact)
+        num_right, unseen = num_right + found.num_right, found.unseen
+        if isinstance(found, Location):
+            return dataclasses.replace(found, num_right=num_right)
+    return NoDifference(num_right, len(job.parts), unseen)
+
+
+class _Search:
+    """The search for a difference, on one rank."""
+
+    def __init__(self, job: Job, plan: ParallelPlan, mesh: Mesh, control: Comm, parallelize: Parallelize) -> None:
+        self._job, self._plan, self._mesh, self._control, self._parallelize = job, plan, mesh, control, parallelize
+        self._rank = control.rank
+        self._reader = mesh.data_parallel_rank(self._rank)
+        place = mesh.coordinate(self._rank)
+        self._at = {axis: (mesh.size(axis), place[axis]) for axis in AXES}
+        self._count = len(job.parts[0][0])
+        self._judge = Judge(mesh, self._count)
+
+    def step(self, step: int, *, is_exact: bool) -> Location | NoDifference:
+        """The first difference of a step."""
+        planned = self._under_plan(step)
+        alone = self._in_one_process(step, planned)
+        other = self._in_other_precision(step, planned, alone.eps)
+        compared = Comparison(planned, alone, other, context=self._mesh.cp, num_microbatches=self._count)
+        findings = compared.findings
+        order = sorted((finding.tick, point) for point, finding in findings.items())
+        wrong = [point for _, point in order if not findings[point].is_right][:_MAX_NAMED]
+        inexact = [point for _, point in order if findings[point].gap > 0][:1] if is_exact else []
+        named = {"wrong": wrong, "inexact": inexact, "count": len(order), "unseen": compared.unseen}
+        everyone = all_gather_json(self._control, named)
+        unseen = tuple(sorted({path for each in everyone for path in each["unseen"]}))
+        nothing = NoDifference(sum(each["count"] for each in everyone), step + 1, unseen)
+        asked = _union(each["wrong"] for each in everyone)
+        is_above_rounding = bool(asked)
+        if not is_above_rounding:
+            asked = _union(each["inexact"] for each in everyone)
+            findings = {point: dataclasses.replace(found, allowed=0.0) for point, found in findings.items()}
+        if not asked:
+            return nothing
+        table, seen = self._exchange(asked, order, findings)
+        first = self._judge.first(table, seen, alone, is_exact=not is_above_rounding)
+        if first is None:
+            return nothing
+        located = self._examined(first, table[first.point], step, compared, alone)
+        time = min(seen[first.point])
+        before = sum(tick < time for ticks in seen.values() for tick in ticks)
+        return dataclasses.replace(located, num_right=before, unseen=unseen)
+
+    # -- the records of a step
+
+    def _under_plan(self, step: int, capture: Sequence[Point] = ()) -> Record:
+        return record_plan(self._job, self._plan, step, self._reader, parallelize=self._parallelize, capture=capture)
+
+    def _in_one_process(
+        self, step: int, planned: Record, capture: Sequence[Point] = (), dtype: torch.dtype | None = None
+    ) -> Record:
+        return record_one_process(
+            self._job,
+            planned,
+            step,
+            self._reader,
+            group_size=self._mesh.dp_shard,
+            at=self._at,
+            capture=capture,
+            dtype=dtype,
+        )
+
+    def _in_other_precision(self, step: int, planned: Record, eps: float) -> Record | None:
+        """One process in fp64, or in fp32 where it is in fp64; ``None`` for a model that names its dtype."""
+        dtype = torch.float32 if eps < torch.finfo(torch.float32).eps else torch.float64
+        try:
+            return self._in_one_process(step, planned, dtype=dtype)
+        except (RuntimeError, TypeError, ValueError):
+            return None
+
+    # -- all ranks
+
+    def _exchange(
+        self, asked: Sequence[Point], order: Sequence[tuple[int, Point]], findings: Mapping[Point, Finding]
+    ) -> tuple[dict[Point, Findings], dict[Point, list[int]]]:
+        """The findings of all ranks at the points of ``asked``, and the times of all points that some rank compared."""
+        held = [dataclasses.astuple(findings[point]) if point in findings else None for point in asked]
+        told = all_gather_json(self._control, [order, held])
+        table: dict[Point, Findings] = {
+            point: {rank: Finding(*rows[index]) for rank, (_, rows) in enumerate(told) if rows[index] is not None}
+            for index, point in enumerate(asked)
+        }
+        seen: dict[Point, list[int]] = {}
+        for times, _ in told:
+            for tick, point in times:
+                seen.setdefault(Point(*point), []).append(tick)
+        return table, seen
+
+    # -- the same step once more, with whole tensors
+
+    def _examined(
+        self, first: Difference, findings: Findings, step: int, compared: Comparison, alone: Record
+    ) -> Location:
+        point = first.point
+        members = compared.members(point)
+        planned = self._under_plan(step, members)
+        whole = self._in_one_process(step, planned, members)
+        own = findings.get(self._rank)
+        told: dict[str, Any] = {"kind": None, "gap": 0.0, "largest": 0.0, "paths": []}
+        if own is not None and not own.is_right:
+            told |= _from_tensors(own, members, planned, whole, compared.factor(point))
+            told["paths"] = compared.wrong_members(point)
+        everyone = all_gather_json(self._control, told)
+        kind = first.kind or Kind(*next(each["kind"] for each in everyone if each["kind"] is not None))
+        paths = dict.fromkeys(path for each in everyone for path in each["paths"])
+        module, tensor = _module_of(point, [*paths] or [point.path], alone)
+        calls = alone.calls.get(point.path, 0)
+        return Location(
+            module=module,
+            tensor=tensor,
+            kind=kind.name,
+            text=kind.text,
+            ranks=first.ranks,
+            axis=first.axis,
+            difference=max(each["gap"] for each in everyone),
+            largest=max(each["largest"] for each in everyone),
+            step=step,
+            microbatch=point.call * self._count // calls if calls and point.kind not in {VALUE, GRADIENT} else None,
+            num_right=0,
+        )
+
+
+def _union(lists: Iterable[list[Any]]) -> list[Point]:
+    return list(dict.fromkeys(Point(*point) for each in lists for point in each))
+
+
+def _from_tensors(
+    own: Finding, members: Sequence[Point], planned: Record, whole: Record, factor: int
+) -> dict[str, Any]:
+    """The kind of this rank's difference, and its size, from whole tensors."""
+    held = [planned.captured[each] for each in members if each in planned.captured]
+    right = [whole.captured[each] for each in members if each in whole.captured]
+    if not right:
+        return {"kind": Kind(kinds.OTHER, "not there in a second run"), "gap": math.nan, "largest": math.nan}
+    total = factor * torch.stack(right).sum(0)
+    total = total.reshape(own.shape) if total.numel() == math.prod(own.shape) else total
+    part = next((each for each in parts(total.shape, own.shape, whole.at) if each.label == own.label), None)
+    expected = total if part is None else part.take(total)
+    got = torch.stack(held).sum(0) if held else torch.zeros_like(expected)
+    kind = _of_terms(members[0], own, whole) or kinds.of_tensors(got, expected, total, whole.tables[members[0]])
+    gap = (got.double() - expected.double()).abs().max().item()
+    return {"kind": kind, "gap": gap, "largest": expected.abs().max().item()}
+
+
+def _of_terms(point: Point, own: Finding, whole: Record) -> Kind | None:
+    """A parameter's gradient without that of one microbatch, or with it twice."""
+    terms = whole.terms.get(point, {})
+    for (reader, microbatch), term in terms.items() if len(terms) > 1 else ():
+        for sign, what, name in ((-1, "is left out", kinds.MISSING_SUM), (1, "is in it twice", kinds.DOUBLED_SUM)):
+            if apart(own.got, summed([own.expected, (sign * term).tolist()])) <= 3 * own.allowed:
+                return Kind(name, f"microbatch {microbatch} of reader {reader} {what}")
+    return None
+
+
+def _module_of(point: Point, paths: Sequence[str], alone: Record) -> tuple[str, str]:
+    """The module that made a difference, and which tensor of it that is."""
+    caller, _ = alone.callers.get((point.path, point.call), (LOSS, 0))
+    if point.kind == INPUT:
+        return caller, f"input that it gives to {_shown(point.path)}"
+    if point.kind == OUTPUT_GRADIENT:
+        return caller, f"gradient that it gives to the output of {_shown(point.path)}"
+    if point.kind == VALUE:
+        return point.path, f"{point.name!r} before the step"
+    if point.kind == GRADIENT:
+        return point.path, f"gradient of parameter {point.name!r}"
+    return ", ".join(paths), point.kind

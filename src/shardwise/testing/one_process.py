@@ -1,0 +1,165 @@
+"""Training in one plain process, with the samples and the order of additions of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.pipeline.batch import LossFn, forward_loss
+
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        build_model: Builds the model, with the same weights at every call.
+        parts: The batches by step, reader (ranks that differ on a data-parallel axis) and microbatch.
+        loss_fn: As for ``sw.train_step``.
+        make_optimizer: From a model, plain or parallelized, to its optimizer.
+        max_norm: Gradients are clipped to it.
+    """
+
+    build_model: Callable[[], nn.Module]
+    parts: Sequence[Sequence[Sequence[Any]]]
+    loss_fn: LossFn | None
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    max_norm: float
+
+
+@dataclass
+class Run:
+    """What a run computed.
+
+    Attributes:
+        losses: The loss of each step on this rank; in a pipeline the mean over all ranks.
+        norms: The gradient norm of each step.
+        parameters: The parameters after the last step, on rank 0.
+        lr: The largest learning rate.
+        splits_sums: Stages share a parameter, so that its gradient is added up in another order.
+        has_mean: ``losses`` are means over all ranks.
+        by_reader: Of one process: for each step, the loss of each rank's samples.
+        means: Of one process: the mean of these, for each step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+    lr: float
+    splits_sums: bool = False
+    has_mean: bool = False
+    by_reader: list[list[float]] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+
+
+class OneProcess:
+    """A plain model in training.
+
+    A reader's microbatches are added up, then the readers of each group of ``group_size``, then the groups.
+
+    Attributes:
+        model: The model.
+        optimizer: Its optimizer.
+        losses: The loss of each reader in the last step.
+        dtype: Dtype of these losses.
+    """
+
+    def __init__(self, job: Job, group_size: int, model: nn.Module | None = None) -> None:
+        self.model = job.build_model() if model is None else model
+        self.optimizer = job.make_optimizer(self.model)
+        self.losses: list[float] = []
+        self.dtype = torch.float32
+        self._job, self._group_size = job, group_size
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    def backward(
+        self, readers: Sequence[Sequence[Any]], begins: Callable[[int, int], object] = lambda _reader, _microbatch: None
+    ) -> None:
+        """Forward and backward of a step; afterwards the means of the gradients are on the parameters.
+
+        Args:
+            readers: The microbatches of each reader.
+            begins: Called with the reader and the microbatch that is about to run, and after the last microbatch of a
+                reader with the number of its microbatches.
+        """
+        before = [buffer.clone() for buffer in self.model.buffers()]
+        kept: list[Tensor] = []
+        total: dict[nn.Parameter, Tensor] = {}
+        group: dict[nn.Parameter, Tensor] = {}
+        self.losses = []
+        for reader, microbatches in enumerate(readers):
+            _put_buffers(self.model, before)
+            count = len(microbatches)
+            sum_of_losses = 0.0
+            for index, microbatch in enumerate(microbatches):
+                begins(reader, index)
+                loss = forward_loss(self.model, microbatch, self._job.loss_fn)
+                (loss / count if count > 1 else loss).backward()
+                sum_of_losses += loss.item()
+                self.dtype = loss.dtype
+            begins(reader, count)
+            self.losses.append(sum_of_losses / count)
+            kept = kept or [buffer.clone() for buffer in self.model.buffers()]
+            _add(group, _take_gradients(self._parameters))
+            if (reader + 1) % self._group_size == 0:
+                _add(total, group)
+                group = {}
+        _put_buffers(self.model, kept)
+        for parameter, grad in total.items():
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            parameter.grad = grad.div_(torch.full((1,), len(readers), dtype=dtype, device=grad.device))
+
+    def update(self) -> float:
+        """Clip and step; returns the norm of the gradients."""
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
+        norm = wide.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32)
+        coefficient = torch.clamp(self._job.max_norm / (norm + 1e-6), max=1.0)
+        for grad in grads:
+            grad.mul_(coefficient)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm.item()
+
+
+def run_one_process(job: Job, group_size: int) -> Run:
+    """Train in this process alone."""
+    alone = OneProcess(job, group_size)
+    run = Run([], [], {}, largest_rate(alone.optimizer))
+    for readers in job.parts:
+        alone.backward(readers)
+        run.by_reader.append(alone.losses)
+        mean = torch.tensor(sum(alone.losses) / len(readers), dtype=torch.float64)
+        run.means.append(mean.to(alone.dtype).item())
+        run.norms.append(alone.update())
+    state = alone.model.state_dict()
+    run.parameters = {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
+    return run
+
+
+def largest_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The largest learning rate of an optimizer's groups."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def _take_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    taken = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    for parameter in taken:
+        parameter.grad = None
+    return taken
+
+
+def _add(total: dict[nn.Parameter, Tensor], more: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, grad in more.items():
+        total[parameter] = total[parameter].add_(grad) if parameter in total else grad
+
+
+def _put_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.data.copy_(value)

@@ -1,0 +1,186 @@
+"""Hooks that show every tensor that goes into a module or out of it, and the gradients of both.
+
+Nothing is added to the model's graph. The gradient of an output comes from a hook on the tensor. The gradient of an
+input is that which *this* module gives back: the terms that the nodes of its call hand to the input's node, which is
+found by a walk from the outputs. The gradient that arrives at the input tensor may have further terms, of a residual
+connection for example.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise import torch_private
+from shardwise.engine.hooks import parts_of
+
+#: Kinds of points. The first four are of calls, the others of parameters and buffers.
+INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "gradient of the output", "gradient of the input"
+VALUE, GRADIENT = "value", "gradient"
+#: Those of backward.
+GRADIENTS = (INPUT_GRADIENT, OUTPUT_GRADIENT, GRADIENT)
+
+#: Stands for what calls the model, and computes the loss from its output.
+LOSS = "(loss)"
+
+
+class Point(NamedTuple):
+    """A tensor of a step.
+
+    Attributes:
+        path: Of the module.
+        kind: What the tensor is to it.
+        call: Number of the call of the module in this step, from 0.
+        name: Which of several: the number of the input or output, the attribute of a parameter.
+    """
+
+    path: str
+    kind: str
+    call: int = 0
+    name: str = "0"
+
+
+@dataclass
+class _Frame:
+    """A call that has begun and not ended."""
+
+    path: str
+    call: int
+    since: int
+    given: list[Tensor]
+    inputs_inside: list[tuple[weakref.ref[Tensor], Point]] = field(default_factory=list)
+
+
+class Tap:
+    """Shows the tensors of a model's steps to ``note`` until :meth:`remove`.
+
+    Attributes:
+        callers: The call whose forward made a call, each by path and number.
+        siblings: For the input gradient of each call, that of the first call by the same caller with the very same
+            tensor. Where several layers read one tensor, a plan may add up their gradients before any of them returns.
+        fresh: Inputs that the caller has computed: it got them from no one, and gave them to no other call before.
+    """
+
+    def __init__(
+        self, model: nn.Module, note: Callable[[Point, Tensor], None], *, unseen: Collection[str] = ()
+    ) -> None:
+        self.callers: dict[tuple[str, int], tuple[str, int]] = {}
+        self.siblings: dict[Point, Point] = {}
+        self.fresh: set[Point] = set()
+        self.calls: Counter[str] = Counter()
+        self._note = note
+        self._frames: list[_Frame] = [_Frame(LOSS, 0, 0, [])]
+        self._again: dict[str, _Frame] = {}
+        self._without_graph: dict[str, list[int]] = {}
+        self._handles: list[RemovableHandle] = []
+        for path, module in model.named_modules():
+            if path not in unseen:
+                before, after = functools.partial(self._enter, path), functools.partial(self._leave, path)
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, path: str, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        since, given = torch_private.next_sequence_number(), [*_floats((args, dict(kwargs)))]
+        if torch_private.current_backward() != -1:  # a recomputation, which may end early
+            if self._without_graph.get(path):
+                self._again[path] = _Frame(path, self._without_graph[path].pop(0), since, given)
+            return
+        call, around = self.calls[path], self._frames[-1]
+        self.calls[path] += 1
+        self.callers[path, call] = around.path, around.call
+        for index, tensor in enumerate(given):
+            point = Point(path, INPUT_GRADIENT, call, str(index))
+            known = (first for held, first in around.inputs_inside if held() is tensor)
+            self.siblings[point] = first = next(known, point)
+            if first is point:
+                around.inputs_inside.append((weakref.ref(tensor), point))
+                if not any(tensor is each for each in around.given):
+                    self.fresh.add(point._replace(kind=INPUT))
+            self._note(Point(path, INPUT, call, str(index)), tensor.detach())
+        self._frames.append(_Frame(path, call, since, given))
+
+    def _leave(self, path: str, _module: nn.Module, _args: object, output: object) -> None:
+        made = [*_floats(output)]
+        if torch_private.current_backward() != -1:
+            frame = self._again.pop(path, None)
+            if frame is not None:
+                self._watch(frame, made)
+            return
+        while len(self._frames) > 1 and self._frames[-1].path != path:
+            self._frames.pop()  # calls that raised
+        frame = self._frames.pop()
+        for index, tensor in enumerate(made):
+            self._note(Point(path, OUTPUT, frame.call, str(index)), tensor.detach())
+        if any(tensor.requires_grad for tensor in made):
+            self._watch(frame, made)
+        else:
+            self._without_graph.setdefault(path, []).append(frame.call)
+
+    def _watch(self, frame: _Frame, made: list[Tensor]) -> None:
+        """Show the gradients of a call."""
+        note = self._note
+        for index, tensor in enumerate(made):
+            if tensor.requires_grad:
+                point = Point(frame.path, OUTPUT_GRADIENT, frame.call, str(index))
+                tensor.register_hook(functools.partial(note, point))
+        edges = {}
+        for index, tensor in enumerate(frame.given):
+            if tensor.requires_grad:
+                edge = torch.autograd.graph.get_gradient_edge(tensor)
+                edges.setdefault((edge.node, edge.output_nr), str(index))
+        for node, places in _nodes_before(made, edges, frame.since):
+            points = {place: Point(frame.path, INPUT_GRADIENT, frame.call, name) for place, name in places.items()}
+            node.register_hook(functools.partial(_show, note, points))
+
+
+def _show(note: Callable[[Point, Tensor], None], points: Mapping[int, Point], given: Any, _taken: object) -> None:
+    """Hook of a node of the graph: ``given`` are the gradients that it hands on."""
+    for place, point in points.items():
+        if given[place] is not None:
+            note(point, given[place].detach())
+
+
+def _nodes_before(
+    made: list[Tensor], edges: Mapping[tuple[Any, int], str], since: int
+) -> Iterator[tuple[Any, dict[int, str]]]:
+    """The nodes made since ``since`` that hand gradients to ``edges``, with the places of these by name."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in made]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if torch_private.sequence_number(node) < since:
+            continue
+        places = {}
+        for place, edge in enumerate(node.next_functions):
+            if edge in edges:
+                places[place] = edges[edge]
+            else:
+                nodes.append(edge[0])
+        if places:
+            yield node, places
+
+
+def _floats(value: object) -> Iterator[Tensor]:
+    """The tensors of numbers with a fraction in arguments or outputs of any common shape."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield value
+        return
+    for part in parts_of(value) or ():
+        yield from _floats(part)
