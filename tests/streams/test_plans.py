@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from shardwise.testing import run_on_ranks, streams
@@ -91,16 +93,23 @@ def test_one_rank_of_a_large_world_has_no_race(names):
     assert not any(findings for findings, _ in found.values())
 
 
-def issued() -> list[tuple[str, str, int]]:
+def issued() -> list[tuple[str, str, tuple[int, ...]]]:
     seen, _, _ = run("zero3", {})
-    last = len(seen.collectives) // 3
-    return [(each.kind, each.unit, len(each.ranks)) for each in seen.collectives[-last:]]
+    by_agent: dict[int, list[dict[int, int]]] = {}
+    for each in seen.collectives:
+        by_agent.setdefault(each.agent, []).append(each.clock)
+    for agent, clocks in by_agent.items():  # each has seen those before it on its stream
+        assert all(a[agent] < b[agent] and a.keys() <= b.keys() for a, b in itertools.pairwise(clocks))
+    return [(each.kind, each.unit, each.ranks) for each in seen.collectives]
 
 
 def test_collectives_are_recorded_with_their_units_and_what_their_streams_have_seen():
     for found in run_on_ranks(issued, 2):
-        assert found[0] == ("all_gather", "root", 2)
-        assert found[-1] == ("all_reduce", "grad_norm", 2)
-        assert {kind for kind, _, _ in found} == {"all_gather", "reduce_scatter", "all_reduce"}
-        units = [unit for kind, unit, _ in found if kind == "reduce_scatter"]
+        assert {ranks for _, _, ranks in found} == {(0, 1)}
+        assert [unit for kind, unit, _ in found if kind == "open"] == ["dp_shard/gather", "dp_shard/reduce"]
+        last = found[found.index(("all_reduce", "grad_norm", (0, 1))) + 1 :]
+        step = last[: last.index(("all_reduce", "grad_norm", (0, 1))) + 1]
+        assert step[0] == ("all_gather", "root", (0, 1))
+        assert {kind for kind, _, _ in step} == {"all_gather", "reduce_scatter", "all_reduce"}
+        units = [unit for kind, unit, _ in step if kind == "reduce_scatter"]
         assert units == ["blocks.2", "blocks.1", "blocks.0", "root"]

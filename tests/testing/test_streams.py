@@ -363,11 +363,26 @@ def ordered() -> list[float]:
     with on(side):
         x.add_(dist.get_rank())
     now().wait_stream(side)
+    dist.all_reduce(x)  # the program's own collective, on the current stream
     return x.tolist()
 
 
+def given_to_gloo() -> None:
+    rank, x = dist.get_rank(), torch.ones(4, device="cuda")
+    (dist.send(x, 1) if rank == 0 else dist.recv(x, 0))
+
+
+def summed_beside() -> None:
+    x = torch.ones(4, device="cuda")
+    with on(torch.cuda.Stream()):
+        dist.all_reduce(x)
+
+
 def test_ranks_on_a_pretended_device_fail_where_a_wait_is_missing():
-    assert run_on_ranks(ordered, 2, device="pretended") == [[1.0] * 4, [2.0] * 4]
+    assert run_on_ranks(ordered, 2, device="pretended") == [[3.0] * 4] * 2
+    for body, told in ((given_to_gloo, "device memory given to Gloo by c10d::"), (summed_beside, "Race over bytes")):
+        with pytest.raises(RankFailure, match=told):
+            run_on_ranks(body, 2, device="pretended")
     with pytest.raises(RankFailure, match=r"StreamError.*\n.*\n.*Race over bytes 0 to 16 of 16"):
         run_on_ranks(unordered, 1, device="pretended")
     with pytest.raises(ValueError, match="device='tpu': expected 'own' or 'pretended'"):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import stall
+from shardwise.testing.streams.clocks import Agent
 from shardwise.testing.streams.detector import Detector
 from shardwise.testing.streams.device import Stream, current_stream
 from shardwise.testing.streams.memory import Target
@@ -264,18 +265,7 @@ class Calls:
         detector.launch(f"nccl {kind}", reads, writes)
         numel = 0 if messages else sum(tensor.numel() for tensor in writes)
         unit = stall.history[-1].unit if stall.history else ""
-        collective = Collective(
-            kind,
-            unit,
-            group.group_name,
-            _ranks_of(group),
-            numel,
-            messages,
-            stream.agent.number,
-            dict(stream.agent.clock),
-            here(),
-        )
-        detector.seen.collectives.append(collective)
+        _note(detector, stream.agent, group, kind=kind, unit=unit, numel=numel, messages=messages)
         started = self._carrier.start(group, move)
         stream.pending = [each for each in stream.pending if each.targets]
         stream.pending.append(_UnderWay(detector, started, [Target(tensor) for tensor in writes]))
@@ -300,6 +290,35 @@ class Calls:
             total += part
         kind, factor = op
         return total / group.size() if kind == "avg" else total * factor if factor != 1 else total
+
+
+def opening(detector: Detector, communicator: Callable[..., Any]) -> Callable[..., Any]:
+    """``comm.axes.communicator``, which notes where ranks connect: the host waits for all of them."""
+    opened = set()
+
+    def open_or_find(parent: Any, ranks: Sequence[int], axis: str, purpose: str, *given: Any, **named: Any) -> Any:
+        group = communicator(parent, ranks, axis, purpose, *given, **named)
+        if group not in opened:
+            opened.add(group)
+            detector.host.tick()
+            _note(detector, detector.host, group, kind="open", unit=f"{axis}/{purpose}")
+        return group
+
+    return open_or_find
+
+
+def _note(
+    detector: Detector,
+    agent: Agent,
+    group: Any,
+    *,
+    kind: str,
+    unit: str,
+    numel: int = 0,
+    messages: tuple[tuple[int, int], ...] = (),
+) -> None:
+    place = group.group_name, _ranks_of(group), numel, messages, agent.number, dict(agent.clock), here()
+    detector.seen.collectives.append(Collective(kind, unit, *place))
 
 
 def _deliver_into(stream: Stream, tensors: Sequence[Tensor]) -> None:

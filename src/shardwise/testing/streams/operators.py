@@ -90,18 +90,25 @@ class Watch(torch_private.TorchDispatchMode):
             stream.deliver()  # the kernel runs behind the collectives of its stream
         made = func(*args, **kwargs)
         if schema.name.startswith("c10d::"):
-            self._sent_by_host(schema.name, args, kwargs)
+            self._sent(schema.name, args, kwargs)
         else:
             self._seen(schema, args, kwargs, made)
         return made
 
-    def _sent_by_host(self, name: str, args: Any, kwargs: Any) -> None:
-        """A call of torch.distributed on a transport for host memory."""
+    def _sent(self, name: str, args: Any, kwargs: Any) -> None:
+        """A call of ``torch.distributed`` outside of ``NcclComm``.
+
+        ``GlooComm`` sends and receives host memory. A collective of the program on tensors of the device is taken for
+        one of NCCL that the current stream waits for.
+        """
         tensors = tensors_in([*args, *kwargs.values()])
-        if any(side_of(tensor) is Side.DEVICE for tensor in tensors):
+        is_message, is_received = "send" in name or "recv" in name, "recv" in name
+        if not any(side_of(tensor) is Side.DEVICE for tensor in tensors):
+            self._detector.on_host(name, [] if is_received else tensors, tensors if is_received else [])
+        elif is_message:
             self._detector.mismatch(f"device memory given to Gloo by {name}")
-        is_received = "recv" in name
-        self._detector.on_host(name, [] if is_received else tensors, tensors if is_received else [])
+        else:
+            self._detector.launch(name, tensors, tensors)
 
     def _seen(self, schema: _Schema, args: Any, kwargs: Any, made: Any) -> None:
         detector = self._detector

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwise import torch_private
 from shardwise.comm import axes
 from shardwise.testing.streams import device, tensors, threads
-from shardwise.testing.streams.calls import Calls, OverGloo
+from shardwise.testing.streams.calls import Calls, OverGloo, opening
 from shardwise.testing.streams.detector import Detector, at_work
 from shardwise.testing.streams.operators import Watch
 from shardwise.testing.streams.patches import Patches
@@ -55,6 +55,7 @@ def pretended_cuda(*, has_nccl: bool = True, has_backward_thread: bool = False) 
             patches.set(dist, "init_process_group", _init_over_gloo)
             if has_nccl:
                 calls = Calls(detector, carrier)
+                patches.set(axes, "communicator", opening(detector, axes.communicator))
                 patches.set(axes, "transport", axes.Transport("gloo", calls, torch.device("cpu")))
             with Watch(detector):
                 yield seen

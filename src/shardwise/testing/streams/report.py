@@ -137,14 +137,14 @@ class Collective:
     """One collective as this rank has issued it.
 
     Attributes:
-        kind: The call, as ``all_gather``; ``open``: the ranks connected.
-        unit: What it serves.
+        kind: The call, as ``all_gather``; ``open``: the ranks of the communicator connected, for which the host waited.
+        unit: What it serves; of ``open`` the axis and the purpose.
         group: Name of the communicator; collectives of one communicator run in the order of issue.
         ranks: Ranks of the communicator, in the numbers of the world.
         numel: Elements of the result on this rank; 0 of messages.
         messages: Of sends and receives: pairs of ranks in the communicator, from and to.
-        stream: Number of the stream in ``clock``.
-        clock: What the stream had seen, by number of agent; the collective itself is the last entry of its stream.
+        agent: Number of its stream in ``clock``; of ``open`` that of the host's thread.
+        clock: What the agent had seen, by number of agent: for its own number, the collective itself.
         where: The caller.
     """
 
@@ -154,7 +154,7 @@ class Collective:
     ranks: tuple[int, ...]
     numel: int
     messages: tuple[tuple[int, int], ...]
-    stream: int
+    agent: int
     clock: Clock
     where: Stack
 
