@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.testing import Location, NoDifference, run_on_ranks
+from shardwise.testing import Location, NoDifference, probe, run_on_ranks
 from shardwise.testing.kind import of_tensors
 from shardwise.testing.sketch import distance, parts, sketch
 from shardwise.testing.tap import Point, Tap
@@ -134,6 +134,7 @@ PLANS = {
     "cp": sw.ParallelPlan(cp=2),
     "sequence": sw.ParallelPlan(tp=2, sequence_parallel=True),
     "plain tp": sw.ParallelPlan(tp=2),
+    "not packed": sw.ParallelPlan(tp=2, tp_plan={"blocks.*.attention.qkv": "colwise"}),
 }
 
 # -- layers as users write them
@@ -278,9 +279,9 @@ def forget_norm(model: Any) -> None:
     norm.forward = lambda x: nn.LayerNorm.forward(norm, x)
 
 
-def wrap_arrange(attention: Any) -> None:
+def wrap_arrange(attention: Any, change: Callable[[Tensor], Tensor]) -> None:
     arrange = attention.arrange
-    attention.arrange = lambda y_BHTD: flip_heads(arrange(y_BHTD))
+    attention.arrange = lambda y_BHTD: change(arrange(y_BHTD))
 
 
 def other_choice(model: Any) -> None:
@@ -345,7 +346,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "order between layers": Fault(
         "tp ddp",
-        lambda m: wrap_arrange(m.blocks[0].attention),
+        lambda m: wrap_arrange(m.blocks[0].attention, flip_heads),
         "blocks.0.attention",
         "permuted",
         "tp",
@@ -398,6 +399,52 @@ FAULTS: dict[str, Fault] = {
     ),
 }
 
+
+def wrong_rows(model: Any) -> None:
+    """A cut weight whose rows were loaded in another order."""
+    (weight,) = (shard for shard in probe(model).shards if shard.name == "blocks.1.mlp.up.weight")
+    weight.values.copy_(weight.values.view(-1, WIDTH).roll(1, 0).flatten())
+
+
+def first_positions(model: Any) -> None:
+    """Every rank of cp takes its positions for the first of the sequence."""
+    embedding = model.position_embedding
+    embedding.forward = lambda positions: F.embedding(torch.arange(len(positions)), embedding.weight)
+
+
+def other_scale(model: Any) -> None:
+    """Scores divided by the root of another width: what attention computes between its layers."""
+    attention = model.blocks[0].attention
+    scaled = functools.partial(F.scaled_dot_product_attention, scale=0.7)
+
+    def forward(x: Tensor) -> Tensor:
+        heads = (layer(x).unflatten(-1, (attention.num_heads, -1)) for layer in (attention.q, attention.k, attention.v))
+        return attention.out(attention.arrange(scaled(*(each.transpose(1, 2) for each in heads), is_causal=True)))
+
+    attention.forward = forward
+
+
+FAULTS |= {
+    "a fused layer cut as one": Fault(
+        "not packed", lambda _: None, "blocks.0.attention", "other", "tp", "input that it gives to", gpt=True
+    ),
+    "rows of a weight": Fault("tp ddp", wrong_rows, "blocks.1.mlp.up", "permuted", "tp", "'weight' before the step"),
+    "first positions": Fault("cp", first_positions, "position_embedding", "shifted", "cp", "output", gpt=True),
+    "no gradient of values": Fault(
+        "dp",
+        lambda m: wrap(m.blocks[0].attention.v, Tensor.detach),
+        "blocks.0.attention.v",
+        "missing",
+        "dp_shard",
+        "gradient of the input",
+    ),
+    "other scale of scores": Fault(
+        "tp", other_scale, "blocks.0.attention", "other", "tp", "input that it gives to 'blocks.0.attention.out'"
+    ),
+    "one rank's output": Fault(
+        "dp", lambda m: wrap(m, lambda y: y * (1 + 0.01 * tp_rank())), "", "scaled", "dp_shard", "output", "1.01 times"
+    ),
+}
 
 #: Needs two axes.
 OTHER_GROUP = Fault(
@@ -542,6 +589,55 @@ def test_several_axes():
             for expert in range(4)
             for layer in ("", ".up", ".down")
         }
+
+
+# -- models of others
+
+
+def families() -> dict[str, Callable[[], nn.Module]]:
+    import transformers as hf
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = sizes | {"num_attention_heads": HEADS}
+    llama = heads | {"num_key_value_heads": 2, "max_position_embeddings": 16}
+    off = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 16} | off
+    no_dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    t5 = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": HEADS}
+    return {
+        "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**llama)),
+        "GPT-2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)),
+        "Mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**llama, num_local_experts=4)),
+        "BERT": lambda: hf.BertForMaskedLM(hf.BertConfig(**heads, **no_dropout)),
+        "T5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5, dropout_rate=0, decoder_start_token_id=0)),
+    }
+
+
+def find_nothing_in(name: str) -> dict[str, Any]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return families()[name]()
+
+    plans = {
+        "dp": sw.ParallelPlan(),
+        "tp": sw.ParallelPlan(tp=2),
+        "pp": sw.ParallelPlan(pp=2, pipeline=sw.PipelinePolicy(num_microbatches=2)),
+        **({"cp": sw.ParallelPlan(cp=2)} if name in {"Llama", "GPT-2"} else {}),
+        **({"ep": sw.ParallelPlan(ep=2)} if name == "Mixtral" else {}),
+        "recomputes": sw.ParallelPlan(activation_checkpointing="full"),
+    }
+    tokens = {"input_ids": batch(), "labels": batch()}
+    return {row.plan: row for row in sw.parity(make, [tokens, tokens], None, plans, locate=True).rows}
+
+
+@pytest.mark.long
+@pytest.mark.preload("transformers")
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Mixtral", "BERT", "T5"])
+def test_no_module_of_transformers_is_accused(name: str):
+    for found in run_on_ranks(find_nothing_in, 2, name, timeout_s=250):
+        for plan, row in found.items():
+            assert row.holds, f"{plan}: {row}"
+            assert isinstance(row.location, NoDifference), f"{plan}: {row.location}"
 
 
 # -- sketches, parts and kinds, without ranks

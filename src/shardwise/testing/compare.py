@@ -91,6 +91,7 @@ class Comparison:
     ) -> None:
         self._planned, self._alone, self._other, self._context = planned, alone, other, context
         self.findings: dict[Point, Finding] = {}
+        self._members: dict[Point, list[Point]] = {}
         groups: dict[Point, list[Point]] = {}
         for point in alone.sketches:
             groups.setdefault(planned.siblings.get(point, point), []).append(point)
@@ -121,9 +122,21 @@ class Comparison:
             return None
         if self._context > 1 and not shape and first.path and first.kind != VALUE:
             return None  # a scalar inside of a model whose sequences are divided is of some positions
-        numbers = [0.0] * SIZE if got is None else got.tolist()
-        if first.kind == INPUT and first.path in self._planned.spread and not any(numbers):
+        if got is None and first.kind == OUTPUT_GRADIENT and first not in self._planned.hooked:
+            return None  # the output needs no gradient here: that of the module's input is missing
+        if first.kind == INPUT and first.path in self._planned.spread and got is not None and not got.any():
             return None  # a module that every stage calls; other stages than the first give it zeros
+        found = self._nearest(points, shape)
+        if found is not None and not found.is_right and len(points) > 1:
+            wrong = [point for point in points if (alone := self._nearest([point], shape)) and not alone.is_right]
+            if 0 < len(wrong) < len(points):
+                self._members[first], found = wrong, self._nearest(wrong, shape)
+        return found
+
+    def _nearest(self, points: Sequence[Point], shape: Sequence[int]) -> Finding | None:
+        """What this rank has, beside the part of one process that is nearest to it."""
+        got = added(self._planned, points, "")
+        numbers = [0.0] * SIZE if got is None else got.tolist()
         found = [
             finding
             for label in self._alone.sketches[points[0]]
@@ -150,20 +163,9 @@ class Comparison:
         return Finding(tick, label, alone.axes.get(label, ""), got, numbers, allowed, shape, biases)
 
     def members(self, first: Point) -> list[Point]:
-        """The points whose sum the finding at ``first`` is of."""
-        return [each for each, leader in self._planned.siblings.items() if leader == first] or [first]
-
-    def wrong_members(self, first: Point) -> list[str]:
-        """The modules whose gradients of the input that they share differ."""
-        finding, wrong = self.findings[first], []
-        for each in self.members(first):
-            got, expected = added(self._planned, [each], ""), added(self._alone, [each], finding.label)
-            if got is None or expected is None:
-                is_wrong = got is not expected
-            else:
-                is_wrong = apart(got.tolist(), (self.factor(each) * expected).tolist()) > finding.allowed
-            wrong += [each.path] if is_wrong else []
-        return wrong
+        """The points whose sum the finding at ``first`` is of: if only some of them are wrong, those."""
+        everyone = [each for each, leader in self._planned.siblings.items() if leader == first]
+        return self._members.get(first) or everyone or [first]
 
 
 def added(record: Record, points: Sequence[Point], label: str) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.spec.mesh import AXES, Mesh
@@ -53,23 +53,31 @@ class Judge:
             self._sizes["the world"] = mesh.world_size
 
     def first(
-        self, table: Mapping[Point, Findings], seen: Mapping[Point, Sequence[int]], alone: Record, *, is_exact: bool
+        self,
+        table: Mapping[Point, Findings],
+        seen: Mapping[Point, Sequence[int]],
+        alone: Record,
+        *,
+        scalars: Collection[Point],
+        is_exact: bool,
     ) -> Difference | None:
         """The first tensor that is wrong.
 
-        What is inside of a module whose output (in backward: its input's gradient) is right is not wrong. Neither is a
-        term of a sum if its caller goes on with tensors that are right, or if nothing after it is wrong.
+        What is inside of a module whose output (in backward: its input's gradient) is right is not wrong; but a scalar
+        shows nothing, as a loss may hardly depend on what is inside. A term of a sum is not wrong if its caller goes on
+        with tensors that are right, or if nothing after it is wrong.
 
         Args:
             table: The tensors that differ on some rank.
             seen: The times of all tensors that were compared.
             alone: The record of one process.
+            scalars: Those of ``seen`` that have one element.
             is_exact: Differences of bits are looked for, which may vanish in later additions: the first one counts.
         """
         left: list[Difference] = []
         for point in sorted(seen, key=lambda point: (min(seen[point]), point)):
             judged = self.judged(point, table[point]) if point in table else None
-            if judged is None and not is_exact:
+            if judged is None and not is_exact and point not in scalars:
                 left = [each for each in left if not _is_settled(each, point, alone)]
             elif judged is not None:
                 left.append(judged)

@@ -163,9 +163,9 @@ class _Search:
         other = self._in_other_precision(step, planned, alone.eps)
         compared = Comparison(planned, alone, other, context=self._mesh.cp, num_microbatches=self._count)
         findings = compared.findings
-        order = sorted((finding.tick, point) for point, finding in findings.items())
-        wrong = [point for _, point in order if not findings[point].is_right][:_MAX_NAMED]
-        inexact = [point for _, point in order if findings[point].gap > 0][:1] if is_exact else []
+        order = sorted((found.tick, point, math.prod(found.shape) == 1) for point, found in findings.items())
+        wrong = [point for _, point, _ in order if not findings[point].is_right][:_MAX_NAMED]
+        inexact = [point for _, point, _ in order if findings[point].gap > 0][:1] if is_exact else []
         named = {"wrong": wrong, "inexact": inexact, "count": len(order), "unseen": compared.unseen}
         everyone = all_gather_json(self._control, named)
         unseen = tuple(sorted({path for each in everyone for path in each["unseen"]}))
@@ -177,8 +177,8 @@ class _Search:
             findings = {point: dataclasses.replace(found, allowed=0.0) for point, found in findings.items()}
         if not asked:
             return nothing
-        table, seen = self._exchange(asked, order, findings)
-        first = self._judge.first(table, seen, alone, is_exact=not is_above_rounding)
+        table, seen, scalars = self._exchange(asked, order, findings)
+        first = self._judge.first(table, seen, alone, scalars=scalars, is_exact=not is_above_rounding)
         if first is None:
             return nothing
         located = self._examined(first, table[first.point], step, compared, alone)
@@ -216,9 +216,9 @@ class _Search:
     # -- all ranks
 
     def _exchange(
-        self, asked: Sequence[Point], order: Sequence[tuple[int, Point]], findings: Mapping[Point, Finding]
-    ) -> tuple[dict[Point, Findings], dict[Point, list[int]]]:
-        """The findings of all ranks at the points of ``asked``, and the times of all points that some rank compared."""
+        self, asked: Sequence[Point], order: Sequence[tuple[int, Point, bool]], findings: Mapping[Point, Finding]
+    ) -> tuple[dict[Point, Findings], dict[Point, list[int]], set[Point]]:
+        """All ranks' findings at the points of ``asked``; the times of all that were compared; which are scalars."""
         held = [dataclasses.astuple(findings[point]) if point in findings else None for point in asked]
         told = all_gather_json(self._control, [order, held])
         table: dict[Point, Findings] = {
@@ -226,10 +226,12 @@ class _Search:
             for index, point in enumerate(asked)
         }
         seen: dict[Point, list[int]] = {}
+        scalars = set()
         for times, _ in told:
-            for tick, point in times:
+            for tick, point, is_scalar in times:
                 seen.setdefault(Point(*point), []).append(tick)
-        return table, seen
+                scalars |= {Point(*point)} if is_scalar else set()
+        return table, seen, scalars
 
     # -- the same step once more, with whole tensors
 
@@ -244,7 +246,7 @@ class _Search:
         told: dict[str, Any] = {"kind": None, "gap": 0.0, "largest": 0.0, "paths": []}
         if own is not None and not own.is_right:
             told |= _from_tensors(own, members, planned, whole, compared.factor(point))
-            told["paths"] = compared.wrong_members(point)
+            told["paths"] = [each.path for each in members]
         everyone = all_gather_json(self._control, told)
         kind = first.kind or Kind(*next(each["kind"] for each in everyone if each["kind"] is not None))
         paths = dict.fromkeys(path for each in everyone for path in each["paths"])
@@ -278,10 +280,13 @@ def _from_tensors(
     if not right:
         return {"kind": Kind(kinds.OTHER, "not there in a second run"), "gap": math.nan, "largest": math.nan}
     total = factor * torch.stack(right).sum(0)
-    total = total.reshape(own.shape) if total.numel() == math.prod(own.shape) else total
-    part = next((each for each in parts(total.shape, own.shape, whole.at) if each.label == own.label), None)
+    # A parameter is compared flat; with its rows the kind shows.
+    known = planned.ranges.get(members[0]._replace(kind=GRADIENT))
+    shape = tuple(own.shape) if known is None or math.prod(known.shape) != math.prod(own.shape) else known.shape
+    total = total.reshape(shape) if total.numel() == math.prod(shape) else total
+    part = next((each for each in parts(total.shape, shape, whole.at) if each.label == own.label), None)
     expected = total if part is None else part.take(total)
-    got = torch.stack(held).sum(0) if held else torch.zeros_like(expected)
+    got = torch.stack(held).sum(0).reshape(expected.shape) if held else torch.zeros_like(expected)
     kind = _of_terms(members[0], own, whole) or kinds.of_tensors(got, expected, total, whole.tables[members[0]])
     gap = (got.double() - expected.double()).abs().max().item()
     return {"kind": kind, "gap": gap, "largest": expected.abs().max().item()}

@@ -56,6 +56,7 @@ class Record:
         callers: As of :class:`~shardwise.testing.tap.Tap`.
         siblings: As of :class:`~shardwise.testing.tap.Tap`.
         fresh: As of :class:`~shardwise.testing.tap.Tap`.
+        hooked: As of :class:`~shardwise.testing.tap.Tap`.
         biases: In one process: the sketches of the biases that an output may have in every row.
         calls: Number of calls by path.
         spread: Under a plan: paths of modules that several stages of a pipeline have.
@@ -75,6 +76,7 @@ class Record:
     callers: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
     siblings: dict[Point, Point] = field(default_factory=dict)
     fresh: Collection[Point] = ()
+    hooked: Collection[Point] = ()
     biases: dict[Point, list[list[float]]] = field(default_factory=dict)
     calls: Mapping[str, int] = field(default_factory=dict)
     spread: Collection[str] = ()
@@ -97,7 +99,8 @@ class Record:
     def keep_taps(self, tap: Tap) -> None:
         """Take over what the hooks know of calls, and remove them."""
         tap.remove()
-        self.callers, self.siblings, self.fresh, self.calls = tap.callers, tap.siblings, tap.fresh, tap.calls
+        self.callers, self.siblings, self.calls = tap.callers, tap.siblings, tap.calls
+        self.fresh, self.hooked = tap.fresh, tap.hooked
 
 
 def record_plan(

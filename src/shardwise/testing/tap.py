@@ -66,6 +66,7 @@ class Tap:
         callers: The call whose forward made a call, each by path and number.
         siblings: For the input gradient of each call, that of the first call by the same caller with the very same
             tensor. Where several layers read one tensor, a plan may add up their gradients before any of them returns.
+        hooked: Gradients of outputs that are shown if there are any.
         fresh: Inputs that the caller has computed: it got them from no one, and gave them to no other call before.
     """
 
@@ -75,6 +76,7 @@ class Tap:
         self.callers: dict[tuple[str, int], tuple[str, int]] = {}
         self.siblings: dict[Point, Point] = {}
         self.fresh: set[Point] = set()
+        self.hooked: set[Point] = set()
         self.calls: Counter[str] = Counter()
         self._note = note
         self._frames: list[_Frame] = [_Frame(LOSS, 0, 0, [])]
@@ -136,6 +138,7 @@ class Tap:
             if tensor.requires_grad:
                 point = Point(frame.path, OUTPUT_GRADIENT, frame.call, str(index))
                 tensor.register_hook(functools.partial(note, point))
+                self.hooked.add(point)
         edges = {}
         for index, tensor in enumerate(frame.given):
             if tensor.requires_grad:
