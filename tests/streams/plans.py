@@ -154,6 +154,19 @@ CASES: dict[str, Case] = {
 }
 
 
+#: Products of axes, on four ranks.
+WIDE: dict[str, Case] = {
+    "tp and dp": Case({"strategy": "zero3", "tp": 2, **BF16}),
+    "tp and pp": Case({"strategy": "zero2", "tp": 2, "pp": 2}),
+    "pp and dp": Case({"strategy": "zero2", "pp": 2}, microbatches=2),
+    "cp and dp": Case({"strategy": "zero3", "cp": 2}),
+    "ep and dp": Case({"strategy": "zero3", "ep": 2}, {"num_experts": 4}, waits=3),
+    "hsdp of 2 x 2": Case({"strategy": "hsdp", "dp_replicate": 2, **BF16}, microbatches=2),
+    "inner groups": Case({"strategy": "zero3", "reshard_after_forward": 2, **BF16}),
+    "tp, offloaded": Case({"strategy": "zero3", "tp": 2, "offload_policy": "cpu", **BF16}, waits=3),
+}
+
+
 def delete_under_way(seen: streams.Seen) -> tuple[list[float], int]:
     """Delete a model while a gather of it is under way."""
     model = parallelized({"strategy": "zero3", **BF16})
@@ -288,7 +301,7 @@ def save_and_load(seen: streams.Seen) -> tuple[list[float], int]:
 
 def run(name: str, how: dict[str, Any]) -> tuple[streams.Seen, list[float], int]:
     """What is seen, losses, and waits of the host in a steady step."""
-    case = CASES[name] if name in CASES else OTHERS[name]
+    case = {**OTHERS, **WIDE, **CASES}[name]
     with streams.pretended_cuda(**{**how, **getattr(case, "how", {})}) as seen:
         losses, waits = case(seen)
     return seen, losses, waits

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from shardwise.testing import run_on_ranks, streams
-from tests.streams.plans import CASES, LONE, OTHERS, run
+from tests.streams.plans import CASES, LONE, OTHERS, WIDE, run
 
 #: Cases near another one that runs in ``make test``.
 FURTHER = {
@@ -27,15 +27,15 @@ def seen_in(names: list[str], how: dict[str, bool], is_compared: bool) -> dict[s
     """For each case the findings, waits of a steady step, and whether the numbers are those of plain CPUs."""
     found = {}
     for name in names:
-        plain = CASES[name](streams.Seen())[0] if is_compared else None
+        plain = {**CASES, **WIDE}[name](streams.Seen())[0] if is_compared else None
         seen, losses, waits = run(name, how)
         found[name] = [str(finding) for finding in seen.findings], waits, plain is None or plain == losses
     return found
 
 
-def check(names: list[str], how: dict[str, bool] | None = None, *, is_compared: bool = False) -> None:
-    usual = LONE_WAITS | {name: case.waits for name, case in CASES.items()}
-    for found in run_on_ranks(seen_in, 2, names, how or {}, is_compared, timeout_s=280):
+def check(names: list[str], how: dict[str, bool] | None = None, *, is_compared: bool = False, world: int = 2) -> None:
+    usual = LONE_WAITS | {name: case.waits for name, case in (CASES | WIDE).items()}
+    for found in run_on_ranks(seen_in, world, names, how or {}, is_compared, timeout_s=280):
         for name, (findings, waits, is_same) in found.items():
             assert not findings, f"{name}: {findings[0]}"
             assert waits == usual.get(name, 0), name
@@ -54,6 +54,12 @@ def test_no_plan_has_a_race_and_each_waits_as_often_as_it_must(part):
 @pytest.mark.parametrize("part", range(4))
 def test_further_plans_and_the_numbers_of_all_are_those_of_plain_cpus(part):
     check(list(CASES)[part::4], is_compared=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(2))
+def test_products_of_axes_have_no_race_and_the_numbers_of_plain_cpus(part):
+    check(list(WIDE)[part::2], is_compared=True, world=4)
 
 
 def test_the_numbers_are_those_of_plain_cpus():

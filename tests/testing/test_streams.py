@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -291,6 +292,23 @@ def test_a_thread_is_ordered_by_start_and_join_and_has_a_stream_of_its_own(seen)
     seen.check()
 
 
+def test_what_goes_through_a_queue_is_ordered(seen):
+    host, handed = torch.zeros(4, pin_memory=True), queue.Queue()
+
+    def fill():
+        for _ in range(2):
+            host.add_(1)
+            handed.put(host)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    for _ in range(2):
+        handed.get()
+    torch.zeros(4, device="cuda").copy_(host, non_blocking=True)
+    seen.check()
+    thread.join()
+
+
 @pytest.mark.parametrize("has_thread", [False, True])
 def test_backward_gives_the_same_gradients_in_a_thread_of_its_own(has_thread):
     names = []
@@ -330,6 +348,25 @@ def test_tensors_say_where_they_are_and_nothing_is_left_behind():
     assert torch.tensor([1.0]).device.type == "cpu"
     with pytest.raises((RuntimeError, AssertionError)):
         torch.ones(1, device="cuda")
+
+
+def test_a_tensor_that_outlives_its_context_is_one_of_the_next_device():
+    with streams.pretended_cuda():
+        x, side = torch.ones(8, device="cuda"), torch.cuda.Stream()
+        side.wait_stream(now())
+        with on(side):
+            x.add_(1)
+        now().wait_stream(side)
+    with streams.pretended_cuda() as seen:
+        assert x.is_cuda
+        with on(torch.cuda.Stream()):
+            x.add_(1)
+        assert not seen.findings  # what was before is done
+        x.add_(1)
+        assert len(seen.races) == 1
+        assert torch.cuda.memory_allocated() == 32
+        del x
+        assert torch.cuda.memory_allocated() == 0
 
 
 def test_an_operator_on_tensors_of_both_sides_is_reported(seen):

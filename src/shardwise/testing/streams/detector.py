@@ -168,7 +168,7 @@ class Detector:
     def make(self, storage: torch.UntypedStorage, side: Side) -> Memory:
         """A storage has got memory on a side."""
         home = self.stream if side is Side.DEVICE else None
-        memory = Memory(side, home, storage.nbytes(), here(4), self._died)
+        memory = Memory(side, home, storage.nbytes(), here(4), self)
         set_memory(storage, memory)
         if home is not None:
             with self.lock:
@@ -209,7 +209,16 @@ class Detector:
         if any(access.agent is not memory.home for access in memory.accesses):
             self._freed[memory.home].append((memory, memory.accesses, memory.recorded, here()))
 
-    def _died(self, memory: Memory) -> None:
+    def adopt(self, storage: torch.UntypedStorage, side: Side) -> Memory:
+        """A storage was made under another detector, before anything that this one has seen."""
+        home = self.compute if side is Side.DEVICE else None
+        memory = Memory(side, home, storage.nbytes(), (), self)
+        set_memory(storage, memory)
+        self.allocated_bytes += memory.num_bytes if home is not None else 0
+        return memory
+
+    def died(self, memory: Memory) -> None:
+        """The storage of memory is gone: it goes back to the allocator."""
         if self._is_open and memory.side is Side.DEVICE and memory.num_bytes:
             with self.lock:
                 self._take_back(memory)
@@ -222,6 +231,7 @@ class Detector:
     def close(self) -> None:
         """The context has ended: what dies from now on concerns nobody."""
         self._is_open = False
+        _locked.clear()
 
     # -- threads
 
@@ -244,6 +254,9 @@ class Detector:
         finally:
             self.local.side, self.local.non_blocking = before
 
+
+#: Those at work, the newest last.
+_active: list[Detector] = []
 
 #: Under this name a storage keeps its :class:`Memory`. The object that Python sees of a storage lives as long as it.
 _KEY = "_shardwise_memory"
@@ -277,6 +290,8 @@ def memory_of(tensor: Tensor) -> Memory | None:
         found = _locked.get(storage.data_ptr())
         if found is not None:
             set_memory(storage, found)
+    if found is not None and found.owner is not None and _active and found.owner is not _active[-1]:
+        return _active[-1].adopt(storage, found.side)
     return found
 
 
@@ -287,8 +302,6 @@ def side_of(tensor: Tensor) -> Side:
 
 
 # -- the one that is at work
-
-_active: list[Detector] = []
 
 
 def active() -> Detector:

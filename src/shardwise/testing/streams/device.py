@@ -239,7 +239,7 @@ def _device_context(device: Any) -> Iterator[None]:
 
 def _driver() -> Any:
     def register(address: int, num_bytes: int, _flags: int) -> int:
-        lock_memory(address, Memory(Side.PINNED, None, num_bytes, here(4), lambda _: None))
+        lock_memory(address, Memory(Side.PINNED, None, num_bytes, here(4), None))
         return 0
 
     def unregister(address: int) -> int:

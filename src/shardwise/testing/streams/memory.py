@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class Access:
         return self.low <= other.low and other.high <= self.high
 
 
+class Owner(Protocol):
+    """Whoever wants to know which memory is freed."""
+
+    def died(self, memory: Memory) -> None:
+        """The memory's storage is gone."""
+
+
 class Memory:
     """One allocation: what the storage of tensors lies in.
 
@@ -58,22 +65,21 @@ class Memory:
         home: The stream that it was allocated on; ``None`` on the host.
         num_bytes: Its size.
         made: Where it was allocated.
+        owner: Told when the memory is freed; ``None``: nobody.
         accesses: The accesses that a later one may conflict with.
         recorded: Streams that ``Tensor.record_stream`` has named.
     """
 
-    __slots__ = ("__weakref__", "_freed", "accesses", "home", "made", "num_bytes", "recorded", "side")
+    __slots__ = ("__weakref__", "accesses", "home", "made", "num_bytes", "owner", "recorded", "side")
 
-    def __init__(
-        self, side: Side, home: Agent | None, num_bytes: int, made: Stack, freed: Callable[[Memory], None]
-    ) -> None:
-        self.side, self.home, self.num_bytes, self.made = side, home, num_bytes, made
+    def __init__(self, side: Side, home: Agent | None, num_bytes: int, made: Stack, owner: Owner | None) -> None:
+        self.side, self.home, self.num_bytes, self.made, self.owner = side, home, num_bytes, made, owner
         self.accesses: list[Access] = []
         self.recorded: set[Agent] = set()
-        self._freed = freed
 
     def __del__(self) -> None:
-        self._freed(self)
+        if self.owner is not None:
+            self.owner.died(self)
 
     def add(self, access: Access) -> list[Access]:
         """Note an access. Returns earlier ones that conflict with it and may run at the same time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,41 +16,56 @@ from shardwise.testing.streams.operators import Watch
 from shardwise.testing.streams.patches import Patches
 
 _submit, _result = ThreadPoolExecutor.submit, Future.result
+_put, _get = queue.Queue.put, queue.Queue.get
 _start, _join = threading.Thread.start, threading.Thread.join
 
-#: Under this name a thread or a future keeps what its work had seen when it was done.
+#: Under this name a thread, a future or a queue keeps what was seen by the thread whose work it passes on.
 _END = "_shardwise_end"
 
 
 def install(patches: Patches, detector: Detector) -> None:
-    """Have pools and threads tell the detector what they hand over."""
+    """Have pools, threads and queues tell the detector what they hand over."""
+    for part in (_pools, _threads, _queues):
+        part(patches, _Handover(detector))
 
-    def moment() -> Clock:
-        with detector.lock:
-            detector.host.tick()
-            return dict(detector.host.clock)
 
-    def learn(clock: Clock) -> None:
-        with detector.lock:
-            detector.host.learn(clock)
+class _Handover:
+    """What one thread has seen when it hands something over, the other one has seen when it gets it."""
 
-    def handed(function: Callable[..., Any], end: Clock) -> Callable[..., Any]:
-        """The function as another thread is to run it."""
-        begin = moment()
+    def __init__(self, detector: Detector) -> None:
+        self._detector = detector
+
+    def moment(self) -> Clock:
+        """What the calling thread has seen and done."""
+        with self._detector.lock:
+            self._detector.host.tick()
+            return dict(self._detector.host.clock)
+
+    def learn(self, source: Any) -> None:
+        """The calling thread has got what a thread, a future or a queue has handed over."""
+        with self._detector.lock:
+            self._detector.host.learn(source.__dict__.get(_END, {}))
+
+    def handed(self, function: Callable[..., Any], end: Clock) -> Callable[..., Any]:
+        """The function as another thread is to run it; ``end``: filled with what that has seen then."""
+        begin = self.moment()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            learn(begin)
+            with self._detector.lock:
+                self._detector.host.learn(begin)
             try:
-                with Watch(detector):
+                with Watch(self._detector):
                     return function(*args, **kwargs)
             finally:
-                end.update(moment())
+                end.update(self.moment())
 
         return run
 
+
+def _pools(patches: Patches, handover: _Handover) -> None:
     def submit(self: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         end: Clock = {}
-        future = _submit(self, handed(function, end), *args, **kwargs)
+        future = _submit(self, handover.handed(function, end), *args, **kwargs)
         setattr(future, _END, end)
         return future
 
@@ -57,23 +73,42 @@ def install(patches: Patches, detector: Detector) -> None:
         try:
             return _result(self, timeout)
         finally:
-            learn(getattr(self, _END, {}))
+            handover.learn(self)
 
+    patches.set(ThreadPoolExecutor, "submit", submit)
+    patches.set(Future, "result", result)
+
+
+def _threads(patches: Patches, handover: _Handover) -> None:
     def start(self: threading.Thread) -> None:
         end: Clock = {}
         setattr(self, _END, end)
-        self.run = handed(self.run, end)
+        self.run = handover.handed(self.run, end)
         _start(self)
 
     def join(self: threading.Thread, timeout: float | None = None) -> None:
         _join(self, timeout)
         if not self.is_alive():
-            learn(getattr(self, _END, {}))
+            handover.learn(self)
 
-    patches.set(ThreadPoolExecutor, "submit", submit)
-    patches.set(Future, "result", result)
     patches.set(threading.Thread, "start", start)
     patches.set(threading.Thread, "join", join)
+
+
+def _queues(patches: Patches, handover: _Handover) -> None:
+    def put(self: queue.Queue[Any], *args: Any, **kwargs: Any) -> None:
+        end: Clock = self.__dict__.setdefault(_END, {})
+        for number, time in handover.moment().items():  # of whichever threads put something
+            end[number] = max(end.get(number, 0), time)
+        _put(self, *args, **kwargs)
+
+    def get(self: queue.Queue[Any], *args: Any, **kwargs: Any) -> Any:
+        found = _get(self, *args, **kwargs)
+        handover.learn(self)
+        return found
+
+    patches.set(queue.Queue, "put", put)
+    patches.set(queue.Queue, "get", get)
 
 
 def run_backward_in_a_thread(patches: Patches, detector: Detector) -> None:

@@ -108,7 +108,7 @@ class _OfGpu(Detector):
             "device_synchronization": lambda: self.host_waits_for_all("device"),
         }
 
-    def adopt(self, tensor: Tensor) -> None:
+    def know(self, tensor: Tensor) -> None:
         """See to it that the detector knows the memory of a tensor that the program has made."""
         if memory_of(tensor) is not None or tensor.layout is not torch.strided:
             return
@@ -128,12 +128,12 @@ class _OnGpu(Watch):
         if detector.local.num_hidden or (func.namespace == "c10d" and any(tensor.is_cuda for tensor in given)):
             return func(*args, **(kwargs or {}))
         for tensor in given:
-            detector.adopt(tensor)
+            detector.know(tensor)
         if torch_private.schema_of(func)[0] == "aten::record_stream" and (memory := memory_of(args[0])) is not None:
             memory.recorded.add(detector.stream)
         made = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tensors_in([made]):
-            detector.adopt(tensor)
+            detector.know(tensor)
         return made
 
 
