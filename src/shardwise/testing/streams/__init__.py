@@ -11,6 +11,7 @@ rules), ``operators`` (what a kernel reads and writes), ``device`` and ``tensors
 ``calls`` (NCCL without NCCL), ``lone`` (one rank of a world that is not there), ``report`` (what is found).
 """
 
+from shardwise.testing.streams.gpu import watched
 from shardwise.testing.streams.lone import lone_model, lone_rank
 from shardwise.testing.streams.pretended import pretended_cuda
 from shardwise.testing.streams.report import (
@@ -22,7 +23,6 @@ from shardwise.testing.streams.report import (
     Seen,
     StreamError,
 )
-from shardwise.testing.streams.watched import watched
 
 __all__ = [
     "Collective",
