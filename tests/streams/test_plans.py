@@ -1,4 +1,4 @@
-"""Plans on the pretended device: no race, no early free, exact counts of waits, and the numbers of a plain CPU."""
+"""Plans on the pretended device: no race, early free or deadlock, exact counts of waits, the numbers of plain CPUs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ IN_A_THREAD = ("recomputed", "zero3, two prefetched", "offloaded, updated in bac
 LONE_WAITS = {"ep and dp of 64": 3, "tp, ep, pp and dp of 64": 4, "tp, ep, pp and dp of 512": 4}
 
 
-def seen_in(names: list[str], how: dict[str, bool], is_compared: bool) -> dict[str, tuple[list[str], int, bool]]:
-    """For each case the findings, waits of a steady step, and whether the numbers are those of plain CPUs."""
+def seen_in(names: list[str], how: dict[str, bool], is_compared: bool) -> dict[str, tuple[list[str], int, bool, list]]:
+    """For each case findings, waits of a steady step, whether numbers are those of plain CPUs, and collectives."""
     found = {}
     for name in names:
         plain = {**CASES, **WIDE}[name](streams.Seen())[0] if is_compared else None
         seen, losses, waits = run(name, how)
-        found[name] = [str(finding) for finding in seen.findings], waits, plain is None or plain == losses
+        is_same = plain is None or plain == losses
+        found[name] = [str(finding) for finding in seen.findings], waits, is_same, seen.collectives
     return found
 
 
 def check(names: list[str], how: dict[str, bool] | None = None, *, is_compared: bool = False, world: int = 2) -> None:
     usual = LONE_WAITS | {name: case.waits for name, case in (CASES | WIDE).items()}
-    for found in run_on_ranks(seen_in, world, names, how or {}, is_compared, timeout_s=280):
-        for name, (findings, waits, is_same) in found.items():
+    ranks = run_on_ranks(seen_in, world, names, how or {}, is_compared, timeout_s=280)
+    for found in ranks:
+        for name, (findings, waits, is_same, _) in found.items():
             assert not findings, f"{name}: {findings[0]}"
             assert waits == usual.get(name, 0), name
             assert is_same, name
+    for name in names:
+        streams.refuse_deadlocks([found[name][3] for found in ranks])
 
 
 NEAR = [name for name in CASES if name not in FURTHER]

@@ -39,7 +39,6 @@ ABOUT = {
     "pipeline/test_pipeline_failures.py": "launch.elastic",
     "comm/test_staged.py": "comm",
     "launch/test_stuck_devices.py": "launch.elastic comm.stall",
-    "testing/test_streams.py": "torch_private",
     "comm/test_transports.py": "comm tensor.linear",
     # checkpoints, the trainer
     "features/test_chunked_loss.py": "train.predicted.memory",

@@ -6,18 +6,13 @@ import gc
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.cuda import _gpu_trace as trace
 
-from shardwise import torch_private
 from shardwise.testing import RankFailure, run_on_ranks, streams
-from shardwise.testing.streams import detector
-from shardwise.testing.streams import gpu as gpu_watch
 
 
 @pytest.fixture
@@ -429,49 +424,3 @@ def test_ranks_on_a_pretended_device_fail_where_a_wait_is_missing():
         run_on_ranks(unordered, 1, device="pretended")
     with pytest.raises(ValueError, match="device='tpu': expected 'own' or 'pretended'"):
         run_on_ranks(ordered, 1, device="tpu")
-
-
-# -- a real GPU, as far as it can be told without one
-
-
-def test_watching_needs_a_gpu():
-    with pytest.raises(RuntimeError, match=r"no GPU to watch.\n  Use streams.pretended_cuda\(\)"), streams.watched():
-        pass
-
-
-def test_what_the_trace_of_a_gpu_tells_orders_streams_by_their_addresses():
-    with streams.pretended_cuda():
-        side, x = torch.cuda.Stream(), torch.zeros(4, device="cuda")
-        gpu = gpu_watch.OfGpu()
-        gpu.default = torch.cuda.default_stream()
-        with detector.at_work(gpu) as seen, torch_private.traced_gpu(gpu.callbacks()):
-            gpu.launch("fill", [], [x])
-            trace.EventRecordCallbacks.fire_callbacks(7, gpu.default.cuda_stream)
-            trace.EventWaitCallbacks.fire_callbacks(7, side.cuda_stream)
-            with on(side):
-                gpu.launch("read", [x], [])
-            assert not seen.races
-            gpu.launch("write", [], [x])
-            assert [(race.first.operation, race.second.operation) for race in seen.races] == [("read", "write")]
-            trace.StreamSynchronizationCallbacks.fire_callbacks(side.cuda_stream)
-            gpu.launch("write again", [], [x])
-            assert len(seen.races) == 1
-            trace.EventSynchronizationCallbacks.fire_callbacks(7)
-            trace.DeviceSynchronizationCallbacks.fire_callbacks()
-            assert [wait.why for wait in seen.host_waits] == ["stream", "event", "device"]
-        assert not trace.EventRecordCallbacks.callback_list
-
-
-def test_calls_of_torch_distributed_are_seen_with_what_they_read_and_write():
-    with streams.pretended_cuda():
-        side, x, y = torch.cuda.Stream(), torch.zeros(4, device="cuda"), torch.zeros(2, device="cuda")
-        gpu = gpu_watch.OfGpu()
-        gpu.default = torch.cuda.default_stream()
-        with detector.at_work(gpu) as seen, mock.patch.object(dist, "reduce_scatter_single", create=True) as real:
-            gpu.launch("fill", [], [x])
-            with on(side):
-                gpu_watch.SeenCalls(gpu).reduce_scatter_single(y, x, op="sum", group=None)
-            gpu.launch("read", [y], [])
-            real.assert_called_once_with(y, x, op="sum", group=None)
-        kinds = [(race.first.operation, race.second.operation) for race in seen.races]
-        assert kinds == [("fill", "nccl reduce_scatter_single"), ("nccl reduce_scatter_single", "read")]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show, write
-from shardwise.spec.errors import ConfigError
+from shardwise.spec.errors import ConfigError, StateError
 from shardwise.spec.text import aligned, first_line, printable, size
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from shardwise.api.dry_run import DryRun, OptimizerFactory
     from shardwise.spec.plan import ParallelPlan
+    from shardwise.testing.streams.deadlocks import Program
 
 #: What is run where --strategies does not say, besides a configuration's own.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
@@ -37,6 +38,8 @@ Examples:
   shardwise dry-run gpt-175b --world-size 128 --strategies zero3,hsdp --gpus-per-node 8
 
   shardwise dry-run run.yaml --world-size 8 --set parallel.strategy=zero2
+
+  shardwise dry-run gpt-1t --world-size 1024 --strategies zero1 --check-order
 """
 
 
@@ -62,9 +65,13 @@ def dry_run(  # noqa: PLR0917  typer's form
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: what this machine would use.")] = "nccl",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything, events too.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, with a file.")] = None,
+    check_order: Annotated[  # noqa: FBT002  typer's form
+        bool, typer.Option("--check-order", help="Also show that the collectives of all ranks can never deadlock.")
+    ] = False,
 ) -> None:
     """Run dry."""
     from shardwise.api.dry_run import dry_run as run_dry
+    from shardwise.testing.streams.world import world_traces
     from shardwise.train.model.build import TokenBatch, objective
 
     for option, value in (
@@ -82,27 +89,37 @@ def dry_run(  # noqa: PLR0917  typer's form
         subject.plan, strategies, precision or subject.compute_dtype, world_size=world_size, local_size=local_size
     )
     tokens_BT = _tokens(micro_batch or subject.micro_batch, seq or subject.seq_len)
-    results = [
-        run_dry(
-            subject.build,
-            plan,
-            world_size=world_size,
-            rank=rank,
-            batch=TokenBatch(tokens_BT, tokens_BT),
-            loss_fn=(trained := objective(is_from_hf=subject.is_from_hf, cp=plan.cp)).loss_fn,
-            forward=trained.forward,
-            optimizer=optimizer or subject.optimizer,
-            backend=backend,
-            ranks_per_machine=local_size,
-            num_microbatches=subject.num_microbatches,
-            has_average=subject.has_average,
-        )
-        for plan in plans
-    ]
-    show("\n".join([table(results), *left_out]))
+    results, orders = [], []
+    for plan in plans:
+        trained = objective(is_from_hf=subject.is_from_hf, cp=plan.cp)
+        options = {
+            "world_size": world_size,
+            "batch": TokenBatch(tokens_BT, tokens_BT),
+            "loss_fn": trained.loss_fn,
+            "forward": trained.forward,
+            "optimizer": optimizer or subject.optimizer,
+            "ranks_per_machine": local_size,
+            "num_microbatches": subject.num_microbatches,
+            "has_average": subject.has_average,
+        }
+        results.append(run_dry(subject.build, plan, rank=rank, backend=backend, **options))
+        if check_order:
+            orders.append(_order(world_traces(subject.build, plan, **options), results[-1].strategy))
+    show("\n".join([table(results), *left_out, *orders]))
     if json_file is not None:
         content = [{**dataclasses.asdict(result), "traffic": result.traffic} for result in results]
         write(json_file, json.dumps(content, indent=1) + "\n")
+
+
+def _order(traces: Sequence[Program], strategy: str) -> str:
+    """A line that the ranks never wait for each other in a circle; an error where they do."""
+    from shardwise.testing.streams.deadlocks import DeadlockError, refuse_deadlocks
+
+    try:
+        count = refuse_deadlocks(traces, ["one queue"])
+    except DeadlockError as error:
+        raise StateError(f"{strategy}: {error}\n  Report this plan: shardwise promises one order.") from None
+    return f"{strategy}: no deadlock: {count:,} collectives and messages of {len(traces):,} ranks follow one order"
 
 
 @dataclasses.dataclass(frozen=True)

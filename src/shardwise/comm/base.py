@@ -19,6 +19,10 @@ Where Comms of several models share one communicator (NCCL), all their collectiv
 ranks: the communicator knows no models. ``comm.turns`` compares that order whenever another model takes its turn, and
 raises RankDisagreement. Messages between two ranks are not compared: both must send and receive them in one order.
 
+[Note: Agreed order]
+What ranks issue over all of their Comms follows one order: a sequence of all collectives and messages of which what
+each rank issues is a part (ADR 30). So ranks never wait in a circle, also where one queue holds all streams' work.
+
 [Note: Handles own their buffers]
 A handle keeps what it moves alive until it has been waited for. The caller may drop its own references to buffers and
 results; it must keep the handle, and wait for it. Without the handle's references the memory could be given to another

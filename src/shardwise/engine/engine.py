@@ -540,9 +540,8 @@ class Engine:
             return
         for index in self.orders.entries.reach(unit.index):
             self._enter(self.units[index])
-        self._enter(unit, ahead=self.orders.entries)
+        self._enter(unit)
         unit.is_unused = False
-        self._prefetch(unit, self.orders.entries)
 
     def _communicates(self, unit: Unit) -> bool:
         """Backward gathers or reduces the unit, so that it needs a place in the order. A frozen replica needs none."""
@@ -644,8 +643,12 @@ class Engine:
         with contextlib.suppress(CommError):
             order.fail()
 
-    def _enter(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
-        """Backward is now in ``unit``: finalise what it has left, and have this unit's parameters there."""
+    def _enter(self, unit: Unit) -> None:
+        """Backward is now in ``unit``: finalise what it has left, have its parameters there, gather what comes next.
+
+        Alike on ranks whose backward comes to the unit and on those that skip it: gathers and reductions, which go over
+        different Comms, so follow one order on all ranks ([Note: Agreed order]).
+        """
         backward = self.backward
         with label("backward", unit.name):
             for other in backward.entered.copy():
@@ -654,7 +657,8 @@ class Engine:
             backward.active = unit
             if unit not in backward.entered:
                 backward.entered.append(unit)
-            self._ensure(unit, ahead=ahead)
+            self._ensure(unit, ahead=self.orders.entries)
+        self._prefetch(unit, self.orders.entries)
 
     def _is_outstanding(self, unit: Unit) -> bool:
         """Backward will come to this unit again, in an earlier call of it."""

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.testing.streams.gpu import watched
 from shardwise.testing.streams.places import shown
 from shardwise.testing.streams.pretended import pretended_cuda
 from shardwise.testing.streams.report import StreamError
+from shardwise.testing.streams.watched import watched
 
 #: Places at which the host waits that are shown.
 _NUM_PLACES = 5

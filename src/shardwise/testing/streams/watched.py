@@ -53,11 +53,11 @@ def watched() -> Iterator[Seen]:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("this machine has no GPU to watch.\n  Use streams.pretended_cuda() here.")
-    detector, patches = OfGpu(), Patches()
+    detector, patches = _OfGpu(), Patches()
     with at_work(detector) as seen, torch_private.traced_gpu(detector.callbacks()):
         try:
             patches.set(torch.UntypedStorage, "resize_", _resizing(detector))
-            patches.set(axes, "transport", axes.Transport(calls=SeenCalls(detector)))
+            patches.set(axes, "transport", axes.Transport(calls=_Calls(detector)))
             with _OnGpu(detector):
                 yield seen
             seen.settle()
@@ -65,7 +65,7 @@ def watched() -> Iterator[Seen]:
             patches.undo()
 
 
-class OfGpu(Detector):
+class _OfGpu(Detector):
     """Streams are those of the driver, by their addresses."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class _OnGpu(Watch):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         detector = self._detector
-        assert isinstance(detector, OfGpu)
+        assert isinstance(detector, _OfGpu)
         given = tensors_in([*args, *(kwargs or {}).values()])
         if detector.local.num_hidden or (func.namespace == "c10d" and any(tensor.is_cuda for tensor in given)):
             return func(*args, **(kwargs or {}))
@@ -137,7 +137,7 @@ class _OnGpu(Watch):
         return made
 
 
-class SeenCalls:
+class _Calls:
     """``torch.distributed``, seen."""
 
     def __init__(self, detector: Detector) -> None:

@@ -1,0 +1,256 @@
+"""Whether the collectives of all ranks can end: no interleaving of their streams leaves ranks waiting in a circle.
+
+What ranks do together is a *meeting*: one collective on all ranks of its communicator, or one message between two. A
+collective begins when those before it in its rank's order have ended, and ends when all ranks of its meetings have
+begun it. Streams work in order, so that which collectives can ever end does not depend on who is fast: one run of the
+orders decides for every interleaving.
+
+Two orders are tried. In *streams* a collective waits for those before it on its stream, and for all that its stream
+had waited for when it was issued. In *one queue* it waits for all that its rank has issued before it: so works a device
+with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), or one that has no room for two of NCCL's kernels. That is
+the stronger condition: where it holds there is one order of all collectives, over all communicators, that every rank
+follows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwise.testing.streams.places import shown
+from shardwise.testing.streams.report import Collective
+
+ORDERS = ("one queue", "streams")
+#: Collectives whose result is as large on every rank.
+_EQUALLY_LARGE = ("all_gather", "all_reduce")
+
+
+class DeadlockError(AssertionError):
+    """Ranks wait for each other, or do different things together.
+
+    Attributes:
+        circle: For each rank of the circle its number, what it waits in, and the rank that it waits for.
+    """
+
+    def __init__(self, message: str, circle: Sequence[tuple[int, Collective, int]] = ()) -> None:
+        super().__init__(message)
+        self.circle = tuple(circle)
+
+
+class Program(NamedTuple):
+    """What a rank issues, in order.
+
+    Attributes:
+        collectives: The collectives. Ranks may share them.
+        ranks: The ranks of each communicator, where they are others than ``collectives`` say.
+    """
+
+    collectives: Sequence[Collective]
+    ranks: Mapping[str, tuple[int, ...]] = {}
+
+
+def refuse_deadlocks(traces: Sequence[Sequence[Collective] | Program], orders: Sequence[str] = ORDERS) -> int:
+    """Raise an error where the collectives of all ranks cannot end.
+
+    Args:
+        traces: What each rank has issued, by rank of the world: ``Seen.collectives`` of each, or :func:`world_traces`.
+        orders: Of ``"streams"`` and ``"one queue"``. ``"streams"`` needs the clocks of the detector, which dry runs do
+            not have.
+
+    Returns:
+        The number of meetings.
+
+    Raises:
+        DeadlockError: They cannot, or ranks that meet do not issue the same.
+    """
+    programs = [trace if isinstance(trace, Program) else Program(trace) for trace in traces]
+    return max((_Run(programs, order).run() for order in orders), default=0)
+
+
+@dataclass
+class _Meeting:
+    """Something that ranks do together.
+
+    Attributes:
+        members: The ranks that it takes.
+        first: Who has begun it first, and with what.
+        arrived: The ranks that have begun it.
+    """
+
+    members: tuple[int, ...]
+    first: tuple[int, Collective]
+    arrived: set[int] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.arrived) == len(self.members)
+
+
+class _Lane:
+    """Collectives of a rank that run one after the other.
+
+    Attributes:
+        places: Their places in the program.
+        needs: For each, how many of every other lane have to end before it begins.
+        num_done: How many have ended.
+        meetings: Those of the next one, where it has begun.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.needs: list[tuple[tuple[_Lane, int], ...]] = []
+        self.num_done = 0
+        self.meetings: list[_Meeting] | None = None
+
+    @property
+    def is_through(self) -> bool:
+        return self.num_done == len(self.places)
+
+    @property
+    def can_begin(self) -> bool:
+        return all(lane.num_done >= count for lane, count in self.needs[self.num_done])
+
+
+class _Run:
+    """One run of all programs in one order."""
+
+    def __init__(self, programs: Sequence[Program], order: str) -> None:
+        if order not in ORDERS:
+            raise ValueError(f"order {order!r}: expected one of {', '.join(ORDERS)}")
+        self._programs, self._order = programs, order
+        lanes: Callable[[Program], list[_Lane]] = _queue_of if order == "one queue" else _streams_of
+        self._lanes = [lanes(program) for program in programs]
+        self._meetings: dict[Hashable, _Meeting] = {}
+        self._num_met: list[defaultdict[Hashable, int]] = [defaultdict(int) for _ in programs]
+        self._waiting: defaultdict[int, set[int]] = defaultdict(set)  # by meeting: ranks to look at when it is over
+        self._num_meetings = 0
+
+    def run(self) -> int:
+        """Run until nothing moves. Returns the number of meetings."""
+        ready = deque(range(len(self._programs)))
+        while ready:
+            rank = ready.popleft()
+            while any(self._advance(rank, lane, ready) for lane in self._lanes[rank]):
+                pass
+        if any(not lane.is_through for lanes in self._lanes for lane in lanes):
+            raise self._stuck()
+        return self._num_meetings
+
+    def _advance(self, rank: int, lane: _Lane, ready: deque[int]) -> bool:
+        """Go on in a lane as far as it goes. Returns whether anything has ended."""
+        before = lane.num_done
+        while not lane.is_through:
+            if lane.meetings is None:
+                if not lane.can_begin:
+                    break
+                place = lane.places[lane.num_done]
+                lane.meetings = [*self._begin(rank, self._programs[rank].collectives[place], ready)]
+            open_ones = [meeting for meeting in lane.meetings if not meeting.is_over]
+            for meeting in open_ones:
+                self._waiting[id(meeting)].add(rank)
+            if open_ones:
+                break
+            lane.num_done += 1
+            lane.meetings = None
+        return lane.num_done > before
+
+    def _begin(self, rank: int, issued: Collective, ready: deque[int]) -> Iterator[_Meeting]:
+        """Arrive at the meetings of a collective."""
+        ranks = self._programs[rank].ranks.get(issued.group, issued.ranks)
+        pairs = [(ranks[source], ranks[target]) for source, target in issued.messages]
+        for between in pairs or [ranks]:
+            key = issued.group, ranks, between if pairs else None
+            number = self._num_met[rank][key]
+            self._num_met[rank][key] = number + 1
+            meeting = self._meetings.get((key, number))
+            if meeting is None:
+                members = tuple(dict.fromkeys(between))
+                meeting = self._meetings[key, number] = _Meeting(members, (rank, issued))
+                self._num_meetings += 1
+            elif not pairs:
+                _compare(meeting.first, (rank, issued), number)
+            meeting.arrived.add(rank)
+            if meeting.is_over:
+                del self._meetings[key, number]
+                ready.extend(self._waiting.pop(id(meeting), ()))
+            yield meeting
+
+    # -- what is wrong
+
+    def _stuck(self) -> DeadlockError:
+        """Follow who waits for whom until a rank comes up again, or one that has nothing left to do."""
+        rank = next(rank for rank, lanes in enumerate(self._lanes) if any(lane.meetings for lane in lanes))
+        path: list[tuple[int, Collective, int]] = []
+        while rank not in {entry[0] for entry in path}:
+            head = self._head_of(rank)
+            if head is None:
+                break
+            issued, meeting = head
+            missing = next(other for other in meeting.members if other not in meeting.arrived)
+            path.append((rank, issued, missing))
+            rank = missing
+        start = next((place for place, entry in enumerate(path) if entry[0] == rank), 0)
+        circle = path[start:]
+        lines = [
+            f"  rank {each} waits in {_named(issued, self._programs[each])} for rank {other}, at\n{shown(issued.where)}"
+            for each, issued, other in circle
+        ]
+        has_ended = self._head_of(rank) is None
+        told = f"rank {rank} has issued all that it does" if has_ended else "ranks wait for each other in a circle"
+        return DeadlockError("\n".join([f"deadlock in the order of {self._order}: {told}", *lines]), circle)
+
+    def _head_of(self, rank: int) -> tuple[Collective, _Meeting] | None:
+        """What a rank has begun and cannot end."""
+        for lane in self._lanes[rank]:
+            for meeting in lane.meetings or ():
+                if not meeting.is_over:
+                    return self._programs[rank].collectives[lane.places[lane.num_done]], meeting
+        return None
+
+
+def _queue_of(program: Program) -> list[_Lane]:
+    """One lane with everything."""
+    lane = _Lane()
+    lane.places = list(range(len(program.collectives)))
+    lane.needs = [()] * len(lane.places)
+    return [lane]
+
+
+def _streams_of(program: Program) -> list[_Lane]:
+    """A lane for each stream; what its clock had seen of others has to end first."""
+    lanes: dict[int, _Lane] = {}
+    times: dict[int, list[int]] = {}
+    for place, issued in enumerate(program.collectives):
+        lane, number = lanes.setdefault(issued.agent, _Lane()), issued.agent
+        seen = [
+            (other, bisect_right(times[stream], issued.clock.get(stream, -1)))
+            for stream, other in lanes.items()
+            if stream != number and stream in times
+        ]
+        lane.needs.append(tuple((other, count) for other, count in seen if count))
+        lane.places.append(place)
+        times.setdefault(number, []).append(issued.clock.get(number, place))
+    return list(lanes.values())
+
+
+def _compare(first: tuple[int, Collective], second: tuple[int, Collective], number: int) -> None:
+    """Refuse ranks that meet on a communicator with different collectives."""
+    (rank, one), (other, two) = first, second
+    is_as_large = one.numel == two.numel or one.kind not in _EQUALLY_LARGE
+    if (one.kind, one.unit) != (two.kind, two.unit) or not is_as_large:
+        raise DeadlockError(
+            f"collective {number} of {one.group}: rank {rank} issues {one.kind} of {one.unit!r} ({one.numel} elements)"
+            f" at\n{shown(one.where)}\n  rank {other} {two.kind} of {two.unit!r} ({two.numel} elements) at\n"
+            f"{shown(two.where)}"
+        )
+
+
+def _named(issued: Collective, program: Program) -> str:
+    ranks = program.ranks.get(issued.group, issued.ranks)
+    if issued.messages:
+        pairs = ", ".join(f"{ranks[source]} to {ranks[target]}" for source, target in issued.messages)
+        return f"{issued.kind} of {issued.unit!r} ({pairs})"
+    return f"{issued.kind} of {issued.unit!r} over {issued.group}"
