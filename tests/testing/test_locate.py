@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
+import os
+import re
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +18,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.cli import main
 from shardwise.testing import Location, NoDifference, probe, run_on_ranks
 from shardwise.testing.kind import of_tensors
 from shardwise.testing.sketch import distance, parts, sketch
@@ -589,6 +595,28 @@ def test_several_axes():
             for expert in range(4)
             for layer in ("", ".up", ".down")
         }
+
+
+# -- the command
+
+
+def run_command(port: int) -> tuple[int, str]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings = ("parallel.tp=2", "model.num_layers=1", "model.hidden=16", "data.source=random", "data.seq_len=8")
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(["parity", "--strategies", "zero3", "--steps", "2", "--locate", *arguments])
+    return code, out.getvalue()
+
+
+def test_the_command_locates():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    (code, text), other = run_on_ranks(run_command, 2, port, process_group=False)
+    assert (code, other) == (0, (0, ""))
+    assert re.search(r"\nzero3: no module differs: \d{3} tensors of 2 steps are right\n$", text), text
 
 
 # -- models of others
