@@ -597,6 +597,18 @@ def test_several_axes():
         }
 
 
+def replicas() -> Any:
+    plans = {name: sw.ParallelPlan(strategy=name) for name in ("data_parallel", "zero3")}
+    return sw.parity(build, [batch()], next_token_loss, plans, locate=True).rows
+
+
+def test_replicas_in_one_process_are_compared_at_the_ends_only():
+    threaded, sharded = run_on_ranks(replicas, 1)[0]
+    assert threaded.location is None
+    assert isinstance(sharded.location, NoDifference)
+    assert sharded.location.unseen == ()
+
+
 # -- the command
 
 

@@ -162,7 +162,8 @@ def parity(
         max_norm: Gradients are clipped to this norm, so that clipping is compared too.
         locate: Find the first module, in the order of a step, whose output, input's gradient or parameter's gradient is
             not that of one process, and say how it differs: ``ParityRow.location``. ``None``: for the plans that
-            differ. ``True``: for every plan, also where only the comparison of copies under ``tp`` would stop it.
+            differ. ``True``: for every plan. Never for ``data_parallel``, whose replicas have parts of each batch. A
+            plan that the comparison of copies under ``tp`` stops is located too; with ``False`` its error is raised.
         parallelize: Makes a plain model train under a plan. Pass a function of your own where that takes more than
             ``sw.parallelize``, such as giving your layers their process groups. It is not called for one process.
 
@@ -214,7 +215,8 @@ def parity(
             limits = [tolerance(dtype, expected.lr) for dtype in dtypes]
             allowed = max(limit.relative for limit in limits), max(limit.absolute for limit in limits)
             row = dataclasses.replace(row, allowed=allowed)
-        if locate or (locate is None and not row.holds):
+        is_wanted = not row.holds if locate is None else locate
+        if is_wanted and not plan.placements.is_threaded:
             where = locate_difference(its_job, plan, mesh, control, parallelize=parallelize, is_exact=not splits)
             row = dataclasses.replace(row, location=where)
         rows.append(row)
