@@ -162,10 +162,8 @@ def keep_no_longer(keeping: Any, tensor: object) -> bool:
     Returns:
         False: it keeps something there, and this version of torch has no way to compute it again.
     """
-    memory, again = (
-        storage_identity(tensor) if isinstance(tensor, Tensor) else 0,
-        getattr(checkpoint, "_RECOMPUTE", None),
-    )
+    memory = storage_identity(tensor) if isinstance(tensor, Tensor) else 0
+    again = getattr(checkpoint, "_RECOMPUTE", None)  # torch 2.11 has none
     for entries in keeping.storage.values():
         for place, entry in list(entries.items() if isinstance(entries, dict) else enumerate(entries)):
             held = [each.val for each in tree_leaves(entry) if isinstance(each, checkpoint._VersionWrapper)]

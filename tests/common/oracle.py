@@ -209,6 +209,16 @@ class Chain(nn.Module):
         return self.head(x)
 
 
+class Wanders(Chain):
+    """Runs its blocks in the order that each forward is given."""
+
+    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
+        x = self.stem(x)
+        for index in path:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
 def plain_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     """The loss of a model from (3, 8) samples to anything."""
     return model(sample(rank, step)).square().mean()

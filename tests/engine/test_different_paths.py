@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.engine.agreement import RankPeers
 from shardwise.spec.errors import CommError, RankDisagreement
 from shardwise.testing import probe, run_on_ranks
-from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
+from tests.common.oracle import Block, Chain, Wanders, compare, compare_each, plain_loss, presets, sample
 from tests.common.ranks import on_ranks, refusal
 
 
@@ -217,14 +217,6 @@ def test_the_loss_of_each_rank_may_be_made_of_other_heads():
     by_block = {"auto_wrap_policy": sw.wrap_by_class({Block}), "merge_units": False}
     for when in (HEADS, LATE_HEAD):
         compare_each(Heads, use_heads(when), ("ddp", "zero3"), steps=4, **by_block)
-
-
-class Wanders(Chain):
-    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
-        x = self.stem(x)
-        for index in path:
-            x = self.blocks[index](x)
-        return self.head(x)
 
 
 def leave_at_other_places(model, rank, step):

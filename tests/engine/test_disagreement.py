@@ -15,7 +15,7 @@ from shardwise.comm import stall
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.order import AgreedOrder
 from shardwise.testing import probe, report_stalls_after, run_on_ranks
-from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, sample, seeded
+from tests.common.oracle import Block, Chain, Wanders, compare, compare_each, plain_loss, sample, seeded
 from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
@@ -106,14 +106,6 @@ def skips():
 @WORLDS
 def test_from_the_second_step_on_a_rank_may_skip_whole_units(world):
     run_on_ranks(skips, world, timeout_s=120)
-
-
-class Wanders(Chain):
-    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
-        x = self.stem(x)
-        for index in path:
-            x = self.blocks[index](x)
-        return self.head(x)
 
 
 class Branching(nn.Module):

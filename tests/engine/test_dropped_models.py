@@ -13,7 +13,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.comm.gloo import _Exchange
 from shardwise.testing import probe
-from tests.common.oracle import Chain, plain_loss, presets, sample
+from tests.common.oracle import Chain, Wanders, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
 
 
@@ -65,14 +65,6 @@ def test_what_is_being_gathered_is_waited_for_before_its_memory_goes():
     del model
     gc.collect()
     assert (num_handles, [len(handle._receives) for handle in handles]) == (1, [0])
-
-
-class Wanders(Chain):
-    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
-        x = self.stem(x)
-        for index in path:
-            x = self.blocks[index](x)
-        return self.head(x)
 
 
 @on_ranks(2, timeout_s=60)

@@ -17,9 +17,9 @@ from shardwise.comm import stall
 from shardwise.comm.gloo import GlooComm
 from shardwise.spec.errors import MeshError, PlanError, RankDisagreement, StateError
 from shardwise.testing import forget_notices, probe, report_stalls_after, run_on_ranks
-from tests.common.oracle import Block, Chain, adamw, compare, compare_each, plain_loss, sample
+from tests.common.oracle import Block, Chain, Wanders, adamw, compare, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks, refusal
-from tests.engine.test_disagreement import Skips, Wanders, skip_at_the_ends, skip_from_step_two_on
+from tests.engine.test_disagreement import Skips, skip_at_the_ends, skip_from_step_two_on
 from tests.engine.test_fully_shard import bottom_up
 
 TWO_BY_TWO = {"dp_replicate": 2}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from shardwise.api.dry_run import DryRun, OptimizerFactory
     from shardwise.spec.plan import ParallelPlan
-    from shardwise.testing.streams.deadlocks import Program
 
 #: What is run where --strategies does not say, besides a configuration's own.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
@@ -71,7 +70,6 @@ def dry_run(  # noqa: PLR0917  typer's form
 ) -> None:
     """Run dry."""
     from shardwise.api.dry_run import dry_run as run_dry
-    from shardwise.testing.streams.world import world_traces
     from shardwise.train.model.build import TokenBatch, objective
 
     for option, value in (
@@ -104,17 +102,18 @@ def dry_run(  # noqa: PLR0917  typer's form
         }
         results.append(run_dry(subject.build, plan, rank=rank, backend=backend, **options))
         if check_order:
-            orders.append(_order(world_traces(subject.build, plan, **options), results[-1].strategy))
+            orders.append(_order(subject.build, plan, options, results[-1].strategy))
     show("\n".join([table(results), *left_out, *orders]))
     if json_file is not None:
         content = [{**dataclasses.asdict(result), "traffic": result.traffic} for result in results]
         write(json_file, json.dumps(content, indent=1) + "\n")
 
 
-def _order(traces: Sequence[Program], strategy: str) -> str:
+def _order(build: Callable[[], nn.Module], plan: ParallelPlan, options: dict[str, Any], strategy: str) -> str:
     """A line that the ranks never wait for each other in a circle; an error where they do."""
-    from shardwise.testing.streams.deadlocks import DeadlockError, refuse_deadlocks
+    from shardwise.testing.streams import DeadlockError, refuse_deadlocks, world_traces
 
+    traces = world_traces(build, plan, **options)
     try:
         count = refuse_deadlocks(traces, ["one queue"])
     except DeadlockError as error:

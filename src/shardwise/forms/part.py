@@ -400,7 +400,8 @@ def _where_it_is_whole(part: Part) -> str:
         unit = next((f"its unit {path!r}" for path in paths if path and name.startswith(f"{path}.")), "the model")
     return (
         f"Compute in the forward of {unit}: call that module, or make the inner module that is called a unit"
-        " (auto_wrap_policy), or have sw.register_fsdp_forward_method(module, name) gather a method of it. For a loss"
+        " (auto_wrap_policy; with 'none', which makes one unit of the model, layers may be entered in any way, as"
+        " Reformer's are), or have sw.register_fsdp_forward_method(module, name) gather a method of it. For a loss"
         " that is fused with the head call sw.chunk_cross_entropy(model) before sw.parallelize(). Numbers that need no"
         " gradient compute inside `with sw.full_parameters(model):`, where parameters are whole."
     )
