@@ -123,7 +123,7 @@ LARGE = {
     "gpt-175b, zero3 of 512, cp 2": ("gpt-175b", {"strategy": "zero3", "cp": 2}, 1024, 1),
     "gpt-175b, interleaved": (
         "gpt-175b",
-        {"strategy": "zero2", "tp": 8, "pp": 8, "pipeline": {"schedule": "interleaved-1f1b", "virtual_stages": 2}},
+        {"strategy": "zero2", "tp": 8, "pp": 8, "pipeline": {"schedule": "interleaved-1f1b", "num_virtual_stages": 2}},
         1024,
         16,
     ),
