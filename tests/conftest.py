@@ -17,6 +17,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import dear
+
 # A busy machine is no failure: speed is measured by benchmarks, not by tests.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
@@ -144,9 +146,17 @@ def _mark_more_cases(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
+def _mark_dear(items: list[pytest.Item]) -> None:
+    """Two of three tests that take seconds are long (``tests.dear``)."""
+    names = {item.nodeid: item for item in items if not item.get_closest_marker("long")}
+    for name in dear.left_out(names):
+        names[name].add_marker(pytest.mark.long)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_repetitions(items)
     _mark_more_cases(items)
+    _mark_dear(items)
     for item in items:
         if item.path.is_relative_to(config.rootpath / "tests" / "gpu"):
             item.add_marker(pytest.mark.gpu)
