@@ -34,8 +34,24 @@ class ThreadComm(Comm):
         return found
 
     def _do_all_gather(self, issued, buffer, cuts):
-        own = buffer.view(self.size, -1)[self.rank]
-        buffer.view(self.size, -1).copy_(torch.stack(self._all(own)))
+        slices = self._slices(buffer, cuts)
+        for place, found in zip(slices, self._all(slices[self.rank]), strict=True):
+            place.copy_(found)
+        return DONE
+
+    def _do_reduce_scatter(self, issued, buffer, out, divisor, cuts):
+        out.copy_(self._slices(sum(self._all(buffer)), cuts)[self.rank])
+        self._divide(out, out, divisor)
+        return DONE
+
+    def _do_all_to_all(self, issued, buffer, out, cuts, out_cuts):
+        given, taken = self._slices(buffer, cuts), self._slices(out, out_cuts)
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._do_send(issued, given[peer], peer)
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._do_receive(issued, taken[peer], peer)
         return DONE
 
     def _do_all_reduce(self, issued, buffer, out, divisor):
@@ -71,11 +87,6 @@ class ThreadComm(Comm):
         buffer.copy_(self._mail(source, self.rank).get(timeout=60))
         self.received_bytes += buffer.nbytes
         return DONE
-
-    def _refuse(self, *given):
-        raise NotImplementedError
-
-    _do_reduce_scatter = _do_all_to_all = _refuse
 
 
 def run_in_threads(body: Callable[[Comm], Any], size: int) -> list[Any]:
