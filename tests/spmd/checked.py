@@ -16,7 +16,8 @@ The types of everything else are inferred, operation by operation; ``rules`` has
 end the loss must vary over data alone (every rank's is a term of the mean), and the sums that the engine makes in
 backward must be those that the types of the parameters ask for.
 
-What rank numbers choose is a plain number for the library: positions of ``cp`` get their type here.
+What rank numbers choose is a plain number for the library: positions of ``cp`` get their type here. The rows of a table
+that is spread over the ranks (``row_sharded``) vary over data, and the engine does not sum their gradients.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ from spmd_types import (
     MeshAxis,
     P,
     R,
+    SpmdTypeError,
     V,
     assert_type,
+    current_mesh_names,
     get_local_type,
+    maybe_get_axis_local_type,
     no_typecheck,
     register_no_typecheck,
     set_current_mesh,
@@ -53,6 +57,7 @@ from shardwise.api.parallelize import apply_plan, check_cuts
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.record import RecordComm
 from shardwise.context.root import Division
+from shardwise.embedding.rows import _Route, find_row_sharded
 from shardwise.engine.engine import Engine
 from shardwise.expert.layer import find_mixtures, own_experts
 from shardwise.features.wrap import find_units
@@ -69,6 +74,8 @@ from tests.spmd.rules import is_contracted, mark_cut
 #: The engine's part of a forward: it gathers parameters, whose types are declared.
 for _method in (Engine.before_forward, Engine.after_forward):
     register_no_typecheck(_method)
+#: Exchanges ids, which have no gradient.
+register_no_typecheck(_Route.__init__)
 
 DATA = ("dp_replicate", "dp_shard", "ep")
 _SUMS = {"reduce_scatter", "all_reduce"}
@@ -126,7 +133,7 @@ class _Terms(TorchFunctionMode):
     """What the library does not know of plain operations.
 
     A product with a weight that is cut along the summed dimension is a term of a sum (P), not just different on each
-    rank (V). Zeros are a sum of zeros.
+    rank (V). Zeros are a sum of zeros. Attention to keys that vary along ``cp`` would leave out those of other ranks.
     """
 
     _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
@@ -144,6 +151,8 @@ class _Terms(TorchFunctionMode):
             return y if bias is None else y + bias
         if func in self._PRODUCTS and is_contracted(args[1], 0):
             return _partial(func(*args, **kwargs))
+        if func is F.scaled_dot_product_attention and maybe_get_axis_local_type(args[1], "cp") is V:
+            raise SpmdTypeError("attention to this rank's positions alone: keys vary along cp, no ring passes them on")
         if func in self._SUMS and getattr(args[0], "_is_zero", False):
             with no_typecheck():
                 made = func(*args, **kwargs)
@@ -176,10 +185,16 @@ def check(
     found = Checked()
     handed_on: dict[int, list[Any]] = {}
     one_sequence = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
-    with set_current_mesh(_axes(mesh)), _positions_vary(), one_sequence:
+    axes = _axes(mesh)
+    with set_current_mesh(axes), _positions_vary(), one_sequence:
         for stage in range(plan.pp):
             rank = stage * (world_size // plan.pp)
-            _check_rank(build, plan, mesh, rank, batch, num_microbatches, found, handed_on)
+            try:
+                _check_rank(build, plan, mesh, rank, batch, num_microbatches, found, handed_on)
+            except (SpmdTypeError, WrongTypes) as error:
+                named = ", ".join(f"{name} is {axis}" for name, axis in axes.items() if axis.size() > 1)
+                error.add_note(f"stage {stage + 1} of {plan.pp}; {named}")
+                raise
     return found
 
 
@@ -216,7 +231,7 @@ def _check_rank(  # noqa: PLR0917 - one call
     model = build_on_meta(build)
     units = find_units(model, plan.wrap_policy)
     check_cuts(model, plan, units)
-    declared = Declared(model, plan, mesh, rank)
+    declared, tables = Declared(model, plan, mesh, rank), find_row_sharded(model, plan.row_sharded)
     comms = _comms(mesh, rank, plan, seen)
     samples = mesh.data_parallel_group(rank)
     control = partial(_Noting, DATA_PARALLEL, seen=seen, rank=samples.index(rank), size=len(samples))
@@ -227,6 +242,8 @@ def _check_rank(  # noqa: PLR0917 - one call
             declared.annotate(shard, shard)
             declared.annotate(shard, full)
             found.num_typed += 1
+    for table in tables.values():
+        assert_type(table.weight, R, dict.fromkeys(DATA, V))
     for buffer in model.buffers():
         assert_type(buffer, R)
     inputs = without_values(batch)
@@ -338,8 +355,6 @@ def _check_loss(loss: Tensor, found: Checked) -> None:
 
 
 def _loss_types() -> dict[Any, Any]:
-    from spmd_types import current_mesh_names
-
     names = current_mesh_names() or {}
     wanted = {axis: I for name, axis in names.items() if name not in DATA}
     return {axis: V for name, axis in names.items() if name in DATA and axis not in wanted} | wanted

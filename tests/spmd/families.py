@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,8 @@ DEGREES: dict[str, tuple[dict[str, Any], int]] = {
     "tp": ({"strategy": "zero3", "tp": 2}, 8),
     "tp-wide": ({"strategy": "ddp", "tp": 8}, 64),
     "sequence": ({"strategy": "zero2", "tp": 2, "sequence_parallel": True}, 16),
+    "recompute": ({"strategy": "zero3", "tp": 2, "activation_checkpointing": "full"}, 8),
+    "rows": ({"strategy": "zero3", "row_sharded": ["token_embedding"]}, 8),
     "cp": ({"strategy": "zero3", "cp": 2}, 8),
     "ep": ({"strategy": "zero3", "ep": 4}, 16),
     "pp": ({"strategy": "zero1", "pp": 2}, 8),
@@ -43,6 +46,8 @@ DEGREES: dict[str, tuple[dict[str, Any], int]] = {
 def degrees_of(family: str, name: str) -> dict[str, Any] | None:
     """Fields of a plan; ``None`` where the family does not take them."""
     held = SUPPORT[family]
+    if name == "rows" and family != "gpt":
+        return None  # no exchange that others do not have
     if name != "all":
         fields, _ = DEGREES[name]
         return dict(fields) if all(getattr(held, axis, True) for axis in fields) else None
@@ -63,15 +68,16 @@ def _config(family: str) -> Any:
     return config
 
 
-def build(family: str, **changes: Any) -> nn.Module:
-    """A model."""
+def build(family: str, fields: Mapping[str, Any], **changes: Any) -> nn.Module:
+    """A model for a plan of these fields; ``changes`` of the sizes of our GPT."""
     if family == "gpt":
         sizes: dict[str, Any] = {"num_layers": 3, "hidden": 64, "num_heads": 8, "vocab_size": 136, "seq_len": SEQ}
+        sizes |= {"num_experts": 8} if fields.get("ep", 1) > 1 else {}
+        sizes |= {"tied": False} if "row_sharded" in fields else {}
         return sw.models.gpt("gpt-tiny", **(sizes | changes))
-    config = copy.deepcopy(_config(family))
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return shapes.on_meta(config)[0].bfloat16()  # grouped products of experts take nothing else on meta
+    return shapes.on_meta(copy.deepcopy(_config(family)))[
+        0
+    ].bfloat16()  # grouped products of experts take nothing else on meta
 
 
 def batch(family: str) -> Any:

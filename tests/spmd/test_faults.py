@@ -47,7 +47,7 @@ class Fault:
         says: A part of the message that finds it.
         family: The model.
         degrees: Fields of its plan.
-        model: Changes of its configuration.
+        model: Changes of the sizes of our GPT.
     """
 
     plant: Plant
@@ -123,6 +123,10 @@ def share_all_but_biases(x, comm, unit):
     return x if x.dim() == 2 and x.shape[0] == NUM_EXPERTS else pairs.share(x, comm, unit)
 
 
+def attention_without_ring(self, q, k, v, *, scale=None, is_causal=True):
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=True)
+
+
 def reduced_twice(self, group, *args):
     _reduce(self, group, *args).wait()
     return _reduce(self, group, *args)
@@ -171,8 +175,14 @@ FAULTS = {
     "positions are not joined behind the last norm": Fault(
         put(apply, "_GIVES", apply._GIVES | {"sequence_end": lambda x, comm, unit: x}), "to be I", degrees=SEQUENCE
     ),
+    "attention reads this rank's positions alone": Fault(
+        put(ring.Ring, "__call__", attention_without_ring), "no ring passes them on", degrees={"cp": 2}
+    ),
     "the loss is that of this rank's positions": Fault(
         put(Division, "mean_loss", lambda self, loss, *_: loss), "the loss is", degrees={"cp": 2}
+    ),
+    "a user's table leaves the slopes of an activation whole": Fault(
+        lambda _: None, "Invariant", "apertus", TP | {"tp_plan": {"model.layers.*.mlp.act_fn": "replicate"}}
     ),
     "gradients are not summed": Fault(put(Form, "reduce", lambda self, *_: DONE), "missing", degrees={"dp_shard": 8}),
     "gradients are summed twice": Fault(put(Form, "reduce", reduced_twice), "without need", degrees={"dp_shard": 8}),
@@ -197,7 +207,7 @@ def test_types_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = sw.ParallelPlan(**({"strategy": "zero3"} | fault.degrees))
     fault.plant(monkeypatch)
     with pytest.raises((SpmdTypeError, WrongTypes), match=fault.says):
-        check(lambda: build(fault.family, **fault.model), plan, world_size=8, batch=batch(fault.family))
+        check(lambda: build(fault.family, fault.degrees, **fault.model), plan, world_size=8, batch=batch(fault.family))
 
 
 # -- what a function gives back
