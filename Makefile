@@ -17,7 +17,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all test-integrations test-verl fuzz soak check size replay board bench bench-check gpu models parity docs docs-links clean
+.PHONY: help venv demo test test-all test-integrations test-verl fuzz soak check size replay board museum bench bench-check gpu models parity docs docs-links clean
 
 test test-all test-integrations test-verl check bench-check docs: export OMP_NUM_THREADS = 1
 
@@ -119,6 +119,9 @@ replay: $(STAMP) ## the runs on record (tests/replay) once more: shows what diff
 
 board: $(STAMP) ## inject every fault of the board of reliability; writes docs/reliability.md (ARGS="A1 B" for some)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability $(ARGS) --write
+
+museum: $(STAMP) ## plant every bug of the museum of silent bugs; writes docs/museum.md (ARGS="norm --clean" for some)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.museum $(ARGS)
 
 bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/results/DATE.md and .json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.targets --profile

@@ -94,6 +94,7 @@ contents: dict[str, tuple[str, ...]] = {
         "Models <docs/models>",
         "What works together <docs/support>",
         "Faults survived <docs/reliability>",
+        "Silent bugs found <docs/museum>",
         "Measurements <docs/reference/measurements>",
     ),
     "Reference": (

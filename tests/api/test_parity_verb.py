@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
 from tests.common.ranks import refusal
 
@@ -80,3 +80,32 @@ def test_plans_that_split_sums_are_near_and_all_others_equal():
         assert "DIFFER" in str(found["wrong"])
         assert "the model is in bf16" in found["16 bit"]
     assert len({str(found["fp32"]) for found in ranks}) == 1
+
+
+class Twice(sw.GradScaler):
+    """Divides gradients by the scale and by two."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale / 2, found_inf, allow_fp16)
+
+
+def accumulate() -> dict[str, Any]:
+    plans = {"each": sw.ParallelPlan(), "whole": sw.ParallelPlan(accumulation="unsharded")}
+    given: dict[str, Any] = {"microbatches": 2, "locate": False}
+    return {
+        "plain": sw.parity(build, batches(), None, plans, **given),
+        "scaled": sw.parity(build, batches(), None, plans, scaler=lambda: sw.GradScaler("cpu"), **given),
+        "wrong": sw.parity(build, batches(), None, plans, scaler=lambda: Twice("cpu"), **given),
+        "none": refusal(StateError, sw.parity, build, batches(), None, plans, microbatches=0),
+    }
+
+
+def test_accumulation_and_a_scaler_are_compared():
+    for found in run_on_ranks(accumulate, 2, timeout_s=100):
+        for name in ("plain", "scaled"):
+            each, whole = found[name].rows
+            assert each.holds, each
+            assert each.allowed == (1e-5, 5e-4)  # each microbatch is reduced by itself: sums are split
+            assert whole.is_bitwise, whole
+        assert [row.holds for row in found["wrong"].rows] == [False, False]
+        assert "microbatches=0" in found["none"]

@@ -216,7 +216,7 @@ class _Step:
     def stop(self, op: Op, turn: int) -> None:
         if self.program.is_symmetric and not self.has_gradients:  # else sums would be lost, and it would say so
             with self._failing(op, "backward"):
-                _loss(self.model(sample(self.rank, turn), turn, self.rank), "y", self.program).backward()
+                loss(self.model(sample(self.rank, turn), turn, self.rank), "y", self.program).backward()
             for parameter in self.model.parameters():
                 parameter.grad = None
 
@@ -229,8 +229,8 @@ class _Step:
         block.fails = ""
 
     def _loss_of(self, op: Op) -> Tensor:
-        total = _loss(self.graphs[op.graph][0], op.loss, self.program)
-        return total if op.other is None else total + _loss(self.graphs[op.other][0], op.loss, self.program)
+        total = loss(self.graphs[op.graph][0], op.loss, self.program)
+        return total if op.other is None else total + loss(self.graphs[op.other][0], op.loss, self.program)
 
     def input(self, op: Op, _turn: int) -> Any:
         x = self.graphs[op.graph][1]
@@ -276,7 +276,8 @@ def _values(out: Any) -> tuple[Tensor, list[Tensor]]:
     return (out["y"], out["sides"]) if isinstance(out, dict) else (out[0], list(out[1:]))
 
 
-def _loss(out: Any, kind: str, program: Program) -> Tensor:
+def loss(out: Any, kind: str, program: Program) -> Tensor:
+    """The loss of what a model gives: of ``y``, of the values beside it, or of both."""
     y, sides = _values(out)
     total = y.square().mean()
     if kind == "y" or not sides:

@@ -46,27 +46,16 @@ def run(program: Program) -> None:
     Raises:
         AssertionError: Something differs.
     """
-    options: dict[str, Any] = {}
+    made: dict[str, Any] = {"parallelize": lambda model: shard_each(model, program)}
     if program.route == "parallelize":
-        options = {
-            "auto_wrap_policy": sw.wrap_by_class({Unit}) if has_units(program) else "none",
-            "reshard_after_forward": program.reshard,
-            "accumulation": program.accumulation,
-            "gradient_buffers": program.num_buffers,
-            "merge_units": 1 << 16 if program.merge else False,
-            "activation_checkpointing": program.recompute if has_units(program) else "none",
-        }
-        if program.strategy in ("ddp", "zero1", "zero2"):
-            options.pop("reshard_after_forward")
-    else:
-        options["parallelize"] = lambda model: _shard_each(model, program)
+        made = options(program)
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         if program.delays:
             stack.enter_context(delayed(program.seed * 7 + dist.get_rank()))
         warnings.simplefilter("ignore")  # of reentrant recomputations without anything that requires grad
         if not program.is_exact:
             stack.enter_context(mock.patch.object(one_process, "same_bits", _is_close))
-            options["optimizer"] = _sgd
+            made["optimizer"] = _sgd
         oracle.compare(
             lambda: Model(program),
             script(program),
@@ -74,8 +63,23 @@ def run(program: Program) -> None:
             steps=len(program.steps),
             is_checked=program.is_checked,
             heals=True,
-            **options,
+            **made,
         )
+
+
+def options(program: Program) -> dict[str, Any]:
+    """Fields of the plan, but for the strategy."""
+    found = {
+        "auto_wrap_policy": sw.wrap_by_class({Unit}) if has_units(program) else "none",
+        "reshard_after_forward": program.reshard,
+        "accumulation": program.accumulation,
+        "gradient_buffers": program.num_buffers,
+        "merge_units": 1 << 16 if program.merge else False,
+        "activation_checkpointing": program.recompute if has_units(program) else "none",
+    }
+    if program.strategy in ("ddp", "zero1", "zero2"):
+        found.pop("reshard_after_forward")
+    return found
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
@@ -92,7 +96,8 @@ def has_units(program: Program) -> bool:
     return any(isinstance(module, Unit) for module in Model(program).modules())
 
 
-def _shard_each(model: Model, program: Program) -> nn.Module:
+def shard_each(model: Model, program: Program) -> nn.Module:
+    """Make a model train by ``sw.fully_shard``, unit by unit."""
     for module in reversed(list(model.modules())):
         if isinstance(module, Unit):
             sw.fully_shard(module, reshard_after_forward=program.reshard)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
+from tests.common.page import DOCS, table
 from tests.reliability.board import IDS, SECTIONS, Result, summary
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGE, DATA = DOCS / "reliability.md", DOCS / "reliability.json"
 
 _INTRODUCTION = """# What a run survives
@@ -67,14 +66,9 @@ def render(held: dict[str, dict[str, Result]]) -> str:
 
 
 def _table(names: list[str], results: dict[str, Result]) -> str:
-    lines = ["| | fault | required | seen | exit | seconds | score |", "|---|---|---|---|---|---|---|"]
+    rows = []
     for name in names:
-        result = results[name]
-        code = "" if result.code is None else result.code
-        cells = (name, result.fault, result.required, result.seen, code, f"{result.seconds:.0f}", result.score)
-        lines.append("| " + " | ".join(_cell(str(cell)) for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+        held = results[name]
+        code = "" if held.code is None else held.code
+        rows.append((name, held.fault, held.required, held.seen, code, f"{held.seconds:.0f}", held.score))
+    return table(("", "fault", "required", "seen", "exit", "seconds", "score"), rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.testing import run_on_ranks
+from tests.planted import PatchError, read
 from tests.streams import planted
 
 #: One of each kind, which `make test` runs.
@@ -29,20 +30,20 @@ def test_a_bug_is_found_or_is_none(name):
 
 
 def test_every_patch_applies_to_the_source_as_it_is():
-    for name in planted.BUGS:
-        with planted.planted(name):
+    for bug in planted.BUGS.values():
+        with bug.planted():
             pass
     assert len(planted.BUGS) >= 40
     kinds = [bug.found for bug in planted.BUGS.values()]
     assert sum(kind in {*planted.KINDS, "wait"} for kind in kinds) >= 40
 
 
-def test_a_patch_that_does_not_apply_is_a_failure(monkeypatch):
+def test_a_patch_that_does_not_apply_is_a_failure():
     text = "# {}\ncomm/nccl.py | zero3 | race\n-{}\n+    {}\n"
     comment = "        # torch 2.13 renamed the in-place calls and deprecates the old names."
-    gone = planted.read(text.format("gone", "no line of the source", "pass"))
-    monkeypatch.setattr(planted, "BUGS", gone | planted.read(text.format("nothing", comment, "# no word")))
-    with pytest.raises(planted.PatchError, match=r"occurs 0 times in comm/nccl\.py"), planted.planted("gone"):
+    gone = read(text.format("gone", "no line of the source", "pass"), planted.Bug)["gone"]
+    nothing = read(text.format("nothing", comment, "# no word"), planted.Bug)["nothing"]
+    with pytest.raises(PatchError, match=r"occurs 0 times in comm/nccl\.py"), gone.planted():
         pass
-    with pytest.raises(planted.PatchError, match="changes no function"), planted.planted("nothing"):
+    with pytest.raises(PatchError, match="changes no function"), nothing.planted():
         pass

@@ -750,6 +750,26 @@ def test_kinds(change, kind, text):
     assert (found.name, text in found.text) == (kind, True), found
 
 
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (lambda rows: rows * torch.tensor([[1.0], [0], [1], [1]]), "missing", "1 of 4 rows are zero"),
+        (lambda rows: rows * (1 + 2e-6), "rounding", "2.0e-06 of the norm"),
+        (lambda rows: rows.exp(), "other", "no pattern"),
+    ],
+)
+def test_kinds_of_what_is_looked_up_in_a_table(change, kind, text):
+    table, _ = tensors()
+    rows = table[[2, 0, 3, 3]]
+    found = of_tensors(change(rows), rows, rows, [("weight", table)])
+    assert (found.name, text in found.text) == (kind, True), found
+
+
+def test_a_vector_is_no_row_of_a_table():
+    table, _ = tensors()
+    assert of_tensors(table[0].exp(), table[0], table[0], [("weight", table)]).name == "other"
+
+
 def test_hooks_leave_nothing_behind_and_change_nothing():
     model, other = build(), build()
     seen: list[Point] = []

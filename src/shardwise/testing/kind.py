@@ -136,18 +136,20 @@ def _places(some: Tensor, source: Tensor, dim: int) -> Tensor:
 def _moved_rows(got: Tensor, part: Tensor, tables: Sequence[tuple[str, Tensor]]) -> Kind | None:
     """Rows of a table (an embedding) that are those of other ids."""
     for name, table in tables:
-        if table.dim() != 2 or got.shape[-1:] != table.shape[-1:] or len(table) > _MAX_SLICES:
+        if table.dim() != 2 or got.dim() < 2 or got.shape[-1:] != table.shape[-1:] or len(table) > _MAX_SLICES:
             continue
         rows, right = got.flatten(0, -2), part.flatten(0, -2)
         is_wrong = (rows - right).norm(dim=1) > _NEAR * right.norm(dim=1)
         is_zero = is_wrong & ~rows.any(dim=1)
         is_moved = is_wrong & ~is_zero
-        found, expected = (_places(each[is_moved], _real(table), 0) for each in (rows, right))
-        if not is_wrong.any() or (expected < 0).any() or (found < 0).any():
+        if not is_wrong.any():
             continue
         zero = f"{int(is_zero.sum())} of {len(rows)} rows are zero"
         if not is_moved.any():
             return Kind(MISSING, zero)
+        found, expected = (_places(each[is_moved], _real(table), 0) for each in (rows, right))
+        if (expected < 0).any() or (found < 0).any():
+            continue
         offsets = ", ".join(map(str, (found - expected).unique().tolist()))
         moved = f"{int(is_moved.sum())} of {len(rows)} rows are those of other ids of {name}, moved by {offsets}"
         return Kind(SHIFTED, f"{moved}; {zero}" if is_zero.any() else moved)

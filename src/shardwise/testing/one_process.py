@@ -128,15 +128,19 @@ class OneProcess:
         return norm.item()
 
 
+def _as(dtype: torch.dtype, value: float) -> float:
+    """As ``sw.train_step`` returns it, which takes the mean of microbatches in fp64."""
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
 def run_one_process(job: Job, group_size: int) -> Run:
     """Train in this process alone."""
     alone = OneProcess(job, group_size)
     run = Run([], [], {}, largest_rate(alone.optimizer))
     for readers in job.parts:
         alone.backward(readers)
-        run.by_reader.append(alone.losses)
-        mean = torch.tensor(sum(alone.losses) / len(readers), dtype=torch.float64)
-        run.means.append(mean.to(alone.dtype).item())
+        run.by_reader.append([_as(alone.dtype, loss) for loss in alone.losses])
+        run.means.append(_as(alone.dtype, sum(alone.losses) / len(readers)))
         run.norms.append(alone.update())
     state = alone.model.state_dict()
     run.parameters = {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}

@@ -18,8 +18,10 @@ from shardwise.comm.axes import join_world, open_comms
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
+from shardwise.forms.attachment import engine_of
 from shardwise.launch.world import ranks_per_machine
 from shardwise.optim.clip import clip_grad_norm
+from shardwise.optim.scaler import GradScaler
 from shardwise.pipeline.batch import LossFn, split_batch
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import RankDisagreement, StateError
@@ -138,6 +140,8 @@ def parity(
     optimizer: OptimizerFactory | None = None,
     parameters: Callable[[nn.Module], Iterable[Any]] = nn.Module.parameters,
     max_norm: float = 1.0,
+    microbatches: int = 1,
+    scaler: Callable[[], GradScaler] | None = None,
     locate: bool | None = None,
     parallelize: Parallelize = parallelize,
 ) -> ParityReport:
@@ -160,6 +164,10 @@ def parity(
         optimizer: From parameters to an element-wise optimizer; AdamW with lr 1e-3 by default.
         parameters: From a model, plain or parallelized, to what its optimizer gets.
         max_norm: Gradients are clipped to this norm, so that clipping is compared too.
+        microbatches: Microbatches of a rank's step, which are accumulated. A plan with ``pp`` has those of its
+            schedule. Where each of them is reduced by itself (sharded accumulation), sums are split.
+        scaler: Makes a gradient scaler, under which the plans train and the one process does not: scales are powers of
+            two, so that in fp32 nothing may differ.
         locate: Find the first module, in the order of a step, whose output, input's gradient or parameter's gradient is
             not that of one process, and say how it differs: ``ParityRow.location``. ``None``: for the plans that
             differ. ``True``: for every plan. Never for ``data_parallel``, whose replicas have parts of each batch. A
@@ -184,6 +192,8 @@ def parity(
     named = plans if isinstance(plans, Mapping) else _named(plans)
     for name, plan in named.items():
         check_exact(plan, name)
+    if microbatches < 1:
+        raise StateError(f"sw.parity(microbatches={microbatches}): expected at least 1.")
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     probe = build_model()
     device = next((p.device for p in probe.parameters()), torch.device("cpu"))
@@ -206,11 +216,11 @@ def parity(
     rows = []
     for name, plan in named.items():
         mesh = meshes[name]
-        its_job = job(mesh.data_parallel_size, _num_microbatches(plan))
-        expected = one_process(mesh.data_parallel_size, _num_microbatches(plan), mesh.dp_shard)
-        row, splits = _row(
-            name, plan, mesh, its_job, expected, control, parallelize=parallelize, may_stop=locate is False
-        )
+        count = microbatches if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
+        its_job = job(mesh.data_parallel_size, count)
+        expected = one_process(mesh.data_parallel_size, count, mesh.dp_shard)
+        train = functools.partial(_one_plan, its_job, plan, parallelize=parallelize, scaler=scaler)
+        row, splits = _row(name, plan, mesh, expected, control, train, may_stop=locate is False)
         if splits:
             limits = [tolerance(dtype, expected.lr) for dtype in dtypes]
             allowed = max(limit.relative for limit in limits), max(limit.absolute for limit in limits)
@@ -223,21 +233,20 @@ def parity(
     return ParityReport(tuple(rows))
 
 
-def _row(  # noqa: PLR0917 - all that a run is made of
+def _row(  # noqa: PLR0917 - all that a run is compared by
     name: str,
     plan: ParallelPlan,
     mesh: Mesh,
-    job: Job,
     expected: Run,
     control: Comm,
+    train: Callable[[int], Run],
     *,
-    parallelize: Parallelize,
     may_stop: bool,
 ) -> tuple[ParityRow, bool]:
     """The row of a plan, the same on every rank, and whether sums are split."""
     reader = mesh.data_parallel_rank(control.rank)
     try:
-        got = _one_plan(job, plan, reader, parallelize)
+        got = train(reader)
     except RankDisagreement as error:
         if may_stop:
             raise
@@ -250,27 +259,39 @@ def _row(  # noqa: PLR0917 - all that a run is made of
     return merged, any(values["splits"] for values in found)
 
 
-def _num_microbatches(plan: ParallelPlan) -> int:
-    """Microbatches of a rank's step."""
-    return 1 if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
-
-
-def _one_plan(job: Job, plan: ParallelPlan, reader: int, parallelize: Parallelize) -> Run:
+def _one_plan(
+    job: Job, plan: ParallelPlan, reader: int, *, parallelize: Parallelize, scaler: Callable[[], GradScaler] | None
+) -> Run:
     model = parallelize(job.build_model(), plan)
     optimizer = job.make_optimizer(model)
+    scales = None if scaler is None else scaler()
     pipelined = pipelined_of(model)
     shares = pipelined is not None and pipelined.has_copies
-    run = Run([], [], {}, largest_rate(optimizer), splits_sums=shares, has_mean=pipelined is not None)
+    is_reduced_each = pipelined is None and len(job.parts[0][0]) > 1 and not _adds_up_first(model)
+    splits = shares or is_reduced_each
+    run = Run([], [], {}, largest_rate(optimizer), splits_sums=splits, has_mean=pipelined is not None)
     for readers in job.parts:
         own = None if pipelined is not None else []  # of a pipeline every rank knows the mean of all losses only
-        loss = train_step(model, iter(readers[reader]), job.loss_fn, len(readers[reader]), losses=own)
+        parts = iter(readers[reader])
+        loss = train_step(model, parts, job.loss_fn, len(readers[reader]), scaler=scales, losses=own)
+        if scales is not None:
+            scales.unscale_(optimizer)
         norm = clip_grad_norm(model, job.max_norm)
-        optimizer.step()
+        if scales is None:
+            optimizer.step()
+        else:
+            scales.step(optimizer)
+            scales.update()
         optimizer.zero_grad()
         run.losses.append(loss.item())
         run.norms.append(norm.item())
     run.parameters = {name: v for name, v in full_state_dict(model).items() if isinstance(v, Tensor)}
     return run
+
+
+def _adds_up_first(model: nn.Module) -> bool:
+    """Whether microbatches are added up on each rank before they are reduced, as in the one process."""
+    return engine_of(model, "sw.parity").accumulation == "unsharded"
 
 
 def _compare(name: str, size: int, expected: Run, got: Run, *, reader: int, rank: int) -> ParityRow:
