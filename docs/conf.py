@@ -90,6 +90,7 @@ contents: dict[str, tuple[str, ...]] = {
         "Decisions <docs/reference/decisions>",
     ),
     "Proof": (
+        "What is proven <docs/proof>",
         "Parity <docs/parity>",
         "Models <docs/models>",
         "What works together <docs/support>",
