@@ -1,12 +1,14 @@
 """False alarms: the tools of the museum on programs without a bug.
 
-The programs are those of the fuzzer, without dropout (each with its model, strategy and steps), and the products of
-parallel degrees on up to four ranks.
+The programs are those of the fuzzer, without dropout (each with its model and strategy), and the products of parallel
+degrees on up to four ranks. Reentrant recomputation adds up gradients in another order, where ``sw.parity`` expects
+equal bits: programs with it are left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import tempfile
 import time
@@ -98,7 +100,9 @@ def programs(count: int) -> list[tuple[str, int]]:
         for number, case in enumerate(product.cases())
         if case.world <= 4 and case.dtype != "bf16" and not case.is_beside_flat
     ]
-    drawn = [(f"fuzz {seed}", fuzzed.generate(seed).world) for seed in range(count - len(products))]
+    seeds = (seed for seed in itertools.count() if "reentrant" not in fuzzed.generate(seed).recomputations)
+    seeds = itertools.islice(seeds, max(count - len(products), 0))
+    drawn = [(f"fuzz {seed}", fuzzed.generate(seed).world) for seed in seeds]
     return [*drawn, *products]
 
 

@@ -33,7 +33,7 @@ and all tools of a program are run on each bug.
 
 #: The tools in the order of the page, and how a user calls each.
 TOOLS = {
-    "parity": "`sw.parity(...)`, and once more with `locate=True` where the ends are near ([Parity](parity.md))",
+    "parity": "`sw.parity(..., locate=True)` ([Parity](parity.md))",
     "check_replicas": "`sw.check_replicas(model, optimizer, after_backward=True)` in each step of a script",
     "guard": "nothing: the engine raises an error while the script trains",
     "checkpoint": "nothing: `sw.save` or `sw.load` raises an error",
@@ -124,8 +124,9 @@ def render(held: Mapping[str, Any]) -> str:
         parts.append(_CLEAN.format(**(clean | {"alarms": alarms, "seconds": f"{clean['seconds']:.0f}"})))
     if held["peers"]:
         engines = " and ".join(dict.fromkeys(entry["engine"] for entry in held["peers"]))
-        rows = [(entry["bug"], entry["engine"], entry["said"], entry["off"]) for entry in held["peers"]]
-        parts += [_PEERS.format(engines=engines), table(("bug", "engine", "its checks said", "numbers"), rows), "\n"]
+        rows = [tuple(entry[key] for key in ("bug", "engine", "where", "said", "off")) for entry in held["peers"]]
+        heads = ("bug", "engine", "where it is", "its checks said", "numbers")
+        parts += [_PEERS.format(engines=engines), table(heads, rows), "\n"]
     return "".join(parts)
 
 

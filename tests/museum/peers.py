@@ -177,7 +177,7 @@ def scales_nothing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loads_no_moments() -> Iterator[None]:
-    with mock.patch.object(state_dict, "_load_optim_state_dict", return_value=None):
+    with mock.patch.object(state_dict, "_init_optim_state", return_value=None):
         yield
 
 
@@ -198,11 +198,13 @@ class Peer:
 
     Attributes:
         script: The script that runs.
-        plant: Plants it; ``None``: it is in the script, or in the engine as it is.
+        plant: Plants it.
+        where: Where it is.
     """
 
     script: Script
     plant: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    where: str = "planted"
 
 
 PEERS: dict[str, Peer] = {
@@ -211,8 +213,10 @@ PEERS: dict[str, Peer] = {
     "clipping returns the norm and scales nothing": Peer(Script(max_norm=0.05), scales_nothing),
     "moments of the optimizer are not loaded": Peer(Script(resumes=True), loads_no_moments),
     "missing weights are no error": Peer(Script(resumes=True, deeper=True), loads_in_part),
-    "ranks initialise a deferred model by seeds of their own": Peer(Script(begins_on_meta=True)),
-    "weights that only other ranks have used are not updated": Peer(Script(Branches, signed)),
+    "ranks initialise a deferred model by seeds of their own": Peer(Script(begins_on_meta=True), where="in the script"),
+    "weights that only other ranks have used are not updated": Peer(
+        Script(Branches, signed), where="the engine as it is"
+    ),
 }
 
 
@@ -227,10 +231,10 @@ def run() -> list[dict[str, str]]:
     """Run all; what their checks said, and how far the losses are from those of one process."""
     engine = f"FSDP2 of torch {torch.__version__.partition('+')[0]}"
     found = []
-    for name in PEERS:
+    for name, peer in PEERS.items():
         said, off = look(name)
         print(f"{name}: {said}; {off}", flush=True)
-        found.append({"bug": name, "engine": engine, "said": said, "off": off})
+        found.append({"bug": name, "engine": engine, "where": peer.where, "said": said, "off": off})
     return found
 
 

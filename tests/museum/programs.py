@@ -65,24 +65,6 @@ class Branches(Chain):
         return super().forward((self.first if x[0, 0] > 0 else self.second)(x))
 
 
-class Turned(nn.Linear):
-    """Computes with its weight the other way round, so that the gradient has the strides of the transposed one."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.t() + self.bias
-
-
-class Transposed(Chain):
-    """Of such layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.ModuleList(Turned() for _ in range(3))
-
-
 class Normed(Chain):
     """With batch norm, whose running statistics forward changes."""
 
@@ -444,7 +426,6 @@ PROGRAMS: dict[str, Program] = {
     "muon, cut by rows": Program({"granularity": "row"}, **MUON),
     "scaled": Program(scales=True),
     "branches": small(Branches, sample=signed),
-    "transposed": small(Transposed),
     "batch norm": small(Normed, {"strategy": "ddp"}, tools=("script",)),
     "head in the loss": small(Headless, {"strategy": "ddp"}, loss=head_outside),
     "reference model": small(Policy, loss=against_reference),

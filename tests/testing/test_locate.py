@@ -786,3 +786,39 @@ def test_hooks_leave_nothing_behind_and_change_nothing():
     assert tap.callers["blocks.0.norm", 0] == ("blocks.0", 0)
     q, v = (Point(f"blocks.0.attention.{name}", "gradient of the input", 0, "0") for name in "qv")
     assert tap.siblings[v] == q
+
+
+class GivesMore(nn.Linear):
+    """Gives its weight out beside its value, and what it got; gets it again, and does nothing with it."""
+
+    def forward(self, x: Tensor, _weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(super().forward(x)), self.weight, x
+
+
+class UsesMore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(GivesMore(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        more = x.new_zeros(())
+        for layer in self.layers:
+            x, weight, given = layer(x)
+            more = more + weight.sin().mean() + given.cos().mean()
+            x, _, _ = layer(x, weight)
+        return x, more
+
+
+def gives_more() -> bool:
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class({GivesMore}), merge_units=False)
+    report = sw.parity(
+        UsesMore, [batch], lambda output, _batch: output[0].square().mean() + output[1], {"plan": plan}, locate=True
+    )
+    (row,) = report.rows
+    return row.is_bitwise and not isinstance(row.location, Location)
+
+
+def test_what_a_module_gives_out_and_others_use_too_is_no_difference():
+    assert run_on_ranks(gives_more, 2, timeout_s=60) == [True, True]

@@ -1,9 +1,10 @@
 """Hooks that show every tensor that goes into a module or out of it, and the gradients of both.
 
-Nothing is added to the model's graph. The gradient of an output comes from a hook on the tensor. The gradient of an
-input is that which *this* module gives back: the terms that the nodes of its call hand to the input's node, which is
-found by a walk from the outputs. The gradient that arrives at the input tensor may have further terms, of a residual
-connection for example.
+Nothing is added to the model's graph. The gradient of an output comes from a hook on the tensor. An output that is used
+elsewhere too, as a parameter that a module gives out, is left out: units give out other tensors with the same values,
+of which only the outer uses have gradients. The gradient of an input is that which *this* module gives back: the terms
+that the nodes of its call hand to the input's node, which is found by a walk from the outputs. The gradient that
+arrives at the input tensor may have further terms, of a residual connection for example.
 """
 
 from __future__ import annotations
@@ -135,18 +136,24 @@ class Tap:
         """Show the gradients of a call."""
         note = self._note
         for index, tensor in enumerate(made):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not _has_other_uses(tensor, frame, made):
                 point = Point(frame.path, OUTPUT_GRADIENT, frame.call, str(index))
                 tensor.register_hook(functools.partial(note, point))
                 self.hooked.add(point)
         edges = {}
         for index, tensor in enumerate(frame.given):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):  # the module may use that by itself
                 edge = torch.autograd.graph.get_gradient_edge(tensor)
                 edges.setdefault((edge.node, edge.output_nr), str(index))
         for node, places in _nodes_before(made, edges, frame.since):
             points = {place: Point(frame.path, INPUT_GRADIENT, frame.call, name) for place, name in places.items()}
             node.register_hook(functools.partial(_show, note, points))
+
+
+def _has_other_uses(tensor: Tensor, frame: _Frame, made: list[Tensor]) -> bool:
+    """Whether the gradient of an output has terms of more than this output: it is a parameter, say, or an input."""
+    held = [*frame.given, *(reference() for reference, _ in frame.inputs_inside)]
+    return tensor.is_leaf or any(tensor is each for each in held) or sum(tensor is each for each in made) > 1
 
 
 def _show(note: Callable[[Point, Tensor], None], points: Mapping[int, Point], given: Any, _taken: object) -> None:
