@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.cli import main
 from shardwise.testing import run_on_ranks
-from tests.streams.planted import planted
+from tests.streams.planted import BUGS
 
 CONFIG = """
 model: {preset: gpt-nano, vocab_size: 256, num_layers: 2, dropout: 0.1}
@@ -28,7 +28,7 @@ def run(folder: str, bug: str | None) -> tuple[int, str, str, list[str]]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:
         if bug is not None:
-            stack.enter_context(planted(bug))
+            stack.enter_context(BUGS[bug].planted())
         code = main(["train", "run.yaml", "--check-streams", "2", "--run-dir", f"run-{bug is None}"])
     return code, out.getvalue(), err.getvalue(), sorted(path.name for path in Path(f"run-{bug is None}").iterdir())
 
