@@ -117,8 +117,8 @@ def test_every_rank_of_a_world_issues_in_one_order_over_all_communicators(name):
 
 
 LARGE = {
-    "gpt-1t, tp 8, pp 64, dp 2": ("gpt-1t", {"strategy": "zero1", "tp": 8, "pp": 64}, 1024, 64),
-    "gpt-1t, tp 8, pp 16, zero3 of 8": ("gpt-1t", {"strategy": "zero3", "tp": 8, "pp": 16}, 1024, 16),
+    "gpt-1t, tp 8, pp 8, dp 16": ("gpt-1t", {"strategy": "zero1", "tp": 8, "pp": 8}, 1024, 8),
+    "gpt-1t, tp 8, pp 4, zero3 of 32": ("gpt-1t", {"strategy": "zero3", "tp": 8, "pp": 4}, 1024, 4),
     "gpt-175b, hsdp of 16 x 64": ("gpt-175b", {"strategy": "hsdp", "dp_replicate": 16, "dp_shard": 64}, 1024, 2),
     "gpt-175b, zero3 of 512, cp 2": ("gpt-175b", {"strategy": "zero3", "cp": 2}, 1024, 1),
     "gpt-175b, interleaved": (
@@ -131,6 +131,7 @@ LARGE = {
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LARGE)
 def test_every_rank_of_a_large_world_issues_in_one_order(name):
     preset, options, world_size, count = LARGE[name]
