@@ -163,22 +163,9 @@ def forgets_microbatches() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def never_reshards() -> Iterator[None]:
-    with mock.patch.object(FSDPParamGroup, "reshard", return_value=None):
-        yield
-
-
-@contextlib.contextmanager
-def scales_nothing() -> Iterator[None]:
-    with mock.patch.object(clip_grad, "_clip_grads_with_norm_", return_value=None):
-        yield
-
-
-@contextlib.contextmanager
-def loads_no_moments() -> Iterator[None]:
-    with mock.patch.object(state_dict, "_init_optim_state", return_value=None):
-        yield
+def does_nothing(owner: Any, name: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Plants that a function of torch does nothing."""
+    return lambda: mock.patch.object(owner, name, return_value=None)
 
 
 @contextlib.contextmanager
@@ -203,15 +190,19 @@ class Peer:
     """
 
     script: Script
-    plant: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    plant: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
     where: str = "planted"
 
 
 PEERS: dict[str, Peer] = {
     "only the last microbatch trains": Peer(Script(microbatches=2), forgets_microbatches),
-    "forward computes with the weights of the step before": Peer(Script(), never_reshards),
-    "clipping returns the norm and scales nothing": Peer(Script(max_norm=0.05), scales_nothing),
-    "moments of the optimizer are not loaded": Peer(Script(resumes=True), loads_no_moments),
+    "forward computes with the weights of the step before": Peer(Script(), does_nothing(FSDPParamGroup, "reshard")),
+    "clipping returns the norm and scales nothing": Peer(
+        Script(max_norm=0.05), does_nothing(clip_grad, "_clip_grads_with_norm_")
+    ),
+    "moments of the optimizer are not loaded": Peer(
+        Script(resumes=True), does_nothing(state_dict, "_init_optim_state")
+    ),
     "missing weights are no error": Peer(Script(resumes=True, deeper=True), loads_in_part),
     "ranks initialise a deferred model by seeds of their own": Peer(Script(begins_on_meta=True), where="in the script"),
     "weights that only other ranks have used are not updated": Peer(

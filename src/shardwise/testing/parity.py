@@ -193,7 +193,7 @@ def parity(
     for name, plan in named.items():
         check_exact(plan, name)
     if microbatches < 1:
-        raise StateError(f"sw.parity(microbatches={microbatches}): expected at least 1.")
+        raise StateError(f"sw.parity(microbatches={microbatches}): expected at least 1.\n  Leave it out for one.")
     make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     probe = build_model()
     device = next((p.device for p in probe.parameters()), torch.device("cpu"))
