@@ -238,7 +238,8 @@ def look(name: str, *, is_planted: bool = True) -> tuple[str, str]:
         except RankFailure as failure:
             if failure.timed_out:
                 return "nothing in 60 s: the ranks wait for each other", ""
-            return failure.causes[failure.rank].splitlines()[0][:200], ""
+            lines = failure.causes[failure.rank].splitlines()
+            return " ".join(dict.fromkeys((lines[0], lines[-1])))[:200], ""  # torch's checkpoints say the cause last
     gap = max(abs(a - b) / abs(a) for a, b in zip(alone(PEERS[name].script), losses, strict=True))
     if gap < _NEAR:
         return said, "right"

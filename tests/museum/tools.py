@@ -175,9 +175,11 @@ class Script:
         self.norms.append(norm.item())
 
     def evaluate(self) -> float:
-        """The loss in evaluation, which uses what training has left in buffers."""
-        size, reader = self.program.rows, sw.data_parallel_rank(self.model)
-        batch = self.program.collate([self.program.sample(reader * size + i) for i in range(size)])
+        """The loss in evaluation, which uses what training has left in buffers.
+
+        All ranks get the same samples: without gradients they must go through the same units.
+        """
+        batch = self.program.collate([self.program.sample(i) for i in range(self.program.rows)])
         loss = self.program.loss
         self.model.eval()
         mean = sw.eval_step(

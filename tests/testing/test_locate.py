@@ -796,10 +796,14 @@ class GivesMore(nn.Linear):
 
 
 class UsesMore(nn.Module):
+    """Its batch norm keeps running statistics of each rank's samples; nothing depends on its last layer."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.layers = nn.ModuleList(GivesMore(6, 6) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(12, 6)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         more = x.new_zeros(())
@@ -807,16 +811,21 @@ class UsesMore(nn.Module):
             x, weight, given = layer(x)
             more = more + weight.sin().mean() + given.cos().mean()
             x, _, _ = layer(x, weight)
-        return x, more
+        return self.norm(x), more + 0 * self.last(torch.cat([x, x], 1)).sum()
 
 
 def gives_more() -> bool:
-    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class({GivesMore}), merge_units=False)
-    report = sw.parity(
-        UsesMore, [batch], lambda output, _batch: output[0].square().mean() + output[1], {"plan": plan}, locate=True
-    )
-    (row,) = report.rows
+
+    def parallelize(model: UsesMore, plan: sw.ParallelPlan) -> nn.Module:
+        in_two_halves(model.last)  # some bits are others; at the ends all are the same
+        return sw.parallelize(model, plan)
+
+    def loss(output: tuple[Tensor, Tensor], _batch: Tensor) -> Tensor:
+        return output[0].square().mean() + output[1]
+
+    (row,) = sw.parity(UsesMore, batches, loss, {"plan": plan}, locate=True, parallelize=parallelize).rows
     return row.is_bitwise and not isinstance(row.location, Location)
 
 

@@ -227,7 +227,8 @@ def parity(
             row = dataclasses.replace(row, allowed=allowed)
         is_wanted = not row.holds if locate is None else locate
         if is_wanted and not plan.placements.is_threaded:
-            where = locate_difference(its_job, plan, mesh, control, parallelize=parallelize, is_exact=not splits)
+            is_exact = not (splits or row.holds)  # bits of a term say nothing where those of the end are right
+            where = locate_difference(its_job, plan, mesh, control, parallelize=parallelize, is_exact=is_exact)
             row = dataclasses.replace(row, location=where)
         rows.append(row)
     return ParityReport(tuple(rows))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -135,7 +135,7 @@ def record_plan(
             if point in capture:
                 record.capture(point, tensor)
 
-        for name, buffer in model.named_buffers():
+        for name, buffer in _buffers(model, step):
             note(_point(name, VALUE), buffer)
         for shard in probe(model).shards:
             note(_point(shard.name, VALUE), shard.values)
@@ -151,6 +151,11 @@ def record_plan(
             if shard.parameter.requires_grad and not shard.waits:
                 note(_point(shard.name, GRADIENT), torch.zeros_like(shard.values) if shard.grad is None else shard.grad)
     return record
+
+
+def _buffers(model: nn.Module, step: int) -> Iterable[tuple[str, Tensor]]:
+    """The buffers to compare: before the first step all. Later a rank's running statistics are of its own samples."""
+    return () if step else model.named_buffers()
 
 
 def _of_several_stages(model: nn.Module) -> set[str]:
@@ -214,7 +219,7 @@ def record_one_process(
         for readers in job.parts[:step]:
             alone.backward(readers)
             alone.update()
-        return _Recording(alone, plan, reader, at, capture).run(job.parts[step])
+        return _Recording(alone, plan, reader, at, capture).run(job.parts[step], step)
 
 
 def _converted(leaf: Any, dtype: torch.dtype) -> Any:
@@ -242,9 +247,9 @@ class _Recording:
         self._handles: list[Any] = []
         self._sums: dict[Point, Tensor] = {}
 
-    def run(self, readers: Any) -> Record:
+    def run(self, readers: Any, step: int) -> Record:
         record, held = self.record, self._plan.ranges
-        for name, buffer in self._alone.model.named_buffers():
+        for name, buffer in _buffers(self._alone.model, step):
             self._note(_point(name, VALUE), buffer)
         for point, own in held.items():
             if point in self._parameters:
