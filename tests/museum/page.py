@@ -62,6 +62,7 @@ _CLEAN = """
 ## False alarms
 
 The same tools on {programs} programs without a bug: {alarms}. The programs are {what}. Seconds: {seconds}.
+An alarm of *rounding* names a true difference in the last bit: the terms of one gradient are added in another order.
 `python -m tests.museum --clean` runs them.
 """
 
