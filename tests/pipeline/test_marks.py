@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.pipeline.taint import Taint
+from shardwise.pipeline.marks import FlowMarks
 from shardwise.spec.errors import PlanError
 from tests.pipeline.test_stages import call, check, split
 
@@ -190,8 +190,8 @@ class Shapes(Net):
 
 def test_shapes_alone_are_not_handed_on():
     parts = check(Shapes(), (torch.arange(12).view(2, 6) % 11,), 3)
-    _, flow = parts[0][1].flow((torch.arange(12).view(2, 6) % 11,), call)
-    assert [len(sources) for sources in flow.crossing] == [1, 1]
+    flow = parts[0][1].flow((torch.arange(12).view(2, 6) % 11,), call)
+    assert [len(sources) for sources in flow.boundary] == [1, 1]
 
 
 class OwnHead(Net):
@@ -283,7 +283,7 @@ def test_weights_of_other_stages_are_refused_by_name(kind, weight, owner):
 
 
 def test_marks_go_with_memory():
-    marks, other = Taint(lambda read: ValueError(f"reads {read}")), torch.ones(3)
+    marks, other = FlowMarks(lambda read: ValueError(f"reads {read}")), torch.ones(3)
     marks.add(tensor := torch.ones(2, 3, requires_grad=True), {"a"})
     marks.add(other, {"b"})
     with marks.follow():

@@ -16,14 +16,15 @@ STEPS, NUM_MICROBATCHES = 2, 2
 
 
 class Net(nn.Module):
-    """Batch norm without parameters before and behind the blocks, and a dropout in each block."""
+    """Batch norm before and behind the blocks, in one block without parameters, and a dropout in each block."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.norm = nn.BatchNorm1d(6)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4))
-        self.last = nn.BatchNorm1d(6, affine=False)
+        self.blocks[2].append(nn.BatchNorm1d(6, affine=False))
+        self.last = nn.BatchNorm1d(6)
 
     def forward(self, x):
         x = self.norm(x)
@@ -155,13 +156,30 @@ class Watched(Tied):
         return x.square().mean()
 
 
+class Normed(Tied):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).square().mean()
+
+
 def watch():
-    model = sw.parallelize(Watched().double(), sw.ParallelPlan(pp=2))
-    with pytest.raises(PlanError) as caught:
-        sw.train_step(model, (batch(0),), num_microbatches=2)
-    return str(caught.value)
+    found = []
+    for kind in (Watched, Normed):
+        model = sw.parallelize(kind().double(), sw.ParallelPlan(pp=2))
+        with pytest.raises(PlanError) as caught:
+            sw.train_step(model, (batch(0),), num_microbatches=2)
+        found.append(str(caught.value))
+    return found
 
 
-def test_a_buffer_that_the_models_own_forward_writes_is_refused_on_every_rank():
-    for refusal in run_on_ranks(watch, 2):
-        assert refusal.startswith("the model's own forward writes to the buffer 'mean'")
+def test_state_outside_of_blocks_is_refused_on_every_rank():
+    for own, norm in run_on_ranks(watch, 2):
+        assert own.startswith("the model's own forward writes to the buffer 'mean'")
+        assert norm.startswith(
+            "'norm' has no parameters, so that every pipeline stage has it, but writes to its buffers"
+        )

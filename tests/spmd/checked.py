@@ -297,10 +297,10 @@ class Declared:
         self._expert = set(own_experts(experts, comm)) if experts else set()
         self._stages: dict[int, set[int]] = {}
         if plan.pipeline_policy is not None:
-            elements, count = find_stages(model, plan.pipeline_policy, plan.pp)
-            for element in elements:
-                for parameter in element.module.parameters():
-                    self._stages.setdefault(id(parameter), set()).update(element.stages or range(count))
+            modules, _ = find_stages(model, plan.pipeline_policy, plan.pp)
+            for each in modules:
+                for parameter in each.module.parameters():
+                    self._stages.setdefault(id(parameter), set()).add(each.stage)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def types(self, shard: nn.Parameter) -> dict[str, Any]:

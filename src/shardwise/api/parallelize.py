@@ -332,7 +332,7 @@ def divide(
         notes.append(divide_sequences(model, comms.cp, multiple=multiple))
         if pipelined is not None:
             alone = RecordComm("cp", rank=comms.cp.rank, size=comms.cp.size, device="meta")
-            divide_sequences(pipelined.sketch, alone, multiple=multiple)
+            divide_sequences(pipelined.meta_copy, alone, multiple=multiple)
     if mixtures:
         place = (0, 1) if tp is None else (tp.rank, tp.size)
         notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))

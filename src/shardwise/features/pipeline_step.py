@@ -199,13 +199,8 @@ class ConstantParameters(Step):
 class StageUnits(Observer):
     """The stages of a pipeline on this rank."""
 
-    def __init__(self, units: Mapping[int, Sequence[Unit]], share_state: Callable[[], object]) -> None:
+    def __init__(self, units: Mapping[int, Sequence[Unit]]) -> None:
         self.units = units
-        self._share_state = share_state
-
-    def before_state(self, engine: Engine) -> None:  # noqa: ARG002
-        """Give all stages what only one of them has."""
-        self._share_state()
 
 
 def units_of_stages(engine: Engine) -> Mapping[int, Sequence[Unit]]:

@@ -198,7 +198,7 @@ class Stages(Runner):
         decoder = self._decoders[rows.index, stage]
         received: dict[Source, Tensor] = {}
         if stage:
-            received = dict(zip(flow.crossing[stage - 1], self._kept.pop((stage - 1, rows.index)), strict=True))
+            received = dict(zip(flow.boundary[stage - 1], self._kept.pop((stage - 1, rows.index)), strict=True))
         with torch.no_grad(), _uncompiled():
             forward = partial(decoder.call, self._model, rows.new_BT)
             made = self._interpreter.stages.run(stage, flow, received, forward)
@@ -229,7 +229,7 @@ class Stages(Runner):
     def _traced(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
         """What goes from stage to stage for new tokens of this shape."""
         call = partial(_trace, rows.make_decoder)
-        return self._interpreter.stages.flow({"new tokens": ids_BT, "is padded": rows.is_padded}, call)[1]
+        return self._interpreter.stages.flow({"new tokens": ids_BT, "is padded": rows.is_padded}, call)
 
     def _exchange_headers(self, expected: Sequence[_Boundary]) -> None:
         """Exchange shapes and dtypes of what crosses for the first time."""
@@ -245,7 +245,7 @@ class Stages(Runner):
                 sends.append((header.view(-1), self._ranks[stage + 1], f"shapes of stage {stage}"))
         for stage, _, flow in expected:
             if stage not in flow.learned:
-                header = self._interpreter.empty_header(len(flow.crossing[stage]))
+                header = self._interpreter.empty_header(len(flow.boundary[stage]))
                 headers.append((stage, flow, header))
                 receives.append((header.view(-1), self._ranks[stage], f"shapes of stage {stage}"))
         if sends or receives:
@@ -262,8 +262,8 @@ def _trace(make_decoder: MakeDecoder, model: nn.Module, batch: Any) -> Any:
 
 def _layers(interpreter: Interpreter, stage: int) -> set[int]:
     """Numbers of the layers that a stage holds, where its attention modules know theirs."""
-    elements = [element for element in interpreter.stages.elements if stage in element.stages]
-    modules = [module for element in elements for module in element.module.modules()]
+    held = [each.module for each in interpreter.stages.modules if each.stage == stage]
+    modules = [module for each in held for module in each.modules()]
     numbers: list[Any] = [getattr(module, "layer_idx", None) for module in modules]
     return {number for number in numbers if isinstance(number, int)}
 

@@ -219,7 +219,7 @@ class _Step:
         if self._interpreter.stages.device.type == "meta":  # a dry run: no peer sends a header
             self._learn(boundary, self._traced(boundary))
         elif self._crossings(boundary) is None:
-            header = self._interpreter.empty_header(len(self._flow.crossing[boundary]))
+            header = self._interpreter.empty_header(len(self._flow.boundary[boundary]))
             self._interpreter.comm.receive(header.view(-1), source=peer, unit=f"shapes of stage {boundary}").wait()
             self._learn(boundary, read_header(header))
         crossings = self._crossings(boundary)
@@ -265,7 +265,7 @@ class _Step:
         crossings = self._crossings(stage - 1) or ()
         for tensor, crossing in zip(tensors, crossings, strict=True):
             tensor.requires_grad_(crossing.requires_grad)
-        return dict(zip(self._flow.crossing[stage - 1], tensors, strict=True))
+        return dict(zip(self._flow.boundary[stage - 1], tensors, strict=True))
 
     def _check(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """Compare a stage's outputs with the shapes that the next stage expects."""
@@ -369,7 +369,7 @@ class _Step:
 
     def _traced(self, boundary: int) -> tuple[BoundaryTensor, ...]:
         """What crosses, as the trace has it; all that can have a gradient is taken to need one."""
-        leaves = [self._flow.leaf(source) for source in self._flow.crossing[boundary]]
+        leaves = [self._flow.leaf(source) for source in self._flow.boundary[boundary]]
         found = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf.dtype is not None]
         computed = self._interpreter.compute_dtype
         return tuple(

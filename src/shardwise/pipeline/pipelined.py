@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,10 +24,16 @@ from shardwise.features.wrap import find_units
 from shardwise.forms.attachment import engine_of
 from shardwise.launch.notice import tell_once
 from shardwise.measure.meta import cut_alone
-from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Step
-from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameters, in_order_of_calls
 from shardwise.pipeline.stage import Agreement, Stages, shown_shapes
+from shardwise.pipeline.stage_module import (
+    StageModule,
+    assign_stages,
+    drop_foreign,
+    find_stage_modules,
+    held_parameters,
+    make_meta_copy,
+)
 from shardwise.pipeline.trace import StageFlow
 from shardwise.pipeline.weight_gradient import Deferral
 from shardwise.spec.errors import StateError, Uncopyable
@@ -91,12 +96,12 @@ def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
         pipelined.measured = None
 
 
-def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list[Element], int]:
-    """The elements of a whole model, with their stages, and the number of stages."""
-    elements = in_order_of_calls(model, find_elements(model, find_units(model, "auto"), policy.first_of_stage))
+def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list[StageModule], int]:
+    """The stage modules of a whole model, with their stages, and the number of stages."""
+    modules = find_stage_modules(model, find_units(model, "auto"), policy.first_of_stage)
     count = pp * policy.virtual_stages
-    assign_stages(elements, count, policy.first_of_stage)
-    return elements, count
+    assign_stages(modules, count, policy.first_of_stage)
+    return modules, count
 
 
 class Pipelined(Uncopyable):
@@ -104,8 +109,8 @@ class Pipelined(Uncopyable):
 
     Attributes:
         notes: Lines for ``sw.summary``.
-        sketch: A copy of the whole model for finding shapes. Whatever changes shapes of the model must change the
-            sketch, too.
+        meta_copy: A copy of the whole model for finding shapes. Whatever changes shapes of the model must change
+            the copy, too.
         measured: Measurements of steps, inside :func:`record_pipeline`.
     """
 
@@ -116,12 +121,12 @@ class Pipelined(Uncopyable):
         self._policy = policy
         self._comm = comms.pp
         self._usual = self._schedule(policy.microbatches(comms.pp.size))
-        self._elements, self._num_stages = find_stages(model, policy, comms.pp.size)
-        self.sketch = sketch(model, self._elements)
+        self._modules, self._num_stages = find_stages(model, policy, comms.pp.size)
+        self.meta_copy = make_meta_copy(model, self._modules)
         if comms.tp is not None and plan.sequence_parallel:  # activations between stages are divided, too
-            cut_alone(self.sketch, plan, rank=comms.tp.rank, device=torch.device("meta"))
-        self.notes = describe_stages(self._elements, self._usual.ranks, comms.world.size)
-        for rank in untrained(self._elements, self._usual.ranks):
+            cut_alone(self.meta_copy, plan, rank=comms.tp.rank, device=torch.device("meta"))
+        self.notes = describe_stages(self._modules, self._usual.ranks, comms.world.size)
+        for rank in untrained(self._modules, self._usual.ranks):
             tell_once(
                 f"pipeline rank {rank} has no trained parameters: an optimizer over those with requires_grad alone"
                 " would be empty there, which torch refuses; give it model.parameters(), of which it skips the others"
@@ -144,12 +149,12 @@ class Pipelined(Uncopyable):
 
     def held_parameters(self, model: nn.Module) -> set[int]:
         """The ``id`` of every parameter of the whole ``model`` that this rank's stages hold."""
-        return held_parameters(model, self._elements, self.stages)
+        return held_parameters(model, self._modules, self.stages)
 
     def drop_foreign(self, model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Leave this rank's stages in ``model``; returns the ``units`` that are left."""
         ranks = self._usual.ranks
-        shared = drop_foreign(model, self._elements, self.stages)
+        shared = drop_foreign(model, self._modules, self.stages)
         parameters = dict(model.named_parameters())
         for name, stages in shared.items():
             holders = tuple(sorted({ranks[stage] for stage in stages}))
@@ -170,23 +175,20 @@ class Pipelined(Uncopyable):
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Let ``model``, which has its engine, run stage by stage."""
         comm = None if device.type == "meta" else self._comm  # a dry run has no peers
-        deferral = self._defer(model)  # before the forwards of elements, some of which are linear layers, are replaced
-        sketched = self.sketch, self._elements, self._num_stages
-        stages = Stages(model, *sketched, device=device, comm=comm)
+        deferral = self._defer(model)
+        stages = Stages(model, self.meta_copy, self._modules, self._num_stages, device=device, comm=comm)
         self._interpreter = Interpreter(stages, self._comm, deferral)
         computed = resolve(engine_of(model, "sw.parallelize").options.policy, device).param_dtype
         self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
         self._parameters = tuple(model.parameters())
-        me = weakref.WeakMethod(self.share_state)
         engine = engine_of(model, "sw.parallelize")
         units = {stage: tuple(self._own_units(engine, stage)) for stage in self.stages}
-        engine.observers.add(StageUnits(units, lambda: (share := me()) and share()))
+        engine.observers.add(StageUnits(units))
 
     def _own_units(self, engine: Engine, stage: int) -> Iterator[Unit]:
         """The units whose parameters no stage but ``stage`` uses, on any rank."""
-        own = [element.module for element in self._elements if element.stages == (stage,)]
-        inside = {id(module) for element in own for module in element.modules()}
+        inside = {id(part) for each in self._modules if each.stage == stage for part in each.module.modules()}
         for unit in engine.units:
             shards = {shard for group in unit.groups for shard in group.shards}
             if all(id(member.module()) in inside for member in unit.members) and shards.isdisjoint(self._copies):
@@ -198,24 +200,11 @@ class Pipelined(Uncopyable):
         The head's are not deferred: that would keep the gradients of logits of several microbatches, to save the stages
         before it one wait in a step.
         """
-        head = next((element.module for element in reversed(self._elements) if element.has_parameters), None)
+        head = next((each.module for each in reversed(self._modules) if each.has_parameters), None)
         layers = [module for module in model.modules() if module is not head] if self._usual.is_split else []
         deferral = Deferral(layers)
         defer_weights(layers, deferral)
         return deferral
-
-    def share_state(self) -> None:
-        """Give every stage the running statistics that one stage computes.
-
-        Collective:
-            A broadcast along ``pp`` of each such buffer. All ranks must call.
-        """
-        assert self._interpreter is not None
-        for name, buffer, stage in self._interpreter.stages.stage_state():
-            flat = buffer.detach().contiguous().view(-1)
-            self._comm.broadcast(flat, root=self._usual.ranks[stage], unit=f"buffer {name}").wait()
-            if not buffer.is_contiguous():
-                buffer.data.copy_(flat.view(buffer.shape))
 
     def around(self) -> tuple[Interpreter, Comm, tuple[int, ...]]:
         """The interpreter, the axis ``pp``, and the rank of each stage."""
@@ -256,7 +245,7 @@ class Pipelined(Uncopyable):
         with open_step(engine, lambda: sum_over_copies(engine, self._copies, self._comm), last) as opened:
             stages = self._interpreter.stages
             agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
-            _, flow = stages.flow(parts[0], call, agreement)
+            flow = stages.flow(parts[0], call, agreement)
             if not flow.learned:
                 _tell_crossings(flow)
             told = opened.enter, opened.collect, opened.end
@@ -303,8 +292,8 @@ class Pipelined(Uncopyable):
 
 def _tell_crossings(flow: StageFlow) -> None:
     """Warn where many tensors go from stage to stage, and say why."""
-    for stage, sources in enumerate(flow.crossing):
-        names = {flow.calls[number].element.name for number, _ in sources}
+    for stage, sources in enumerate(flow.boundary):
+        names = {flow.calls[number].module.name for number, _ in sources}
         if len(names) > _FEW:
             tell_once(
                 f"pipeline stage {stage + 1} hands on what {len(names)} modules return, for each microbatch: the"
@@ -319,12 +308,12 @@ def _built(schedule: str, pp: int, count: int, virtual: int) -> Schedule:
     return build(schedule, pp, count, virtual)
 
 
-def describe_stages(elements: Sequence[Element], ranks: Sequence[int], num_world_ranks: int) -> list[str]:
+def describe_stages(modules: Sequence[StageModule], ranks: Sequence[int], num_world_ranks: int) -> list[str]:
     """Lines for ``sw.summary``: the ranks, modules and parameters of each stage."""
     width = num_world_ranks // (max(ranks) + 1)
     lines = ["pipeline stages:"]
     for stage, rank in enumerate(ranks):
-        held = [element for element in elements if stage in element.stages]
+        held = [each for each in modules if each.stage == stage]
         names = held[0].name if len(held) == 1 else f"{held[0].name} to {held[-1].name}, {len(held)} modules"
         first, last = rank * width, (rank + 1) * width - 1
         where = f"rank {first}" if width == 1 else f"ranks {first} to {last}"
@@ -334,19 +323,19 @@ def describe_stages(elements: Sequence[Element], ranks: Sequence[int], num_world
     return lines
 
 
-def untrained(elements: Sequence[Element], ranks: Sequence[int]) -> list[int]:
+def untrained(modules: Sequence[StageModule], ranks: Sequence[int]) -> list[int]:
     """The ranks along ``pp`` without a trained parameter, where other ranks have some."""
     found = [
         rank
         for rank in sorted(set(ranks))
-        if not _trains([e for e in elements if any(ranks[stage] == rank for stage in e.stages)])
+        if not _trains([each for each in modules if each.stage is not None and ranks[each.stage] == rank])
     ]
     return found if len(found) < len(set(ranks)) else []
 
 
-def _parameters(elements: Sequence[Element]) -> list[nn.Parameter]:
-    return list({id(p): p for element in elements for p in element.module.parameters()}.values())
+def _parameters(modules: Sequence[StageModule]) -> list[nn.Parameter]:
+    return list({id(p): p for each in modules for p in each.module.parameters()}.values())
 
 
-def _trains(elements: Sequence[Element]) -> bool:
-    return any(parameter.requires_grad for parameter in _parameters(elements))
+def _trains(modules: Sequence[StageModule]) -> bool:
+    return any(parameter.requires_grad for parameter in _parameters(modules))

@@ -1,16 +1,15 @@
 """One rank's stages: how the model's own forward runs for one of them.
 
-Every element's call is replaced on the instance. In a pass of stage ``s`` the elements of ``s`` compute, with their
-hooks. Elements of other stages return what this rank received of them, or zeros that nothing uses. After the stage's
-last element the next call of an element ends the model's forward by an exception, inside the engine's hooks of the
-model, for which the pass is an ordinary call. What a checkpoint around elements computes again in backward (our GPT
-with ``activation_checkpointing=True``) is no call of a pass.
+Every stage module's call is replaced on the instance. In a pass of stage ``s`` the modules of ``s`` compute, with their
+hooks. Modules of other stages return what this rank received of them, or zeros that nothing uses. After the stage's
+last module the next call of a stage module ends the model's forward by an exception, inside the engine's hooks of the
+model, for which the pass is an ordinary call. What a checkpoint around stage modules computes again in backward (our
+GPT with ``activation_checkpointing=True``) is no call of a pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import weakref
 from collections import OrderedDict
@@ -19,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.control import check_same, digest_text, refuse_different
-from shardwise.pipeline.element import Element, lend_zeros, own_forward, zeros
-from shardwise.pipeline.split import StandIn
-from shardwise.pipeline.trace import Call, Leaf, Source, StageFlow, Tracer, inside_of_blocks, shape_key
-from shardwise.spec.errors import PlanError, StateError
+from shardwise.pipeline.stage_module import StageModule, show_zeros, zeros
+from shardwise.pipeline.trace import Leaf, Source, StageFlow, Tracer, inside_of_blocks, shape_key
+from shardwise.spec.errors import StateError
 
 
 class Agreement:
@@ -80,8 +78,8 @@ class Stages:
     def __init__(
         self,
         model: nn.Module,
-        sketch: nn.Module,
-        elements: Sequence[Element],
+        meta_copy: nn.Module,
+        modules: Sequence[StageModule],
         num_stages: int,
         *,
         device: torch.device,
@@ -89,39 +87,21 @@ class Stages:
     ) -> None:
         self.num_stages = num_stages
         self.device = device
-        self.elements = elements
+        self.modules = modules
         self._comm = comm
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
-        self.keepers: dict[str, int] = {}  # the stage that has the state of an element that every stage holds
         self._tracer: Tracer | None = None
-        self.traces_evaluation = False
-        self._without_grad: list[tuple[str, Tensor]] = []  # outputs of elements that were called with grad off
-        self._pass: _Pass | _Again | None = None
-        self._sketch = sketch
+        self._pass: _Pass | None = None
+        self._meta_copy = meta_copy
         self._model = weakref.ref(model)
-        self._root = own_forward(model)
+        self._own = model.__dict__.get("forward")  # another replacement of the class's method
         me: weakref.ref[Stages] = weakref.ref(self)
-        for index, element in enumerate(elements):
-            if not isinstance(element.module, StandIn):
-                element.forward = own_forward(element.module)
-                _replace_call(element.module, _ElementCall(me, index, element.module))
-            assert element.sketch is not None
-            element.sketched = own_forward(element.sketch)
-            for module in (element.module, element.sketch):
-                module.__dict__["forward"] = _ElementForward(me, index, module)
-        ids = {id(element.sketch) for element in elements}
-        for encoder in sketch.modules():
-            if isinstance(encoder, nn.TransformerEncoder) and any(id(layer) in ids for layer in encoder.layers):
-                encoder.register_forward_pre_hook(functools.partial(_refuse_nested, me), with_kwargs=True)
-        lend_zeros(sketch, elements, device)
+        for module in modules:
+            assert module.meta_copy is not None
+            for each in (module.module, module.meta_copy):
+                _replace_call(each, me, module)
+        show_zeros(meta_copy, modules, device)
         model.__dict__["forward"] = _RootForward(self, model)
-        _replace_call(model, _RootCall(me, model))
-
-    def stage_state(self) -> Iterator[tuple[str, Tensor, int]]:
-        """Every buffer that each rank has and one stage alone computes: its name, itself, that stage."""
-        modules = {element.name: element.module for element in self.elements}
-        for name, stage in sorted(self.keepers.items()):
-            yield from ((f"{name}.{key}", buffer, stage) for key, buffer in modules[name].named_buffers())
 
     @property
     def trains(self) -> bool:
@@ -131,25 +111,19 @@ class Stages:
 
     def key(self, batch: Any) -> Hashable:
         """What batches of one flow have in common; its text is the same on every rank."""
-        model = self._model()
-        assert model is not None
-        return shape_key(batch), model.training, torch.is_grad_enabled()
+        return shape_key(batch), self.trains, torch.is_grad_enabled()
 
-    def flow(
-        self, batch: Any, call: Callable[[nn.Module, Any], Any], agreement: Agreement | None = None
-    ) -> tuple[Hashable, StageFlow]:
+    def flow(self, batch: Any, call: Callable[[nn.Module, Any], Any], agreement: Agreement | None = None) -> StageFlow:
         """What goes from stage to stage for batches of this shape.
 
         Collective:
             All-gather of one integer along ``pp`` for a shape that is new. All ranks must call.
         """
-        model = self._model()
-        assert model is not None
         key = self.key(batch)
         if key not in self._flows:
             if agreement is not None:
                 agreement.wait()
-            self._sketch.train(model.training)
+            self._meta_copy.train(self.trains)
             flow = self._trace(batch, call)
             if self._comm is not None:
                 check_same(
@@ -162,12 +136,10 @@ class Stages:
             self._flows[key] = flow
             if len(self._flows) > _MAX_FLOWS:  # on every rank alike
                 self._flows.popitem(last=False)
-            self.keepers.update(flow.keepers)
         self._flows.move_to_end(key)
-        return key, self._flows[key]
+        return self._flows[key]
 
     def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> StageFlow:
-        self.traces_evaluation = not torch.is_grad_enabled()
         try:
             return self._traced(batch, call, writes_in_place=False)
         except RuntimeError:  # what takes no memory cannot be written to, which torch says in several ways
@@ -181,68 +153,51 @@ class Stages:
     def _traced(self, batch: Any, call: Callable[[nn.Module, Any], Any], *, writes_in_place: bool) -> StageFlow:
         devices = [] if self.device.type != "cuda" else [self.device]
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            self._tracer = Tracer(self.elements, self.device, writes_in_place=writes_in_place)
+            self._tracer = Tracer(self.modules, self.device, writes_in_place=writes_in_place)
             try:
-                flow = self._tracer.run(lambda: call(self._sketch, batch), self._sketch, self.num_stages)
-                for name, tensor in self._without_grad:
-                    if not tensor.is_leaf or not tensor.requires_grad:
-                        raise _reentrant(name)
-                return flow
+                return self._tracer.run(lambda: call(self._meta_copy, batch), self._meta_copy, self.num_stages)
             finally:
                 self._tracer = None
-                self._without_grad.clear()
-
-    def _traced_call(self, tracer: Tracer, element: Element, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = tracer.call(element, args, kwargs)
-        if not torch.is_grad_enabled():
-            made = (leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor))
-            self._without_grad += [(element.name, leaf) for leaf in made if leaf.is_leaf and leaf.requires_grad]
-        return output
 
     def run(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor], forward: Callable[[], Any]) -> Any:
         """One pass of a stage.
 
         Returns:
-            The tensors for the next stage, in the order of ``flow.crossing``; of the last stage what ``forward``
+            The tensors for the next stage, in the order of ``flow.boundary``; of the last stage what ``forward``
             returns.
         """
         self._pass = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
         try:
-            return forward()
+            with contextlib.nullcontext() if self._pass.is_last else _hidden_hooks(self._model()):
+                return forward()
         finally:
             self._pass = None
 
     @contextlib.contextmanager
     def again(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> Iterator[None]:
-        """Around the backward of a pass, in which checkpoints of the model's own call elements once more."""
-        self._pass = _Again(stage, flow, received)
+        """Around the backward of a pass, in which checkpoints of the model's own call stage modules once more."""
+        self._pass = _Pass(stage, flow, received, recomputes=True)
         try:
             yield
         finally:
             self._pass = None
 
-    @property
-    def is_inner(self) -> bool:
-        """Whether the running pass is of a stage that does not return the model's output."""
-        return isinstance(self._pass, _Pass) and not self._pass.is_last
-
-    def call_element(
-        self, element: Element, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A call of an element, which ``compute`` computes."""
+    def call_module(self, module: StageModule, compute: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call of a stage module, which ``compute`` computes."""
         if self._tracer is not None:
-            return self._traced_call(self._tracer, element, args, kwargs)
+            return self._tracer.call(module, compute, args, kwargs)
         if self._pass is None:
-            raise _not_whole(element.name)
-        return self._pass.call(element, compute, args, kwargs, self.device)
+            raise _not_whole(module.name)
+        return self._pass.call(module, compute, args, kwargs, self.device)
 
     def call_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model."""
-        if not isinstance(self._pass, _Pass):
+        if self._pass is None or self._pass.recomputes:
             raise _not_whole("the model")
-        self._pass.number = 0
+        model = self._model()
+        assert model is not None
         try:
-            output = self._root(*args, **kwargs)
+            output = (self._own or type(model).forward.__get__(model))(*args, **kwargs)
         except _StageEnd:
             output = None
         return output if self._pass.is_last else self._pass.handed_on()
@@ -253,161 +208,78 @@ class _StageEnd(Exception):  # noqa: N818 - no error; an Exception, because torc
 
 
 class _Pass:
-    """One pass of one stage."""
+    """One pass of one stage, or its backward, in which checkpoints compute again."""
 
-    def __init__(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor], *, is_last: bool) -> None:
-        self.number = 0  # of the next call
+    def __init__(
+        self,
+        stage: int,
+        flow: StageFlow,
+        received: Mapping[Source, Tensor],
+        *,
+        is_last: bool = False,
+        recomputes: bool = False,
+    ) -> None:
+        self._number = 0  # of the next call
         self.is_last = is_last
+        self.recomputes = recomputes
         self._stage = stage
         self._flow = flow
         self._received = received
         self._made: dict[Source, Tensor] = {}
-        self._has_grad = torch.is_grad_enabled()
-        self._without_grad: list[tuple[str, Tensor]] = []  # outputs that were computed with grad off
-        self._computing: Element | None = None
         self._is_over = False
 
     def call(
-        self,
-        element: Element,
-        compute: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
+        self, module: StageModule, compute: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: torch.device
     ) -> Any:
-        """What the element returns."""
-        if self._computing is element:  # its forward, by its own call
-            return compute(*args, **kwargs)
+        """What the stage module returns."""
         if self._is_over:
             raise _StageEnd
-        number, self.number = self.number, self.number + 1
-        flow = self._flow
-        call = flow.calls[number] if number < len(flow.calls) else None
-        if call is None or call.element is not element:
-            expected = "nothing more" if call is None else repr(call.element.name)
+        number = self._place(module)
+        call = self._flow.calls[number]
+        if call.leaves is not None and call.stage != self._stage:
+            return call.give(
+                tree_leaves((args, kwargs)), lambda place, leaf: self._given((number, place), leaf, device)
+            )
+        output = compute(*args, **kwargs)
+        if not (self.is_last or self.recomputes or call.leaves is None):
+            self._keep(number, output)
+            self._is_over = number == self._flow.last_call[self._stage]
+        return output
+
+    def _place(self, module: StageModule) -> int:
+        """The number of a call of ``module``."""
+        calls = self._flow.calls
+        if self.recomputes:  # all calls of a module with parameters are on one stage
+            return next(number for number, call in enumerate(calls) if call.module is module)
+        number, self._number = self._number, self._number + 1
+        if number >= len(calls) or calls[number].module is not module:
+            expected = "nothing more" if number >= len(calls) else repr(calls[number].module.name)
             raise StateError(
-                f"the model's forward called {element.name!r} where it had called {expected} for the first batch of"
+                f"the model's forward called {module.name!r} where it had called {expected} for the first batch of"
                 " this shape: pipeline stages need the same path every time.\n"
                 "  Take out what chooses by value or at random (layer drop), or set pp=1."
             )
-        if call.leaves is None:
-            return self._computed(element, compute, args, kwargs)
-        if call.stage != self._stage:
-            return _given(call, number, self._received, (args, kwargs), device, is_copied=flow.writes_in_place)
-        output = self._computed(element, compute, args, kwargs)
-        if not self.is_last:
-            self._keep(number, output)
-            self._is_over = number == flow.last_call[self._stage]
-        return output
+        return number
 
-    def _computed(
-        self, element: Element, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self._computing = element
-        try:
-            return compute(*args, **kwargs)
-        finally:
-            self._computing = None
+    def _given(self, source: Source, leaf: Leaf, device: torch.device) -> Tensor:
+        """A tensor of another stage: received, or zeros that nothing uses."""
+        assert leaf.dtype is not None
+        given = self._received.get(source)
+        if given is None:
+            given = zeros(leaf.shape, leaf.dtype, device)
+        return given.clone(memory_format=torch.contiguous_format) if self._flow.writes_in_place else given
 
     def _keep(self, number: int, output: Any) -> None:
-        wanted = [source for source in self._flow.crossing[self._stage] if source[0] == number]
-        if wanted:
-            leaves = tree_flatten(output)[0]
-            for source in wanted:
-                leaf = leaves[source[1]]
-                self._made[source] = leaf.clone() if self._flow.writes_in_place else leaf
-                if self._has_grad and not torch.is_grad_enabled():
-                    self._without_grad.append((self._flow.calls[number].element.name, leaf))
+        wanted = [source for source in self._flow.boundary[self._stage] if source[0] == number]
+        leaves = tree_leaves(output) if wanted else ()
+        for source in wanted:
+            leaf = leaves[source[1]]
+            self._made[source] = leaf.clone() if self._flow.writes_in_place else leaf
 
     def handed_on(self) -> tuple[Tensor, ...]:
         """The tensors for the next stage."""
-        for name, leaf in self._without_grad:
-            if leaf.requires_grad:  # by now
-                raise _reentrant(name)
         every = {**self._received, **self._made}
-        return tuple(every[source] for source in self._flow.crossing[self._stage])
-
-
-class _Again:
-    """The backward of a pass, which may compute elements again."""
-
-    def __init__(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> None:
-        self._stage = stage
-        self._flow = flow
-        self._received = received
-
-    def call(
-        self,
-        element: Element,
-        compute: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-    ) -> Any:
-        """What the element returned in the pass."""
-        flow = self._flow
-        calls = [(number, call) for number, call in enumerate(flow.calls) if call.element is element]
-        if all(call.leaves is None or call.stage == self._stage for _, call in calls):
-            return compute(*args, **kwargs)
-        if len(calls) > 1:
-            raise StateError(
-                f"a checkpoint in the model's forward computes {element.name!r} again, which the forward calls"
-                f" {len(calls)} times on several pipeline stages: which of them this is cannot be known.\n"
-                '  Checkpoint inside of it, or let shardwise do it: activation_checkpointing="full".'
-            )
-        ((number, call),) = calls
-        return _given(call, number, self._received, (args, kwargs), device, is_copied=flow.writes_in_place)
-
-
-def _given(
-    call: Call,
-    number: int,
-    received: Mapping[Source, Tensor],
-    arguments: Any,
-    device: torch.device,
-    *,
-    is_copied: bool,
-) -> Any:
-    """What a call on another stage returns here."""
-
-    def give(place: int, leaf: Leaf) -> Any:
-        assert leaf.dtype is not None
-        given = received.get((number, place))
-        if given is None:
-            given = zeros(leaf.shape, leaf.dtype, device)
-        return given.clone(memory_format=torch.contiguous_format) if is_copied else given
-
-    return call.give(tree_flatten(arguments)[0], give)
-
-
-class _ElementCall:
-    """Replaces the call, hooks included, of an element that this rank has."""
-
-    def __init__(self, stages: weakref.ref[Stages], index: int, module: nn.Module) -> None:
-        self._stages = stages
-        self._index = index
-        self._call = _own_call(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stages = self._stages()
-        assert stages is not None
-        return stages.call_element(stages.elements[self._index], self._call, args, kwargs)
-
-
-class _ElementForward:
-    """Replaces an element's ``forward``."""
-
-    def __init__(self, stages: weakref.ref[Stages], index: int, module: nn.Module) -> None:
-        self._stages = stages
-        self._index = index
-        if not isinstance(module, StandIn):
-            self.__signature__ = inspect.signature(module.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stages = self._stages()
-        assert stages is not None
-        element = stages.elements[self._index]
-        return stages.call_element(element, element.forward, args, kwargs)
+        return tuple(every[source] for source in self._flow.boundary[self._stage])
 
 
 class _RootForward:
@@ -421,25 +293,10 @@ class _RootForward:
         return self._stages.call_root(args, kwargs)
 
 
-class _RootCall:
-    """Replaces the call of the model: inner stages run only the engine's hooks."""
-
-    def __init__(self, stages: weakref.ref[Stages], model: nn.Module) -> None:
-        self._stages = stages
-        self._model = weakref.ref(model)
-        self._call = _own_call(model)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stages, model = self._stages(), self._model()
-        assert model is not None
-        hides = stages is not None and stages.is_inner
-        with _hidden_hooks(model) if hides else contextlib.nullcontext():
-            return self._call(*args, **kwargs)
-
-
 @contextlib.contextmanager
-def _hidden_hooks(model: nn.Module) -> Iterator[None]:
+def _hidden_hooks(model: nn.Module | None) -> Iterator[None]:
     """Hides the user's hooks on what ``model`` returns: an inner stage returns activations."""
+    assert model is not None
     held = {name: model.__dict__[name] for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")}
     for name, hooks in held.items():
         ours = ((key, hook) for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("shardwise."))
@@ -450,39 +307,20 @@ def _hidden_hooks(model: nn.Module) -> Iterator[None]:
         model.__dict__.update(held)
 
 
-def _refuse_nested(reference: weakref.ref[Stages], encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an encoder's sketch: raise on every rank where the model would make a nested tensor."""
-    stages = reference()
-    given = inspect.signature(encoder.forward).bind(*args, **kwargs).arguments
-    makes_them = encoder.enable_nested_tensor and encoder.use_nested_tensor and not encoder.training
-    is_padded = given.get("src_key_padding_mask") is not None and given.get("mask") is None
-    if stages is not None and stages.traces_evaluation and makes_them and is_padded:
-        raise PlanError(
-            "nn.TransformerEncoder makes a nested tensor, which pipeline stages cannot send each other.\n"
-            "  It does so in evaluation with src_key_padding_mask: build it with enable_nested_tensor=False; or set"
-            " pp=1."
-        )
-
-
-def _own_call(module: nn.Module) -> Callable[..., Any]:
-    """A module's call, hooks included, by a weak reference to the module."""
+def _replace_call(module: nn.Module, reference: weakref.ref[Stages], called: StageModule) -> None:
+    """Send calls of ``module``, hooks included: on the instance, as its class and ``forward`` may be read by others."""
     compiled = module._compiled_call_impl  # noqa: SLF001 - what torch's own __call__ asks
-    if compiled is not None:
-        return compiled
-    reference, function = weakref.ref(module), type(module)._call_impl  # noqa: SLF001 - the same
+    itself, function = weakref.ref(module), type(module)._call_impl  # noqa: SLF001 - the same
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        held = reference()
-        assert held is not None
-        return function(held, *args, **kwargs)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs) if compiled is not None else function(itself(), *args, **kwargs)  # type: ignore[arg-type]
 
-    return call
+    def send(*args: Any, **kwargs: Any) -> Any:
+        stages = reference()
+        assert stages is not None
+        return stages.call_module(called, compute, args, kwargs)
 
-
-def _replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let ``module(...)`` call ``call``: on the instance, as its class and ``forward`` may be read by others."""
-    compiled = module._compiled_call_impl  # noqa: SLF001
-    module.__dict__["_call_impl" if compiled is None else "_compiled_call_impl"] = call
+    module.__dict__["_call_impl" if compiled is None else "_compiled_call_impl"] = send
 
 
 def _not_whole(what: str) -> StateError:
@@ -492,15 +330,7 @@ def _not_whole(what: str) -> StateError:
     )
 
 
-def _reentrant(name: str) -> PlanError:
-    return PlanError(
-        f"the model's forward calls {name!r} in a checkpoint with use_reentrant=True, which cuts off the gradients of"
-        " what pipeline stages send each other.\n"
-        '  Checkpoint with use_reentrant=False, or let shardwise do it: activation_checkpointing="full".'
-    )
-
-
 def shown_shapes(batch: Any) -> str:
     """The shapes of a batch's tensors, for a message."""
-    leaves = tree_flatten(batch)[0]
+    leaves = tree_leaves(batch)
     return ", ".join(str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)) or "no tensors"

@@ -22,7 +22,7 @@ from shardwise.api.train_step import train_step
 from shardwise.expert.layer import RoutedMixture
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.pipeline.pipelined import pipelined_of
-from shardwise.pipeline.split import StandIn
+from shardwise.pipeline.stage_module import Placeholder
 from shardwise.spec.plan import ParallelPlan
 from shardwise.tensor.agreement import Copies
 from shardwise.tensor.layer import Experts
@@ -160,19 +160,19 @@ def _buffers(model: nn.Module, step: int) -> Iterable[tuple[str, Tensor]]:
 
 def _of_several_stages(model: nn.Module) -> set[str]:
     pipelined = pipelined_of(model)
-    elements = [] if pipelined is None else pipelined.around()[0].stages.elements
-    spread = [path for element in elements if len(element.stages) != 1 for path in element.paths]
+    modules = [] if pipelined is None else pipelined.around()[0].stages.modules
+    spread = [path for module in modules if module.stage is None for path in module.paths]
     return {path for path, _ in model.named_modules() if any(f"{path}.".startswith(f"{each}.") for each in spread)}
 
 
 def _around_stages(model: nn.Module) -> Iterator[str]:
-    """Modules whose calls mean nothing by themselves: those around the elements of a pipeline, and stand-ins."""
+    """Modules whose calls mean nothing by themselves: those around a pipeline's stage modules, and placeholders."""
     pipelined = pipelined_of(model)
-    elements = [] if pipelined is None else pipelined.around()[0].stages.elements
-    paths = [path for element in elements for path in element.paths]
+    modules = [] if pipelined is None else pipelined.around()[0].stages.modules
+    paths = [path for module in modules for path in module.paths]
     for path, module in model.named_modules():
         is_around = any(each.startswith(f"{path}." if path else "") and each != path for each in paths)
-        if is_around or isinstance(module, StandIn):
+        if is_around or isinstance(module, Placeholder):
             yield path
 
 

@@ -8,7 +8,7 @@ their blocks: the residual sum and the mask of transformers' GPT-2 and T5, the m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +18,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Operations whose results have the shapes of their arguments, and none of their values; and a question about a padding
-#: mask that ``nn.TransformerEncoder`` asks with the activations beside it.
+#: Operations whose results have the shapes of their arguments, and none of their values.
 _SHAPES_ALONE = frozenset(
     f"aten::{name}"
     for name in (
         *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
-        "_nested_tensor_from_mask_left_aligned",
     )
 )
 #: Methods that give values to Python without an operation.
 _READING = frozenset({Tensor.tolist, Tensor.numpy})
 
 
-class Taint:
+class FlowMarks:
     """Follows marks inside :meth:`follow`.
 
     Args:
@@ -41,11 +39,9 @@ class Taint:
             ordinary ones, as in a dry run.
     """
 
-    def __init__(
-        self, read: Callable[[set[Hashable]], Exception], unmarked: Callable[[], Exception] | None = None
-    ) -> None:
+    def __init__(self, read: Callable[[set[Any]], Exception], unmarked: Callable[[], Exception] | None = None) -> None:
         self._read, self._unmarked = read, unmarked
-        self._found: dict[int, tuple[StorageWeakRef | Tensor, set[Hashable]]] = {}
+        self._found: dict[int, tuple[StorageWeakRef | Tensor, set[Any]]] = {}
         self.is_aside = False
 
     @contextlib.contextmanager
@@ -63,14 +59,14 @@ class Taint:
         finally:
             self.is_aside = False
 
-    def add(self, tensor: Tensor, marks: Iterable[Hashable]) -> None:
+    def add(self, tensor: Tensor, marks: Iterable[Any]) -> None:
         """Mark a tensor, and all that share its memory."""
         key, holder = _memory(tensor)
         self._found.setdefault(key, (holder, set()))[1].update(marks)
 
-    def of(self, values: Iterable[Any]) -> set[Hashable]:
+    def of(self, values: Iterable[Any]) -> set[Any]:
         """The marks of the tensors among ``values``."""
-        found: set[Hashable] = set()
+        found: set[Any] = set()
         for value in values:
             if not isinstance(value, Tensor):
                 continue
@@ -102,33 +98,33 @@ class Taint:
 class _Operations(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, taint: Taint) -> None:
+    def __init__(self, marks: FlowMarks) -> None:
         super().__init__()
-        self._taint = taint
+        self._marks = marks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
-        if self._taint.is_aside or (schema is not None and schema.name in _SHAPES_ALONE):
+        if self._marks.is_aside or (schema is not None and schema.name in _SHAPES_ALONE):
             return result
         arguments = tree_leaves((args, kwargs))
-        self._taint.after(arguments, result)
+        self._marks.after(arguments, result)
         if schema is not None and schema.is_mutable:  # an argument that is written to need not be returned
             given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
             written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            self._taint.after(arguments, [given[name] for name in written if name in given])
+            self._marks.after(arguments, [given[name] for name in written if name in given])
         return result
 
 
 class _Reads(TorchFunctionMode):
-    def __init__(self, taint: Taint) -> None:
+    def __init__(self, marks: FlowMarks) -> None:
         super().__init__()
-        self._taint = taint
+        self._marks = marks
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READING and not self._taint.is_aside:
-            self._taint.read(args)
+        if func in _READING and not self._marks.is_aside:
+            self._marks.read(args)
         return func(*args, **(kwargs or {}))
 
 

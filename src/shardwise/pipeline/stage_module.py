@@ -1,0 +1,315 @@
+"""Stage modules: what a model's forward calls one after the other, which pipeline stage has it, and what a rank keeps.
+
+The blocks of a model's chains are stage modules, and so are the largest modules that contain no block: embeddings,
+norms, heads, dropouts. A module that contains blocks (the model itself, a decoder, a ``ModuleList``) is none: its own
+forward runs on every stage. Every stage has the modules without parameters. On a rank that lacks a stage module a
+:class:`Placeholder` is in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shardwise.spec.chain import balance
+from shardwise.spec.errors import PlanError, StateError
+
+#: Modules that are registered before a chain and called behind it, by the class that has both: OPT of transformers.
+_BEHIND_CHAIN = {"OPTDecoder": ("layers", ("final_layer_norm", "project_out"))}
+
+
+@dataclass(eq=False)
+class StageModule:
+    """One stage module.
+
+    Attributes:
+        paths: Where it is registered; the first is its name.
+        module: The module, or the placeholder of a module of another stage.
+        meta_copy: Its copy without memory, which computes shapes.
+        stage: The stage that has it; ``None``: it has no parameters, and every stage has it.
+    """
+
+    paths: list[str]
+    module: nn.Module
+    meta_copy: nn.Module | None = None
+    stage: int | None = None
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count its parameters while they are there."""
+        self.numel = sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def name(self) -> str:
+        """The first path."""
+        return self.paths[0]
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether it belongs to one stage."""
+        return self.numel > 0
+
+    def copied_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers of the meta copy, by name."""
+        assert self.meta_copy is not None
+        yield from self.meta_copy.named_parameters()
+        yield from self.meta_copy.named_buffers()
+
+    def saved_state(self) -> list[Tensor]:
+        """Those of them that checkpoints hold."""
+        assert self.meta_copy is not None
+        return [*self.meta_copy.state_dict(keep_vars=True).values()]
+
+    def compute_copy(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Any:
+        """Call the meta copy with weights of zeros on ``device``; on ``meta`` that takes neither memory nor time."""
+        assert self.meta_copy is not None
+        held = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in self.copied_tensors()}
+        with torch.no_grad():
+            return functional_call(self.meta_copy, held, args, dict(kwargs))
+
+
+def find_stage_modules(model: nn.Module, blocks: Collection[str], starts: Collection[str] = ()) -> list[StageModule]:
+    """The stage modules of ``model`` in the order of registration, which is that of the stages."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        if isinstance(module, nn.TransformerEncoder) and module.enable_nested_tensor and module.use_nested_tensor:
+            raise PlanError(
+                f"{path!r} may make nested tensors, which pipeline stages cannot send each other.\n"
+                "  Build the nn.TransformerEncoder with enable_nested_tensor=False, or set pp=1."
+            )
+    found_blocks = {*blocks, *(name for name in starts if name and name in modules and _is_called(modules[name]))}
+    if not found_blocks and isinstance(model, nn.Sequential):
+        found_blocks = set(model._modules)  # noqa: SLF001 - names, in every form of Sequential
+    outermost = {name for name in found_blocks if not any(name.startswith(f"{other}.") for other in found_blocks)}
+    if not outermost:
+        raise PlanError(
+            f"{type(model).__name__} has no chain of blocks that could be divided into pipeline stages.\n"
+            "  Put its blocks into a ModuleList, make the model a Sequential, or name the modules with which stages"
+            " begin: PipelinePolicy(first_of_stage=...); or set pp=1."
+        )
+    found: dict[int, StageModule] = {}
+    for path, module in _called(model, outermost):
+        found.setdefault(id(module), StageModule([], module)).paths.append(path)
+    return _in_order_of_calls(model, list(found.values()))
+
+
+def _called(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    inside = ""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if inside and path.startswith(f"{inside}."):
+            continue
+        holds_blocks = path == "" or any(block.startswith(f"{path}.") for block in blocks)
+        if path in blocks or (_is_called(module) and not holds_blocks):
+            inside = path
+            yield path, module
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _in_order_of_calls(model: nn.Module, found: list[StageModule]) -> list[StageModule]:
+    for path, module in model.named_modules():
+        chain, names = _BEHIND_CHAIN.get(type(module).__name__, ("", ()))
+        moved = [each for name in names for each in found if each.name == f"{path}.{name}"]
+        if moved:
+            found = [each for each in found if each not in moved]
+            last = max(place for place, each in enumerate(found) if each.name.startswith(f"{path}.{chain}."))
+            found[last + 1 : last + 1] = moved
+    return found
+
+
+# -- which stage has which module
+
+
+def assign_stages(modules: Sequence[StageModule], num_stages: int, first_of_stage: Sequence[str] = ()) -> None:
+    """Set the stage of every module that has parameters: neighbours in their order."""
+    costly = [module for module in modules if module.has_parameters]
+    if first_of_stage:
+        starts = [0, *_named(first_of_stage, [module.name for module in costly], num_stages)]
+    else:
+        starts = balance([_cost(module.module) for module in costly], num_stages)
+    for stage, (start, stop) in enumerate(zip(starts, [*starts[1:], len(costly)], strict=True)):
+        for module in costly[start:stop]:
+            module.stage = stage
+
+
+def _named(names: Sequence[str], paths: Sequence[str], num_stages: int) -> list[int]:
+    unknown = [name for name in names if name not in paths]
+    if unknown:
+        shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+        raise PlanError(f"no pipeline stage can begin at {unknown[0]!r}.\n  Stages begin at one of: {shown}.")
+    starts = [paths.index(name) for name in names]
+    if len(names) != num_stages - 1 or sorted(set(starts)) != starts or starts[0] == 0:
+        raise PlanError(
+            f"{len(names)} names of modules ({', '.join(names)}) do not begin the {num_stages} - 1 stages after the"
+            " first.\n  Name the first module of every stage but the first, in the order of the model."
+        )
+    return starts
+
+
+def _cost(module: nn.Module) -> int:
+    """Multiplications per token, nearly: the number of elements of matrices, without embedding tables."""
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    return sum(p.numel() for p in module.parameters() if id(p) not in tables and p.dim() >= 2)
+
+
+def drop_foreign(
+    model: nn.Module, modules: Iterable[StageModule], stages: Collection[int]
+) -> dict[str, tuple[int, ...]]:
+    """Put placeholders in place of the modules that belong to other stages; their parameters go with them.
+
+    A parameter that one of ``stages`` shares with other stages keeps all its names.
+
+    Returns:
+        By name the stages, ascending, of every parameter of this rank that several stages hold.
+    """
+    holders = _holders(model, modules)
+    kept = {key for key, held in holders.items() if not held.isdisjoint(stages)}
+    shared = {
+        name: tuple(sorted(holders[id(parameter)]))
+        for name, parameter in model.named_parameters()
+        if id(parameter) in kept and len(holders[id(parameter)]) > 1
+    }
+    for module in modules:
+        if module.stage is None or module.stage in stages:
+            continue
+        assert module.meta_copy is not None
+        placeholder = Placeholder(module.module, module.meta_copy, lambda parameter: id(parameter) in kept)
+        for path in module.paths:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, placeholder)
+        module.module = placeholder
+    return shared
+
+
+def held_parameters(model: nn.Module, modules: Iterable[StageModule], stages: Collection[int]) -> set[int]:
+    """The ``id`` of every parameter of a whole model that ``stages`` hold."""
+    return {key for key, held in _holders(model, modules).items() if not held.isdisjoint(stages)}
+
+
+def _holders(model: nn.Module, modules: Iterable[StageModule]) -> dict[int, set[int]]:
+    """The stages that hold each parameter, by its ``id``. One outside of all stage modules is on every stage."""
+    found: dict[int, set[int]] = {}
+    for module in modules:
+        if module.stage is not None:
+            for parameter in module.module.parameters():
+                found.setdefault(id(parameter), set()).add(module.stage)
+    every = {stage for held in found.values() for stage in held}
+    return {id(parameter): found.get(id(parameter), every) for parameter in model.parameters()}
+
+
+class Placeholder(nn.Module):
+    """Takes the place of a module of another stage. Its parameters are those that this rank shares with that stage.
+
+    Other attributes (a flag, a size), which the model's forward may read, are those of the module's meta copy.
+    """
+
+    def __init__(self, module: nn.Module, meta_copy: nn.Module, keeps: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.training = module.training
+        _keep_shared(module, self, keeps)
+        self.__dict__["meta_copy"] = meta_copy  # no child: its parameters are none of the model's
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the meta copy."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "meta_copy" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["meta_copy"], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A member, where the module is a container."""
+        return self.__dict__["meta_copy"][key]
+
+    def extra_repr(self) -> str:
+        """The class of the module whose place it takes."""
+        return f"{type(self.__dict__['meta_copy']).__name__} of another pipeline stage"
+
+
+def _keep_shared(module: nn.Module, placeholder: nn.Module, keeps: Callable[[Tensor], bool]) -> None:
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        if keeps(parameter):
+            placeholder.register_parameter(name, parameter)
+    for name, child in module.named_children():
+        if any(keeps(parameter) for parameter in child.parameters()):
+            below = nn.Module()
+            _keep_shared(child, below, keeps)
+            placeholder.register_module(name, below)
+
+
+# -- the meta copy of a model
+
+
+def make_meta_copy(model: nn.Module, modules: Iterable[StageModule]) -> nn.Module:
+    """A copy of ``model`` for finding shapes: what stage modules hold is on ``meta`` and takes no memory.
+
+    Everything else is copied, as a forward may write to buffers. Parameters outside of all stage modules become zeros.
+    """
+    memo: dict[int, Any] = {}
+    for module in modules:
+        for tensor in _tensors_of(module.module) if module.has_parameters else ():
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            memo.setdefault(id(tensor), _like(tensor, made))
+    for tensor in _tensors_of(model):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo.setdefault(id(tensor), _as_zeros(tensor, tensor.device) if is_parameter else tensor.detach().clone())
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise StateError(
+            f"{type(model).__name__} cannot be copied, which pipeline stages need to know the shapes of each other's"
+            f" activations: {type(error).__name__}: {error}\n  Remove what cannot be copied, or set pp=1."
+        ) from error
+    for module in modules:
+        module.meta_copy = copied.get_submodule(module.name)
+    return copied
+
+
+def show_zeros(meta_copy: nn.Module, modules: Iterable[StageModule], device: torch.device) -> None:
+    """Let a meta copy show zeros on the device of activations to the model's forward, which reads devices and dtypes.
+
+    They take no memory. Only buffers outside of all stage modules, to which a forward may write, get their own.
+    """
+    inside = {id(tensor) for module in modules if module.has_parameters for _, tensor in module.copied_tensors()}
+    made: dict[int, Tensor] = {}
+    for module in meta_copy.modules():
+        registries: list[dict[str, Any]] = [module._parameters, module._buffers]  # noqa: SLF001 - setattr checks again
+        for registry in registries:
+            for key, tensor in registry.items():
+                if tensor is not None and tensor.is_meta:
+                    is_constant = id(tensor) in inside or isinstance(tensor, nn.Parameter)
+                    shown = _as_zeros(tensor, device) if is_constant else torch.zeros_like(tensor, device=device)
+                    registry[key] = made.setdefault(id(tensor), shown)
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers and tensors that are plain attributes."""
+    held = [
+        tensor
+        for module in model.modules()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values())
+        if isinstance(tensor, Tensor)
+    ]
+    return list({id(tensor): tensor for tensor in held}.values())
+
+
+def _as_zeros(tensor: Tensor, device: torch.device) -> Tensor:
+    return _like(tensor, zeros(tensor.shape, tensor.dtype, device))
+
+
+def _like(tensor: Tensor, made: Tensor) -> Tensor:
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take the memory of one element."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
