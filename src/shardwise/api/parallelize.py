@@ -63,8 +63,9 @@ def parallelize(
             (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of ``modules()``; where a
             module has none, nothing is initialised: parameters have no values until ``sw.load_full_state_dict`` or
             ``sw.load`` brings all of them, and a forward before that raises. A function: called with every module that
-            owns meta tensors, on the CPU, to initialise those. A mapping: a state dict, used on rank 0 only and
-            read group by group; it may load each value when it is asked for it.
+            owns meta tensors, to initialise those with operations of torch, which are recorded and run later on the
+            CPU. A mapping: a state dict, used on rank 0 only and read group by group; it may load each value when it is
+            asked for it.
         **fields: Those of a ``ParallelPlan``, where none is given: ``sw.parallelize(model, strategy="zero2")``.
 
     Returns:

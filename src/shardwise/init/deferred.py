@@ -1,123 +1,104 @@
-"""Builds a model without memory: every operation of its construction is recorded on ``meta`` and replayed later.
+"""Records on ``meta`` how tensors get their first values, and computes the values later, a few tensors at a time.
 
-A replay gives, to the last bit, the values of plain construction under the same seed. It can be done for a few tensors
-at a time: only the operations that their values come from are run. On ``meta`` nothing is drawn, yet a replayed random
-operation must draw the numbers of its place in the whole construction. So every random operation is run once at the end
-of the recording, on scratch memory, to find the generator state before it. The states are kept (5 kB each), and the
-generator ends where plain construction would have left it.
+Two things are recorded: the construction of a model (:func:`deferred_init`), and how the modules of a model that is on
+``meta`` already initialise what they own (``init.materialize``). A replay runs only the operations that the wanted
+values come from. It gives, to the last bit, the values of a plain run under the same seed.
+
+On ``meta`` nothing is drawn, yet a replayed random operation must draw the numbers of its place among all. So every
+random operation also runs when it is recorded, on scratch memory, and the generator's state before it is kept (5 kB
+each). An operation that needs values (``.item()``, ``if`` on a tensor, a shape that depends on values) has them
+computed at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
-import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from shardwise import torch_private
 from shardwise.spec.errors import StateError
-from shardwise.spec.text import first_line
+from shardwise.torch_private import storage_identity
 
-#: Initialisers of ``torch.nn.init`` that do nothing on meta. Each is recorded as one operation.
-_SKIPPED_ON_META = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 #: Random operations whose draws depend on values that the scratch run does not have.
-_VALUE_DEPENDENT = ("_standard_gamma", "_sample_dirichlet", "binomial", "poisson", "multinomial")
+_VALUE_DEPENDENT = ("_standard_gamma", "_sample_dirichlet", "bernoulli", "binomial", "poisson", "multinomial")
+#: Operations that leave nothing of what was there before, as random ones and those with ``out=``.
+_OVERWRITING = ("fill_", "zero_", "copy_")
 _KEY = "_shardwise_recording"
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor as a view of a recorded storage."""
-
-    storage: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    storage_bytes: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _View:
-        identity = torch_private.storage_identity(tensor)
-        size = tensor.untyped_storage().nbytes()
-        offset = int(tensor.storage_offset())
-        return cls(identity, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, size)
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)  # pyrefly: ignore
-
-    def scratch(self) -> Tensor:
-        return self.on(torch.empty(self.storage_bytes, dtype=torch.uint8).untyped_storage())
 
 
 @dataclass
 class _Operation:
-    """One recorded operation; tensors among its arguments are views, or constants with their values."""
+    """One recorded operation. A tensor on meta stands for a view of recorded memory, any other for its values."""
 
     function: Callable[..., Any]
     args: Any
     kwargs: Any
-    outputs: tuple[_View | None, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
+    outputs: list[Any]
+    reads: set[int]  # identities of storages
+    writes: set[int]
     generator: torch.Generator | None  # of a random operation
     state: Tensor | None = None  # in which it finds the generator
 
-    def run(self, resolve: Callable[[_View], Tensor]) -> list[Any]:
+    def run(self, resolve: Callable[[Tensor], Tensor]) -> list[Any]:
         """Run it for real on the CPU; returns the outputs, flat."""
 
         def real(value: Any) -> Any:
-            if isinstance(value, _View):
-                return resolve(value)
-            return value.clone() if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                return resolve(value) if value.is_meta else value.clone()
+            return _on_cpu(value)
 
-        args, kwargs = (tree_map(real, held, is_leaf=_is_view) for held in (self.args, self.kwargs))
-        if isinstance(kwargs.get("device"), torch.device):
-            kwargs["device"] = torch.device("cpu")
         with torch.no_grad():
-            return list(tree_iter(self.function(*args, **kwargs)))
+            return list(tree_iter(self.function(*tree_map(real, self.args), **tree_map(real, self.kwargs))))
 
 
 @dataclass
 class Recording:
-    """What :func:`deferred_init` has recorded."""
+    """Recorded operations.
+
+    Attributes:
+        operations: In their order.
+        blank: Identities of storages that had no values before the first operation.
+        overwritten: Tensors in which an operation has left nothing of what was there before, by storage.
+    """
 
     operations: list[_Operation] = field(default_factory=list)
-    held: list[Tensor] = field(default_factory=list)  # so that no storage's identity is used again
+    blank: set[int] = field(default_factory=set)
+    overwritten: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def materialize(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The values of meta ``tensors`` of the recorded model, on the CPU, in memory of their own."""
-        targets = [_View.of(tensor) for tensor in tensors]
+        """The values of recorded meta ``tensors``, on the CPU, in memory of their own."""
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def resolve(view: _View) -> Tensor:
-            if view.storage not in storages:
-                raise StateError("a tensor of the model was not made while its construction was recorded.")
-            return view.on(storages[view.storage])
+        def resolve(tensor: Tensor) -> Tensor:
+            memory = storage_identity(tensor)
+            if memory not in storages:
+                if memory not in self.blank:
+                    raise StateError("a tensor of the model was not made while its construction was recorded.")
+                storages[memory] = _scratch(tensor).untyped_storage()
+            return _view_of(storages[memory], tensor)
 
         states: dict[torch.Generator, Tensor] = {}
         try:
-            for operation in self._needed({view.storage for view in targets}):
+            for operation in self._needed(set(map(storage_identity, tensors))):
                 if operation.generator is not None:
                     assert operation.state is not None
                     states.setdefault(operation.generator, operation.generator.get_state())
                     operation.generator.set_state(operation.state)
-                for view, output in zip(operation.outputs, operation.run(resolve), strict=True):
-                    if view is not None and view.storage not in storages:
-                        storages[view.storage] = _as_recorded(output, view).untyped_storage()
+                for recorded, output in zip(operation.outputs, operation.run(resolve), strict=True):
+                    if isinstance(recorded, Tensor) and storage_identity(recorded) not in storages:
+                        storages[storage_identity(recorded)] = _as_recorded(output, recorded).untyped_storage()
         finally:
             for generator, state in states.items():
                 generator.set_state(state)
-        return [resolve(view).clone(memory_format=torch.preserve_format) for view in targets]
+        return [resolve(tensor).clone(memory_format=torch.preserve_format) for tensor in tensors]
 
     def _needed(self, storages: set[int]) -> list[_Operation]:
         """The operations that the final content of ``storages`` comes from, in order."""
@@ -128,15 +109,13 @@ class Recording:
                 needed |= operation.reads
         return found[::-1]
 
-    def find_states(self) -> None:
-        """Run every random operation once, on scratch memory; the generators advance as in plain construction."""
-        for operation in self.operations:
-            if operation.generator is None:
-                continue
-            if operation.state is not None:
-                operation.generator.set_state(operation.state)  # somebody seeded it just before
-            operation.state = operation.generator.get_state()
-            operation.run(_View.scratch)
+    def fills(self, tensor: Tensor) -> bool:
+        """Whether no element of a meta ``tensor`` depends on what was there before."""
+        is_filled = torch.zeros(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=torch.bool)
+        for written in self.overwritten.get(storage_identity(tensor), ()):
+            if written.itemsize == tensor.itemsize:
+                is_filled.as_strided(written.shape, written.stride(), written.storage_offset()).fill_(1)
+        return bool(is_filled.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).all())
 
     @property
     def states(self) -> list[Tensor]:
@@ -144,17 +123,17 @@ class Recording:
         return [operation.state for operation in self.operations if operation.state is not None]
 
     def fingerprint(self) -> bytes:
-        """16 bytes that are equal on two ranks exactly when they recorded the same construction, seeds aside."""
+        """16 bytes that are equal on two ranks exactly when they recorded the same operations, seeds aside."""
         state = hashlib.blake2b(digest_size=16)
         numbers: dict[int, int] = {}
         for operation in self.operations:
-            state.update(_name(operation.function).encode())
-            for value in tree_iter((operation.args, operation.kwargs, operation.outputs), is_leaf=_is_view):
-                if isinstance(value, _View):
-                    number = numbers.setdefault(value.storage, len(numbers))
-                    value = (number, value.shape, value.stride, value.offset, value.dtype)  # noqa: PLW2901
-                if isinstance(value, Tensor):
-                    value = value.tolist()  # noqa: PLW2901 - a constant
+            state.update(str(operation.function).encode())
+            for value in tree_iter((operation.args, operation.kwargs, operation.outputs)):
+                if isinstance(value, Tensor) and value.is_meta:
+                    number = numbers.setdefault(storage_identity(value), len(numbers))
+                    value = (number, value.shape, value.stride(), value.storage_offset(), value.dtype)  # noqa: PLW2901
+                elif isinstance(value, Tensor):
+                    value = value.tolist()  # noqa: PLW2901
                 if not isinstance(value, torch.Generator):
                     state.update(repr(value).encode())
         return state.digest()
@@ -168,14 +147,11 @@ def deferred_init(build_model: Callable[[], nn.Module]) -> nn.Module:
     whatever the number of ranks, and torch's generator ends in the same state.
 
     Args:
-        build_model: Builds the model; it may compute anything on the CPU.
+        build_model: Builds the model; it may compute anything on the CPU. What it reads of tensors (``.item()``, ``if``
+            on a tensor) is computed at once.
 
     Returns:
         The model, on meta.
-
-    Raises:
-        StateError: The construction reads values (``.item()``, ``if`` on a tensor, shapes that depend on values), or
-            draws numbers in a way that cannot be repeated in part. The operation and the line are named.
 
     Example:
         >>> import torch
@@ -185,11 +161,10 @@ def deferred_init(build_model: Callable[[], nn.Module]) -> nn.Module:
         >>> deferred_init(lambda: nn.Linear(3, 4)).weight.is_meta
         True
     """
-    recorder = _Recorder()
-    with _composites(recorder), recorder:
+    recording = Recording()
+    with recorded(recording):
         model = build_model()
-    recorder.recording.find_states()
-    model.__dict__[_KEY] = recorder.recording
+    model.__dict__[_KEY] = recording
     return model
 
 
@@ -198,119 +173,122 @@ def take_recording(model: nn.Module) -> Recording | None:
     return model.__dict__.pop(_KEY, None)
 
 
+@contextlib.contextmanager
+def recorded(recording: Recording) -> Iterator[None]:
+    """Inside, new tensors are on meta, and what is done with tensors on meta is added to ``recording``."""
+    with _NotOnMeta(), _Recorder(recording):
+        yield
+
+
+class _NotOnMeta(TorchFunctionMode):
+    """Has tensors on meta behave as others do, also where torch asks for it without an operation.
+
+    Initialisers such as ``orthogonal_`` and ``trunc_normal_`` do nothing where ``is_meta`` is true, and ``.data`` of a
+    tensor on meta takes no tensor that has values.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_meta.__get__:  # pyrefly: ignore
+            return False
+        if func == Tensor.data.__set__ and args[0].is_meta and not args[1].is_meta:  # pyrefly: ignore
+            args = args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1])
+        return func(*args, **(kwargs or {}))
+
+
 class _Recorder(TorchDispatchMode):
     """Runs every operation on meta, and writes it down. Operations on constants alone are simply run."""
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self.recording = Recording()
-        self._known: set[int] = set()
-        self._seen_states: dict[torch.Generator, Tensor] = {}
+        self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if tensors and not is_random and not any(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)  # a constant made of constants
-        name = _name(func)
-        if any(part in name for part in _VALUE_DEPENDENT):
-            raise _refusal(name, "what it draws depends on values")
-        if "_local_scalar_dense" in name or torch.Tag.dynamic_output_shape in func.tags:
-            raise _refusal(name, "it needs values")
-        generator = (kwargs.get("generator") or torch.default_generator) if is_random else None
-        arguments = self._on_meta(args), self._on_meta(kwargs)
-        try:
-            result = func(*arguments[0], **arguments[1])
-        except (RuntimeError, NotImplementedError) as error:
-            raise _refusal(name, first_line(error)) from error
+        if tensors and not any(tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)
         mutated = _mutated(func, args, kwargs)
-        if any(not tensor.is_meta for tensor in mutated):
-            raise _refusal(name, "it changes a tensor whose values were given")
-        self.write(func, args, kwargs, result, mutated, generator)
+        if not all(tensor.is_meta for tensor in mutated) or any(part in str(func) for part in _VALUE_DEPENDENT):
+            return self._compute(func, args, kwargs, mutated)
+        try:
+            result = func(*_on_meta(args), **_on_meta(kwargs))
+        except (RuntimeError, NotImplementedError):  # it needs values, or fails with them as well
+            return self._compute(func, args, kwargs, mutated)
+        self._write(func, args, kwargs, result, mutated)
         return result
 
-    def write(  # noqa: PLR0917 - what an operation consists of
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        mutated: Collection[Tensor],
-        generator: torch.Generator | None,
-    ) -> None:
-        """Note an operation."""
-        recorded = tuple(tree_map(_recorded, held) for held in (args, kwargs))
-        outputs = tuple(_View.of(out) if isinstance(out, Tensor) else None for out in tree_iter(result))
-        for tensor in tree_iter((args, kwargs, result)):
-            if isinstance(tensor, Tensor) and torch_private.storage_identity(tensor) not in self._known:
-                self._known.add(torch_private.storage_identity(tensor))
-                self.recording.held.append(tensor.detach())
-        reads = frozenset(v.storage for v in tree_iter(recorded, is_leaf=_is_view) if isinstance(v, _View))
-        made = {view.storage for view in outputs if view is not None} - reads
-        writes = frozenset(made | {torch_private.storage_identity(tensor) for tensor in mutated})
+    def _compute(self, func: Any, args: Any, kwargs: Any, mutated: Sequence[Tensor]) -> Any:
+        """Run an operation on values, which are computed now. What it writes on meta is recorded as a copy."""
+        values: dict[int, Tensor] = {}
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_meta:
+                return _on_cpu(value)
+            if id(value) not in values:
+                values[id(value)] = self._recording.materialize([value])[0]
+            return values[id(value)]
+
+        result = func(*tree_map(real, args), **tree_map(real, kwargs))
+        written = {id(values[id(tensor)]): tensor for tensor in mutated if tensor.is_meta}
+        for tensor in written.values():
+            self._write(torch.ops.aten.copy_.default, (tensor, values[id(tensor)]), {}, tensor, [tensor])
+        return tree_map(lambda value: written.get(id(value), value), result)
+
+    def _write(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, mutated: Sequence[Tensor]) -> None:
+        """Note an operation. A random one advances its generator, as it would with memory."""
+        args, kwargs, outputs = (tree_map(_noted, held) for held in (args, kwargs, list(tree_iter(result))))
+        reads = {storage_identity(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_meta}
+        made = [out for out in outputs if isinstance(out, Tensor) and storage_identity(out) not in reads]
+        writes = set(map(storage_identity, (*made, *mutated)))
         if not writes:
             return  # a view: later operations name the storage
-        operation = _Operation(function, recorded[0], recorded[1], outputs, reads, writes, generator)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        _, name, overload = str(func).split(".")
+        overwrites = is_random or name in _OVERWRITING or overload.endswith("out")
+        filled = (*(made if "empty" not in name else ()), *(mutated if overwrites else ()))
+        for tensor in filled:
+            self._recording.overwritten.setdefault(storage_identity(tensor), []).append(tensor.detach())
+        generator = (kwargs.get("generator") or torch.default_generator) if is_random else None
+        operation = _Operation(func, args, kwargs, outputs, reads, writes, generator)
         if generator is not None:
-            operation.state = self._seeded(generator)
-        self.recording.operations.append(operation)
-
-    def _seeded(self, generator: torch.Generator) -> Tensor | None:
-        """The generator's state where somebody set it since the last random operation (nothing is drawn on meta)."""
-        state, last = generator.get_state(), self._seen_states.get(generator)
-        self._seen_states[generator] = state
-        return None if last is not None and torch.equal(state, last) else state
-
-    @staticmethod
-    def _on_meta(held: Any) -> Any:
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor) and not value.is_meta and value.dim():
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            return torch.device("meta") if isinstance(value, torch.device) else value
-
-        moved = tree_map(move, held)
-        if isinstance(moved, dict):
-            moved = {key: None if key == "generator" else value for key, value in moved.items()}
-            if moved.get("device", moved) is None:
-                moved["device"] = torch.device("meta")
-            if moved.get("pin_memory"):
-                moved["pin_memory"] = False
-        return moved
+            operation.state = generator.get_state()
+            operation.run(_scratch)
+        self._recording.operations.append(operation)
 
 
-@contextlib.contextmanager
-def _composites(recorder: _Recorder) -> Iterator[None]:
-    """Have the initialisers that do nothing on meta recorded, wherever they have been imported to."""
-    with contextlib.ExitStack() as stack:
-        for name in _SKIPPED_ON_META:
-            original = getattr(nn.init, name)
-            replacement = _recorded_initialiser(recorder, original)
-            for module in list(sys.modules.values()):
-                if getattr(module, "__dict__", {}).get(name) is original:
-                    stack.enter_context(mock.patch.object(module, name, replacement))
-        yield
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _recorded_initialiser(recorder: _Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not tensor.is_meta:
-            return original(tensor, *args, **kwargs)
-        generator = kwargs.get("generator") or torch.default_generator
-        recorder.write(original, (tensor, *args), kwargs, tensor, [tensor], generator)
-        return tensor
+def _on_meta(held: Any) -> Any:
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor) and not value.is_meta and value.dim():
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return torch.device("meta") if isinstance(value, torch.device) else value
 
-    return initialise
+    moved = tree_map(move, held)
+    if isinstance(moved, dict):
+        moved = {key: None if key == "generator" else value for key, value in moved.items()}
+        if moved.get("device", moved) is None:
+            moved["device"] = torch.device("meta")
+        if moved.get("pin_memory"):
+            moved["pin_memory"] = False
+    return moved
 
 
-def _recorded(value: Any) -> Any:
+def _noted(value: Any) -> Any:
+    """An argument or result as it is now; what is on meta keeps its storage alive, and so its identity."""
     if not isinstance(value, Tensor):
         return value
-    return _View.of(value) if value.is_meta else value.detach().clone()
+    return value.detach() if value.is_meta else value.detach().clone()
 
 
-def _is_view(value: Any) -> bool:
-    return isinstance(value, _View)
+def _scratch(like: Tensor) -> Tensor:
+    return _view_of(torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage(), like)
+
+
+def _view_of(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -323,25 +301,9 @@ def _mutated(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
     return found
 
 
-def _as_recorded(output: Tensor, view: _View) -> Tensor:
+def _as_recorded(output: Tensor, recorded: Tensor) -> Tensor:
     """``output`` in the strides that meta said it would have: later operations name its elements by them."""
-    is_same = output.stride() == view.stride and output.storage_offset() == view.offset
-    if is_same and output.untyped_storage().nbytes() >= view.storage_bytes:
+    is_same = output.stride() == recorded.stride() and output.storage_offset() == recorded.storage_offset()
+    if is_same and output.untyped_storage().nbytes() >= recorded.untyped_storage().nbytes():
         return output
-    copy = view.scratch()
-    return copy.copy_(output)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return str(function) if hasattr(function, "_schema") else function.__name__.strip("_")
-
-
-def _refusal(name: str, reason: str) -> StateError:
-    frames = traceback.extract_stack()
-    root = torch.__path__[0]
-    user = [frame for frame in frames if not frame.filename.startswith(root) and frame.filename != __file__]
-    place = f"{user[-1].filename}:{user[-1].lineno} ({user[-1].line})" if user else "the constructor"
-    return StateError(
-        f"the construction of the model cannot be recorded: {name} at {place}: {reason}.\n"
-        "  Build the model on a real device, or compute that value without tensors."
-    )
+    return _scratch(recorded).copy_(output)

@@ -3,8 +3,8 @@
 ============================  ======================================================================================
 source                        where values come from
 ============================  ======================================================================================
-:class:`FromRecording`        the recorded construction, replayed (``sw.deferred_init``)
-:class:`FromInit`             a function called with each module that owns meta tensors, or its ``reset_parameters``
+:class:`Source`               a recording, replayed: of the construction (``sw.deferred_init``), or of a function that
+                              is called with each module that owns meta tensors, or of its ``reset_parameters``
 :class:`FromLater`            a state dict on rank 0, files of which every rank reads its own ranges, or what the caller
                               loads: once the units are there, so that a rank holds its shards only
 ============================  ======================================================================================
@@ -16,7 +16,6 @@ would stay without values, buffers that are not saved included, is refused by na
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -30,7 +29,7 @@ from shardwise.comm.control import agree, check_same
 from shardwise.comm.digest import digest_of
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.build import OwnedParameter
-from shardwise.init.deferred import Recording, take_recording
+from shardwise.init.deferred import Recording, recorded, take_recording
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 
@@ -62,10 +61,16 @@ class Weights(Protocol):
 Given = Init | Mapping[str, Tensor] | Weights
 
 
-class Source(ABC):
-    """Where the values of meta tensors come from. Values are made on the CPU."""
+class Source:
+    """Where the values of meta tensors come from: what was recorded of them. Values are made on the CPU.
 
-    @abstractmethod
+    Args:
+        recording: ``None`` where nothing is computed.
+    """
+
+    def __init__(self, recording: Recording | None) -> None:
+        self._recording = recording
+
     def agree(self, comm: Comm, mode: str) -> None:
         """See to it that every rank will make the same values.
 
@@ -73,18 +78,29 @@ class Source(ABC):
             An all-gather of a few bytes; where seeds differ and ``mode`` is not ``"error"``, a broadcast of rank 0's
             generator states. All ranks must call.
         """
+        if self._recording is None:
+            return
+        check_same(
+            comm,
+            int.from_bytes(self._recording.fingerprint()[:7]),
+            "the ranks recorded different constructions of the model",
+            "Build the same model, in the same way and under the same seed, on every rank.",
+        )
+        _agree_on_states(self._recording.states, comm, mode)
 
-    @abstractmethod
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """Values of meta parameters of one unit; a meta tensor for one whose value comes later."""
+        assert self._recording is not None
+        return self._recording.materialize([entry.parameter.data for entry in entries])
 
     def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """Values of meta parameters that the engine does not hold."""
         return self.parameters(entries)
 
-    @abstractmethod
-    def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
-        """Value of the meta buffer ``name`` of ``module``, which is at ``path``."""
+    def buffer(self, buffer: Tensor, name: str) -> Tensor:  # noqa: ARG002
+        """Value of a meta buffer; ``name`` is its name in the model."""
+        assert self._recording is not None
+        return self._recording.materialize([buffer])[0]
 
 
 def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Source | None:
@@ -103,15 +119,16 @@ def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Sourc
     if not is_meta or (is_untold and (is_sent or is_partly_real)):
         return None  # weights that somebody forgot to load must not be drawn anew: what is on meta will be refused
     unsaved = _unsaved_buffers(model)
+    reason = None if init is not None or recording is not None else _no_reset(model)
     if isinstance(init, Mapping | Weights):
-        other = FromRecording(recording) if recording is not None else FromInit(model, None, only=unsaved)
-        return FromLater(other if unsaved else None, unsaved, init)
-    if recording is not None and init is None:
-        return FromRecording(recording)
-    if init is None and (reason := _no_reset(model)) is not None:
-        other = FromInit(model, None, only=unsaved) if unsaved else None
-        return FromLater(other, unsaved, Missing(reason, frozenset(_saved_names(model))))
-    return FromInit(model, init)
+        given = init
+    elif reason is not None:
+        given = Missing(reason, frozenset(_saved_names(model)))
+    else:
+        return Source(recording if recording is not None and init is None else record_init(model, init))
+    if unsaved and recording is None:
+        recording = record_init(model, None, only=unsaved)
+    return FromLater(recording if unsaved else None, unsaved, given)
 
 
 def fill_parameters(
@@ -148,151 +165,57 @@ def fill_buffers(model: nn.Module, source: Source, device: torch.device) -> None
             if buffer is None or not buffer.is_meta:
                 continue
             if id(buffer) not in made:
-                made[id(buffer)] = buffer, source.buffer(module, name, path).to(device)
+                made[id(buffer)] = buffer, source.buffer(buffer, _join(path, name)).to(device)
             torch_private.buffers_of(module)[name] = made[id(buffer)][1]
 
 
-class FromRecording(Source):
-    """Replays the construction."""
+def record_init(model: nn.Module, init: Init | None, *, only: Collection[int] | None = None) -> Recording:
+    """Record how modules initialise the meta tensors that they own, one after the other as ``model.modules()``.
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    Args:
+        model: Some of it is on meta.
+        init: Called with each module that owns such tensors; ``None``: its ``reset_parameters()``.
+        only: Ids of the tensors that must get values; ``None`` for all. Modules that own none of them are left out.
 
-    def agree(self, comm: Comm, mode: str) -> None:
-        """As :meth:`Source.agree`."""
-        number = int.from_bytes(self._recording.fingerprint()[:7])
-        check_same(
-            comm,
-            number,
-            "the ranks recorded different constructions of the model",
-            "Build the same model, in the same way, on every rank.",
-        )
-        _agree_on_states(self._recording.states, comm, mode)
-
-    def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """As :meth:`Source.parameters`."""
-        return self._recording.materialize([entry.parameter.data for entry in entries])
-
-    def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
-        """As :meth:`Source.buffer`."""
-        del path
-        buffer = torch_private.buffers_of(module)[name]
-        assert buffer is not None
-        return self._recording.materialize([buffer])[0]
-
-
-class FromInit(Source):
-    """Calls a function with each module that owns meta tensors, in the order of ``model.modules()``.
-
-    The values of a module are needed when its unit's turn comes, which is another order: in which state each module
-    finds the generator is found out first, by initialising them one after the other and keeping nothing.
-
-    A module always initialises all that it owned on meta, in its shape of then, whatever has become of that: how far it
-    draws depends on it, and what has its values must not get others.
+    Raises:
+        StateError: A tensor would stay without values.
     """
-
-    def __init__(self, model: nn.Module, init: Init | None, *, only: Collection[int] | None = None) -> None:
-        self._init = init or _reset
-        self._paths = {
-            module: path
-            for path, module in model.named_modules()
-            if any(only is None or id(tensor) in only for tensor in _meta_tensors(module).values())
+    recording, unfilled = Recording(), dict[int, tuple[Tensor, StateError]]()
+    for path, module in model.named_modules():
+        held = _meta_tensors(module)
+        wanted = {name: tensor for name, tensor in held.items() if only is None or id(tensor) in only}
+        if not wanted:
+            continue
+        recording.blank |= set(map(torch_private.storage_identity, held.values()))
+        errors = {name: _unfilled(path, module, name, init) for name in wanted}
+        if init is None and not callable(getattr(module, "reset_parameters", None)):
+            raise next(iter(errors.values()))
+        with recorded(recording):
+            (init or _reset)(module)
+            for table in _tables(module):
+                for name, tensor in held.items():
+                    if table.get(name, tensor) is not tensor:  # it was replaced instead of written to
+                        tensor.detach().copy_(table[name].detach())
+                        table[name] = tensor
+        unfilled |= {
+            id(tensor): (tensor, errors[name]) for name, tensor in wanted.items() if id(tensor) not in unfilled
         }
-        self._only = only
-        self._owned = {module: _meta_tensors(module) for module in self._paths}
-        self._forms = {id(t): torch.empty_like(t) for owned in self._owned.values() for t in owned.values()}
-        self._states: dict[nn.Module, Tensor] = {}
-        self._fills: dict[nn.Module, set[int]] = {}  # ids of the tensors to which a module gives values
+    for tensor, error in unfilled.values():
+        if not recording.fills(tensor):
+            raise error
+    return recording
 
-    def agree(self, comm: Comm, mode: str) -> None:
-        """As :meth:`Source.agree`."""
-        start = torch.get_rng_state()
-        own = start.clone()
-        _agree_on_states([start], comm, mode)
-        torch.set_rng_state(start)
-        for module in self._paths:
-            self._states[module] = torch.get_rng_state()
-            self._fills[module] = self._filled_by(module)
-        self._check_filled()
-        if not torch.equal(start, own):
-            torch.set_rng_state(own)  # it drew what rank 0 would draw
 
-    def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """As :meth:`Source.parameters`."""
-        wanted = {id(entry.parameter): entry.parameter for entry in entries}
-        values: dict[int, Tensor] = {}
-        with torch.random.fork_rng(devices=[]):
-            for module in self._paths:
-                given = wanted.keys() & self._fills[module]
-                if given:
-                    torch.set_rng_state(self._states[module])
-                    values |= {key: value for key, value in self._initialised(module).items() if key in given}
-        return [values[id(entry.parameter)] for entry in entries]
-
-    def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
-        """As :meth:`Source.buffer`."""
-        del path
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self._states[module])
-            return self._initialised(module)[id(torch_private.buffers_of(module)[name])]
-
-    def _check_filled(self) -> None:
-        """Every tensor gets its values from a module that owns it; a tied one may get them from one of several."""
-        filled = set().union(*self._fills.values())
-        for module in self._paths:
-            for name, tensor in self._owned[module].items():
-                if id(tensor) not in filled and (self._only is None or id(tensor) in self._only):
-                    raise self._unfilled(module, name)
-
-    def _filled_by(self, module: nn.Module) -> set[int]:
-        """Initialise ``module`` and keep nothing; returns the ids of the tensors that have all their values from it.
-
-        What was there before must not show: NaN tells for floating point, and where that is no answer the module is
-        initialised once more on another filling, which must give the same.
-        """
-        first = self._initialised(module)
-        if all(value.is_floating_point() and not value.isnan().any() for value in first.values()):
-            return set(first)
-        after = torch.get_rng_state()
-        torch.set_rng_state(self._states[module])
-        second = self._initialised(module, is_second=True)
-        torch.set_rng_state(after)
-        return {key for key, one in first.items() if _is_same(one, second[key])}
-
-    def _initialised(self, module: nn.Module, *, is_second: bool = False) -> dict[int, Tensor]:
-        """Values of the meta tensors that ``module`` owned, by ``id``; the module itself is left as it was."""
-        held = self._owned[module]
-        if self._init is _reset and not callable(getattr(module, "reset_parameters", None)):
-            raise self._unfilled(module, next(iter(held)))
-        parameters: dict[str, Any] = torch_private.parameters_of(module)
-        buffers: dict[str, Any] = torch_private.buffers_of(module)
-        tables = {name: parameters if name in parameters else buffers for name in held}
-        before = {name: table[name] for name, table in tables.items()}
-        try:
-            for name, tensor in held.items():
-                blank = _blank(self._forms[id(tensor)], is_second=is_second)
-                is_parameter = tables[name] is parameters
-                tables[name][name] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if is_parameter else blank
-            self._init(module)
-            return {id(tensor): tables[name][name].detach() for name, tensor in held.items()}
-        finally:
-            for name, tensor in before.items():
-                tables[name][name] = tensor
-
-    def _unfilled(self, module: nn.Module, name: str) -> StateError:
-        path = self._paths[module]
-        how = (
-            f"{type(module).__name__}.reset_parameters() does not fill it"
-            if self._init is _reset
-            else f"init({type(module).__name__}) did not fill it"
-        )
-        if self._init is _reset and not hasattr(module, "reset_parameters"):
-            how = f"{type(module).__name__} has no reset_parameters()"
-        return StateError(
-            f"{(f'{path}.{name}' if path else name)!r} is on the meta device and would stay without values: {how}.\n"
-            "  Build the model with sw.deferred_init(build_model), or pass sw.parallelize(..., init=...): a function"
-            " that initialises what a module owns, or a state dict."
-        )
+def _unfilled(path: str, module: nn.Module, name: str, init: Init | None) -> StateError:
+    kind = type(module).__name__
+    how = f"init({kind}) did not fill it" if init is not None else f"{kind}.reset_parameters() does not fill it"
+    if init is None and not hasattr(module, "reset_parameters"):
+        how = f"{kind} has no reset_parameters()"
+    return StateError(
+        f"{_join(path, name)!r} is on the meta device and would stay without values: {how}.\n"
+        "  Build the model with sw.deferred_init(build_model), or pass sw.parallelize(..., init=...): a function"
+        " that initialises what a module owns, or a state dict."
+    )
 
 
 @dataclass(frozen=True)
@@ -312,10 +235,11 @@ class FromLater(Source):
     """Leaves parameters empty, to be loaded once a rank holds no more than its shards."""
 
     def __init__(
-        self, other: Source | None, unsaved: Collection[int], given: Mapping[str, Tensor] | Weights | Missing
+        self, recording: Recording | None, unsaved: Collection[int], given: Mapping[str, Tensor] | Weights | Missing
     ) -> None:
+        super().__init__(recording)
         self.given = given
-        self._other, self._unsaved = other, unsaved
+        self._unsaved = unsaved
         self._files = given if isinstance(given, Weights) and not isinstance(given, Mapping) else None
 
     def check(self, names: Iterable[str]) -> None:
@@ -343,8 +267,7 @@ class FromLater(Source):
                 "the ranks see different files of weights",
                 "Give every rank a copy of the same folder.",
             )
-        if self._other is not None:
-            self._other.agree(comm, mode)
+        super().agree(comm, mode)
 
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """Shapes: neither memory nor values."""
@@ -356,15 +279,11 @@ class FromLater(Source):
             return [torch.empty_like(entry.parameter, device="cpu") for entry in entries]
         return [_read(self._files, entry.names[0], entry.parameter) for entry in entries]
 
-    def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
+    def buffer(self, buffer: Tensor, name: str) -> Tensor:
         """As :meth:`Source.buffer`; for a buffer that is saved and not in files, memory without values."""
-        buffer = torch_private.buffers_of(module)[name]
-        assert buffer is not None
-        if self._other is not None and id(buffer) in self._unsaved:
-            return self._other.buffer(module, name, path)
-        if self._files is not None:
-            return _read(self._files, f"{path}.{name}" if path else name, buffer)
-        return torch.zeros_like(buffer, device="cpu")
+        if id(buffer) in self._unsaved:
+            return super().buffer(buffer, name)
+        return torch.zeros_like(buffer, device="cpu") if self._files is None else _read(self._files, name, buffer)
 
 
 def _read(files: Weights, name: str, like: Tensor) -> Tensor:
@@ -380,7 +299,7 @@ def _no_reset(model: nn.Module) -> str | None:
         owned = {name: tensor for name, tensor in _meta_tensors(module).items() if id(tensor) not in unsaved}
         if owned and not callable(getattr(module, "reset_parameters", None)):
             name = next(iter(owned))
-            return f"{type(module).__name__} has no reset_parameters() ({(f'{path}.{name}' if path else name)!r})"
+            return f"{type(module).__name__} has no reset_parameters() ({_join(path, name)!r})"
     return None
 
 
@@ -391,7 +310,7 @@ def _saved_names(model: nn.Module) -> list[frozenset[str]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in _meta_tensors(module).items():
             if id(tensor) not in unsaved:
-                found.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+                found.setdefault(id(tensor), []).append(_join(path, name))
     return [frozenset(names) for names in found.values()]
 
 
@@ -404,10 +323,6 @@ def _unsaved_buffers(model: nn.Module) -> set[int]:
             if buffer is not None and buffer.is_meta:
                 (saved if torch_private.is_persistent(module, name) else found).add(id(buffer))
     return found - saved
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _agree_on_states(states: Sequence[Tensor], comm: Comm, mode: str) -> None:
@@ -438,16 +353,13 @@ def _reset(module: nn.Module) -> None:
 
 
 def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
-    tables = (torch_private.parameters_of(module), torch_private.buffers_of(module))
-    return {name: held for table in tables for name, held in table.items() if held is not None and held.is_meta}
+    return {n: held for table in _tables(module) for n, held in table.items() if held is not None and held.is_meta}
 
 
-def _blank(tensor: Tensor, *, is_second: bool) -> Tensor:
-    """Memory to be written: NaN, or where there is none the smallest value; a second time the largest."""
-    blank = torch.empty_like(tensor, device="cpu").detach()
-    if tensor.is_floating_point() or tensor.is_complex():
-        return blank.fill_(0.0 if is_second else float("nan"))
-    if tensor.dtype is torch.bool:
-        return blank.fill_(is_second)
-    bounds = torch.iinfo(tensor.dtype)
-    return blank.fill_(bounds.max if is_second else bounds.min)
+def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """What a module owns, by name: its parameters, and its buffers."""
+    return torch_private.parameters_of(module), torch_private.buffers_of(module)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -80,8 +80,8 @@ def _with_loss(resolved: RunConfig, model: nn.Module) -> nn.Module:
 def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
     """The model on meta, for ``sw.parallelize``: every rank then makes or reads the values that it owns.
 
-    The values are those of :func:`build_model` on the CPU under the same random state. A model whose construction
-    cannot be recorded, and files that transformers rearranges when it loads them, are loaded whole; a line says so.
+    The values are those of :func:`build_model` on the CPU under the same random state. Files that transformers
+    rearranges when it loads them are loaded whole; a line says so.
 
     Returns:
         The model, and the files of its weights (``init`` of ``sw.parallelize``), ``None`` where values are drawn.
@@ -90,14 +90,13 @@ def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, W
         ConfigError: As :func:`build_model`.
     """
     section, lora, generator = resolved.config.model, resolved.config.lora, torch.get_rng_state()
-    try:
-        if section.hf is not None:
-            model, files = _deferred_hf(Path(section.hf).expanduser(), lora)
-            return _with_loss(resolved, model), files
+    if section.hf is None:
         return sw.deferred_init(lambda: build_model(resolved, torch.device("cpu"))), None
-    except (StateError, NotNamedError) as error:
-        name = f"model.hf={section.hf}" if section.hf is not None else f"model {section.preset}"
-        tell_whole(name, error)
+    try:
+        model, files = _deferred_hf(Path(section.hf).expanduser(), lora)
+        return _with_loss(resolved, model), files
+    except NotNamedError as error:
+        tell_whole(f"model.hf={section.hf}", error)
         torch.set_rng_state(generator)
         return build_model(resolved, device), None
 

@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import torch_dtype
 from shardwise.launch.notice import tell_once
-from shardwise.spec.errors import ConfigError, ShardwiseError, StateError
+from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.hub import local_folder
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import first_line, printable
@@ -68,7 +68,7 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
     generator = torch.get_rng_state()
     try:
         model, files = deferred_from_folder(path)
-    except (StateError, NotNamedError) as error:
+    except NotNamedError as error:
         tell_whole(str(path), error)
         torch.set_rng_state(generator)
         model, files = model_from_folder(path), None
@@ -114,7 +114,6 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
     Raises:
         ConfigError: As :func:`model_from_folder`.
         NotNamedError: Only ``from_pretrained`` can read the files.
-        StateError: The construction cannot be recorded.
     """
     kind, files = _auto_model(folder), WeightFiles.open(folder)
     if files is None and any(folder.glob("*.safetensors")):
@@ -126,8 +125,6 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
             return sw.deferred_init(lambda: kind.from_config(config, trust_remote_code=False, dtype=dtype)), None
         _check_plain(folder, config)
         model = sw.deferred_init(lambda: _untied(kind, config, dtype))
-    except StateError:
-        raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _refusal(folder, error) from None
     return model, _name(model, files, dtype)
