@@ -410,7 +410,7 @@ PROGRAMS: dict[str, Program] = {
     "tp": Program({"tp": 2}),
     "sequence": Program({"tp": 2, "sequence_parallel": True}),
     "sequence with experts": Program({"tp": 2, "sequence_parallel": True}, of_gpt(num_experts=4)),
-    "tp with dropout": Program({"tp": 2}, of_gpt(dropout=0.2)),
+    "tp with dropout": Program({"tp": 2}, of_gpt(dropout=0.2), tools=("script",)),
     "sequence, whole experts": of_transformers(
         "Mixtral", {"tp": 2, "sequence_parallel": True}, num_local_experts=4, num_experts_per_tok=2
     )(),

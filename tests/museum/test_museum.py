@@ -24,6 +24,7 @@ SILENT = {
     "Muon does not orthogonalize",
     "the number of items is that of the whole batch in each microbatch",
     "inputs of units are cast though nobody asked",
+    "ranks of tp drop the same places of their own features",
     "data-parallel ranks drop the same places",
     "every epoch has the same order",
     "every rank reads the same samples",

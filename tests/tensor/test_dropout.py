@@ -1,4 +1,4 @@
-"""Dropout of divided activations on a GPU, without one: a stand-in for CUDA's generator, and tensors without values."""
+"""Dropout of divided activations: each rank drops places of its own. CUDA's generator has a stand-in."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+import shardwise as sw
 from shardwise.comm.record import RecordComm
 from shardwise.tensor import dropout
 from shardwise.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drawing_own
+from shardwise.testing import run_on_ranks
 
 
 class Philox:
@@ -62,6 +65,82 @@ def test_ranks_draw_the_same_for_replicated_and_each_its_own_for_divided_activat
     seeds = {draws[1][0] for draws in found}
     assert len(seeds) == 4
     assert not seeds & set(range(100))  # of other data-parallel ranks
+
+
+def masks_of(rank: int) -> list[list[float]]:
+    """Of a replicated activation, two divided ones, and a replicated one, on the CPU."""
+    ones, found = torch.ones(64), []
+    for is_divided in (False, True, True, False):
+        with drawing_own(rank, torch.device("cpu")) if is_divided else contextlib.nullcontext():
+            found.append(F.dropout(ones).tolist())
+    return found
+
+
+def test_on_the_cpu_as_well():
+    torch.manual_seed(7)
+    state, found = torch.get_rng_state(), []
+    for rank in range(4):
+        for _ in range(2):  # the second time as a recomputation has it
+            torch.set_rng_state(state)
+            found.append(masks_of(rank))
+    assert all(found[2 * rank] == found[2 * rank + 1] for rank in range(4))
+    assert all(masks[0] == found[0][0] and masks[3] == found[0][3] for masks in found)
+    assert len({tuple(mask) for masks in found for mask in masks}) == 2 + 4 * 2
+
+
+def test_fake_tensors_draw_nothing():
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    with FakeTensorMode(), drawing_own(1, torch.device("cpu")):
+        assert F.dropout(torch.ones(3)).shape == (3,)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.own, self.down, self.common = nn.Linear(4, 64), nn.Dropout(), nn.Linear(64, 32), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.common(self.down(self.own(self.up(x)))).sum(-1, keepdim=True))
+
+
+def masks_in_training(recompute: str) -> dict[str, list[list[bool]]]:
+    """The places that each dropout drops, once for each run of its forward."""
+    torch.manual_seed(3)
+    plan = {"*.up": "colwise", "*.own": "dropout_features", "*.down": "rowwise"}
+    model = sw.parallelize(
+        nn.Sequential(Block(), Block()),
+        sw.ParallelPlan(
+            strategy="ddp",
+            tp=2,
+            tp_plan=plan,
+            auto_wrap_policy=sw.wrap_by_class({Block}),
+            activation_checkpointing=recompute,
+        ),
+    )
+    found: dict[str, list[list[bool]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(
+                lambda _module, _args, output, name=name: found.setdefault(name, []).append(
+                    (output == 0).flatten().tolist()
+                )
+            )
+    model(torch.randn(5, 4)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("full", 2)])
+def test_tp_drops_alike_what_is_replicated_and_otherwise_what_is_divided(recompute, runs):
+    first, second = run_on_ranks(masks_in_training, 2, recompute)
+    assert [len(each) for each in first.values()] == [runs] * 4
+    for name, masks in first.items():
+        assert 40 < sum(masks[0]) < 120
+        assert all(mask == masks[0] for mask in masks)
+        assert all(mask == second[name][0] for mask in second[name])
+        assert (second[name][0] == masks[0]) == name.endswith("common")
+    assert len({tuple(masks[0]) for found in (first, second) for masks in found.values()}) == 2 * 2 + 2
 
 
 class Attention(nn.Module):
