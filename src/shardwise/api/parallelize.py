@@ -85,7 +85,7 @@ def parallelize(
     for note in plan.notes:
         tell_once(note)
     check_plan(plan)
-    units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
+    units = find_units(model, plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
     recomputed = recompute.find(model, units, plan.recompute)  # refuses before the ranks communicate
     activation_offload.find(model, units, plan.activation_offload, recomputed)

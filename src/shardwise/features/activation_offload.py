@@ -24,7 +24,6 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -344,9 +343,7 @@ class HostMemory:
     def __init__(self, device: torch.device, *, pins: bool) -> None:
         self._device = device if device.type == "meta" else torch.device("cpu")
         self._pins = pins
-        self._free: list[tuple[int, int]] = []  # sizes and numbers of unused buffers
-        self._unused: dict[int, tuple[Tensor, Any]] = {}
-        self._number = 0
+        self._unused: list[tuple[Tensor, Any]] = []  # the oldest first
         self._used_bytes = self._unused_bytes = 0
         self.most_used_bytes = 0
 
@@ -357,27 +354,21 @@ class HostMemory:
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
         """A buffer, and the event of the newest copy that used its memory, which must be waited for."""
-        place = bisect_left(self._free, (num_bytes, 0))
         self._used_bytes += num_bytes
         self.most_used_bytes = max(self.most_used_bytes, self._used_bytes)
-        if place < len(self._free) and self._free[place][0] == num_bytes:
-            _, number = self._free.pop(place)
-            self._unused_bytes -= num_bytes
-            return self._unused.pop(number)
+        for place, (buffer, _) in enumerate(self._unused):
+            if buffer.numel() == num_bytes:
+                self._unused_bytes -= num_bytes
+                return self._unused.pop(place)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pins), None
 
     def give(self, buffer: Tensor, event: Any) -> None:
         """Return a buffer; the oldest unused ones are freed where more lies unused than was ever used at once."""
-        num_bytes = buffer.numel()
-        self._used_bytes -= num_bytes
-        self._unused_bytes += num_bytes
-        self._number += 1
-        insort(self._free, (num_bytes, self._number))
-        self._unused[self._number] = buffer, event
+        self._used_bytes -= buffer.numel()
+        self._unused_bytes += buffer.numel()
+        self._unused.append((buffer, event))
         while self._unused_bytes > self.most_used_bytes:
-            number, (oldest, _) = next(iter(self._unused.items()))
-            del self._unused[number]  # torch's allocator of pinned memory waits for copies under way
-            self._free.remove((oldest.numel(), number))
+            oldest, _ = self._unused.pop(0)  # torch's allocator of pinned memory waits for copies under way
             self._unused_bytes -= oldest.numel()
 
 

@@ -406,9 +406,9 @@ class ParallelPlan:
 
     @property
     def wrap_policy(self) -> str | WrapPolicy:
-        """``auto_wrap_policy`` as a policy, ``"auto"`` or ``"none"``."""
+        """``auto_wrap_policy`` as a policy, ``"auto"`` or ``"none"``: replicas in one process are one unit."""
         assert not isinstance(self.auto_wrap_policy, Mapping)  # __post_init__ has replaced it
-        return self.auto_wrap_policy
+        return "none" if self.placements.is_threaded else self.auto_wrap_policy
 
     @property
     def is_replicated(self) -> bool:
