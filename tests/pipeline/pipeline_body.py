@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.world import init_process_group, read_world, shutdown
-from shardwise.pipeline import interpret
+from shardwise.pipeline.runner import ScheduleRunner
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.schedule import Kind
 
@@ -38,7 +38,7 @@ def train(plan, what):
     sw.parallelize(model, plan)
     sw.train_step(model, batch(), num_microbatches=4)
     if what == "dies":
-        interpret._Step.do = dies_before_its_second_backward(interpret._Step.do)
+        ScheduleRunner.do = dies_before_its_second_backward(ScheduleRunner.do)
     seq = SEQ - 1 if what == "another batch" else SEQ
     sw.train_step(model, batch(seq), num_microbatches=4)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.pipeline import interpret
+from shardwise.pipeline.runner import ScheduleRunner
 from shardwise.testing import probe, run_on_ranks
 
 pytest.importorskip("transformers")
@@ -62,16 +62,16 @@ def train(name: str, schedule: str) -> tuple[list[tuple[str, int, torch.Tensor]]
     plan = sw.ParallelPlan(pp=2, tp=2, pipeline=schedule, sequence_parallel=by_positions)
     model = sw.parallelize(build(name), plan)
     late: list[tuple[int, int, list[str]]] = []
-    compute = interpret._Step._backward_weight
+    compute = ScheduleRunner._backward_weight
 
     def see(step: Any, action: Any) -> None:
         names = {id(p): key for key, p in _computing(model)}
-        terms = step._weights[action.stage, action.microbatch]._terms
+        terms = step._store._terms[action.stage, action.microbatch]
         assert all(len(pairs) == 1 for _, pairs in terms.values())
         late.append((action.stage, action.microbatch, sorted(names[key] for key in terms)))
         compute(step, action)
 
-    with mock.patch.object(interpret._Step, "_backward_weight", see):
+    with mock.patch.object(ScheduleRunner, "_backward_weight", see):
         sw.train_step(model, batch(name), num_microbatches=NUM_MICROBATCHES)
     parameters = dict(model.named_parameters())
     extents = [extent for extent, _ in probe(model).extents()]

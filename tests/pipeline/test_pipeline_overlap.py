@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.engine import Engine
 from shardwise.features.pipeline_step import PipelineStep
-from shardwise.pipeline import interpret
+from shardwise.pipeline.runner import ScheduleRunner
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
 from shardwise.testing.transports import TRANSPORT
@@ -158,7 +158,7 @@ def watch(options: dict[str, Any], tied: bool = False) -> list[str]:
         with contextlib.ExitStack() as stack:
             if step == 2:
                 events = stack.enter_context(sw.record_collectives(model))
-                stack.enter_context(note(interpret._Step, "do", str))
+                stack.enter_context(note(ScheduleRunner, "do", str))
                 stack.enter_context(note(Engine, "on_ticket", lambda _call, unit: f"enter {unit.name}"))
             sw.train_step(model, batch(), num_microbatches=M)
     reductions = {"reduce_scatter", "all_reduce"}
@@ -226,7 +226,7 @@ def test_nothing_but_tied_parameters_waits_for_another_stage(seen):
 
 
 #: Waits for what the step has sent: a message whose handle is dropped may never come to its peer.
-FINISH = interpret._Step.finish
+FINISH = ScheduleRunner.finish
 
 
 def fail_and_go_on() -> list[bool]:
@@ -241,7 +241,7 @@ def fail_and_go_on() -> list[bool]:
             FINISH(step)
             raise OSError("at the end")
 
-        with mock.patch.object(interpret._Step, "finish", fail), pytest.raises(OSError, match="at the end"):
+        with mock.patch.object(ScheduleRunner, "finish", fail), pytest.raises(OSError, match="at the end"):
             sw.train_step(model, batch(1), num_microbatches=M)
         results.append(bool(seen.reducing))  # else this tests nothing
         model.zero_grad()
@@ -268,7 +268,7 @@ def come_late() -> list[bool]:
         full.grad = torch.zeros_like(full)
 
     with (
-        mock.patch.object(interpret._Step, "finish", bring),
+        mock.patch.object(ScheduleRunner, "finish", bring),
         pytest.raises(StateError, match=rf"arrived while unit '{last}' was not gathered"),
     ):
         sw.train_step(model, batch(), num_microbatches=M)

@@ -77,7 +77,7 @@ def run(schedules):
         steps += [sw.eval_step(model, {"ids": ids(rows)}).item() for rows in (4, 3, 1)]
         with pytest.raises(StateError, match="a backward for each microbatch"):
             sw.optimizer_in_backward(model, optimizer)
-        results.append((steps, len(pipelined_of(model)._interpreter.stages._flows)))
+        results.append((steps, len(pipelined_of(model)._stages._flows)))
     return results
 
 

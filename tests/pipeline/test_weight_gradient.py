@@ -9,7 +9,7 @@ import torch
 import torch.nn.utils.parametrize
 from torch import nn
 
-from shardwise.pipeline.weight_gradient import Deferral, WeightGradients
+from shardwise.pipeline.weight_grad_store import WeightGradStore
 
 
 class Twice(nn.Module):
@@ -28,39 +28,37 @@ class Twice(nn.Module):
 
 def test_weights_come_later_and_are_the_same_to_the_last_bit():
     plain, model = Twice(), Twice()
-    deferral = Deferral(model.modules())
+    store = WeightGradStore(model.modules())
     microbatches = [torch.randn(2, 3, 6, requires_grad=True) for _ in range(3)]
-    left = []
-    for x in microbatches:
+    for index, x in enumerate(microbatches):
         mine = x.detach().requires_grad_()
-        collects = WeightGradients()
-        with deferral.to(collects):
+        with store.keep_for((0, index)):
             loss = model(mine)
         loss.backward()
-        left.append(collects)
         plain(x).backward()
         assert torch.equal(mine.grad, x.grad)
     assert model.first.weight.grad is None
     assert model.first.bias.grad is None
     assert torch.equal(model.norm.weight.grad, plain.norm.weight.grad)
-    for collects in left:
-        collects.compute()
+    for index in range(3):
+        store.compute((0, index))
     assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
     assert torch.equal(model.first.bias.grad, plain.first.bias.grad)
+    assert not store._terms
 
 
 def test_a_bias_that_is_added_after_the_layer_comes_later():
-    deferral, collects = Deferral(()), WeightGradients()
+    store = WeightGradStore(())
     weight, bias = torch.randn(6, 4, requires_grad=True), torch.randn(4, requires_grad=True)
     x = torch.randn(2, 3, 6, requires_grad=True)
-    with deferral.to(collects):
-        total = deferral.linear(x, weight, None, is_transposed=True).clone()
-        y = deferral.add(total, bias)
+    with store.keep_for((0, 0)):
+        total = store.linear(x, weight, None, is_transposed=True).clone()
+        y = store.add(total, bias)
     y.square().sum().backward()
     found, x.grad = x.grad, None
     assert weight.grad is None
     assert bias.grad is None
-    collects.compute()
+    store.compute((0, 0), [bias, weight])
     late = weight.grad, bias.grad
     weight.grad = bias.grad = None
     ((x.reshape(-1, 6) @ weight).view(2, 3, 4) + bias).square().sum().backward()
@@ -72,11 +70,11 @@ def test_a_bias_that_is_added_after_the_layer_comes_later():
 def test_a_model_may_write_to_what_a_layer_gives():
     layer, x = nn.Linear(6, 4), torch.randn(2, 3, 6, requires_grad=True)
     expected = torch.autograd.grad(layer(x).mul_(2).relu_().sum(), (x, layer.weight, layer.bias))
-    deferral, collects = Deferral([layer]), WeightGradients()
-    with deferral.to(collects):
+    store = WeightGradStore([layer])
+    with store.keep_for((0, 0)):
         loss = layer(input=x).mul_(2).relu_().sum()
     loss.backward()
-    collects.compute()
+    store.compute((0, 0))
     for found, wanted in zip((x.grad, layer.weight.grad, layer.bias.grad), expected, strict=True):
         assert torch.equal(found, wanted)
 
@@ -89,20 +87,20 @@ def test_what_is_computed_from_other_parameters_gets_its_gradient_from_autograd(
 
     layer = nn.Linear(4, 4)
     torch.nn.utils.parametrize.register_parametrization(layer, computed, Half())
-    deferral, collects = Deferral([layer]), WeightGradients()
-    with deferral.to(collects):
+    store = WeightGradStore([layer])
+    with store.keep_for((0, 0)):
         loss = layer(torch.randn(2, 4)).square().sum()
     loss.backward()
-    collects.compute()
+    store.compute((0, 0))
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
-def test_without_a_place_to_collect_gradients_are_autograds():
+def test_without_a_key_gradients_are_autograds():
     plain = Twice()
     model = copy.deepcopy(plain)
-    deferral = Deferral(model.modules())
+    store = WeightGradStore(model.modules())
     x = torch.randn(4, 6)
     for each in (plain, model):
         each(x).backward()
     assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
-    assert deferral.current is None
+    assert not store._terms

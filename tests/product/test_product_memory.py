@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.pipeline import interpret
+from shardwise.pipeline.runner import ScheduleRunner
 from shardwise.spec.chain import gpt_stages
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule
@@ -140,7 +140,7 @@ class Onlooker:
         self._count = StorageCount("cpu")
 
     def watch(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-        do = interpret._Step.do
+        do = ScheduleRunner.do
         gc.collect()
         self._count.see_all_objects()
         self._before = {key for key, size in self._count._sizes.items() if size}
@@ -149,24 +149,23 @@ class Onlooker:
         def see(step: Any, action: Any) -> None:
             do(step, action)
             self.held.append((action.kind, action.stage, self._count.live_bytes - base - self._apart(step)))
-            self.most_in_flight = max(self.most_in_flight, len(step._saved) + len(step._weights))
+            self.most_in_flight = max(self.most_in_flight, len(step._saved) + len(step._store._terms))
 
-        with mock.patch.object(interpret._Step, "do", see), self._count:
+        with mock.patch.object(ScheduleRunner, "do", see), self._count:
             sw.train_step(model, batch, num_microbatches=M)
         self._count.forget()
 
     def _apart(self, step: Any) -> int:
         """Messages on their way, gradients of inputs that wait to be sent, gradients of parameters."""
-        travels = [*step._received.values(), *step._gradients.values(), *step._sends]
+        travels = [*step._received.values(), *step._sends]
         found = [tensor for messages in travels for _, tensor in messages]
         found += [tensor for tensors in step._input_gradients.values() for tensor in tensors]
         found += [shard.whole.grad for shard in self._seen.shards if shard.whole.grad is not None]
         keys = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
         # What is sent may also be the end of a stage's activations, or what gradients of weights are made of.
         stays = [output for tape in step._saved.values() for output in tape.outputs]
-        deferred = [*step._weights.values(), *(t.weights for t in step._saved.values() if t.weights is not None)]
-        terms = [pair for weights in deferred for _, pairs in weights._terms.values() for pair in pairs]
-        stays += [tensor for pair in terms for tensor in pair if tensor is not None]
+        terms = [pair for held in step._store._terms.values() for _, pairs in held.values() for pair in pairs]
+        stays += [tensor for pair in terms for tensor in pair]
         for tensor in stays:
             keys.pop(tensor.untyped_storage()._cdata, None)
         return sum(size for key, size in keys.items() if key not in self._before)

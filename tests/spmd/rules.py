@@ -42,7 +42,7 @@ from shardwise.context.root import _Join, _MeanLoss
 from shardwise.embedding.rows import _Lookup
 from shardwise.expert.route import _Combine, _Dispatch
 from shardwise.features.batch_norm import _Normalize
-from shardwise.pipeline.weight_gradient import _Add, _Linear
+from shardwise.pipeline.weight_grad_store import _Add, _Linear
 from shardwise.tensor.linear import _ColumnLinear
 from shardwise.tensor.loss import _CrossEntropy
 from shardwise.tensor.pairs import (
@@ -188,8 +188,8 @@ def _normalize(made, *, x, weight, bias, comm):
         assert_type_like(each, x, {axis: R})
 
 
-def _linear(*, given, weight, bias, how):
-    return _product(given, weight, bias, is_transposed=how.is_transposed)
+def _linear(*, given, weight, bias, is_transposed):
+    return _product(given, weight, bias, is_transposed=is_transposed)
 
 
 def _add(*, output, bias):

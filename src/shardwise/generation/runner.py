@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm, Handle, Message
 from shardwise.generation.chunks import Chunk
 from shardwise.generation.decoder import Decoder, MakeDecoder
-from shardwise.pipeline.interpret import BoundaryTensor, Interpreter, read_header
+from shardwise.pipeline.runner import BoundaryTensor, empty_header, header, read_header
+from shardwise.pipeline.stage import Stages as PipelineStages
 from shardwise.pipeline.trace import Source, StageFlow
 
 #: Exchanges whose sends may be under way while this rank computes.
@@ -126,13 +127,13 @@ class Stages(Runner):
     """
 
     def __init__(
-        self, model: nn.Module, chunks: Sequence[Chunk], interpreter: Interpreter, comm: Comm, ranks: Sequence[int]
+        self, model: nn.Module, chunks: Sequence[Chunk], held: PipelineStages, comm: Comm, ranks: Sequence[int]
     ) -> None:
-        self._model, self._interpreter, self._comm = model, interpreter, comm
+        self._model, self._held, self._comm = model, held, comm
         self._ranks = tuple(ranks)
         self.num_stages = len(ranks)
         self.stages = tuple(stage for stage, rank in enumerate(ranks) if rank == comm.rank)
-        self.layers = {stage: _layers(interpreter, stage) for stage in self.stages}
+        self.layers = {stage: _layers(held, stage) for stage in self.stages}
         self._decoders: dict[tuple[int, int], Decoder] = {}
         self._flows: dict[tuple[int, bool], StageFlow] = {}
         self._has_begun: set[tuple[int, int]] = set()
@@ -179,7 +180,7 @@ class Stages(Runner):
             to, unit = self._ranks[stage + 1], f"activation of stage {stage}"
             sends += [(tensor.detach().contiguous().view(-1), to, unit) for tensor in tensors]
         for stage, index, flow in expected:
-            device = self._interpreter.stages.device
+            device = self._held.device
             buffers = [torch.empty(each.shape, dtype=each.dtype, device=device) for each in flow.learned[stage]]
             self._kept[stage, index] = buffers
             receives += [(each.view(-1), self._ranks[stage], f"activation of stage {stage}") for each in buffers]
@@ -201,7 +202,7 @@ class Stages(Runner):
             received = dict(zip(flow.boundary[stage - 1], self._kept.pop((stage - 1, rows.index)), strict=True))
         with torch.no_grad(), _uncompiled():
             forward = partial(decoder.call, self._model, rows.new_BT)
-            made = self._interpreter.stages.run(stage, flow, received, forward)
+            made = self._held.run(stage, flow, received, forward)
             if stage == self.num_stages - 1:
                 self._tokens[rows.index] = rows.choose(decoder.logits(made))
                 self._chosen.append(self._tokens[rows.index])
@@ -229,7 +230,7 @@ class Stages(Runner):
     def _traced(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
         """What goes from stage to stage for new tokens of this shape."""
         call = partial(_trace, rows.make_decoder)
-        return self._interpreter.stages.flow({"new tokens": ids_BT, "is padded": rows.is_padded}, call)
+        return self._held.flow({"new tokens": ids_BT, "is padded": rows.is_padded}, call)
 
     def _exchange_headers(self, expected: Sequence[_Boundary]) -> None:
         """Exchange shapes and dtypes of what crosses for the first time."""
@@ -241,17 +242,17 @@ class Stages(Runner):
                 flow.learned[stage] = tuple(
                     BoundaryTensor(tuple(t.shape), t.dtype, requires_grad=False) for t in tensors
                 )
-                header = self._interpreter.header(stage, flow.learned[stage])
-                sends.append((header.view(-1), self._ranks[stage + 1], f"shapes of stage {stage}"))
+                told = header(stage, flow.learned[stage], self._held.device)
+                sends.append((told.view(-1), self._ranks[stage + 1], f"shapes of stage {stage}"))
         for stage, _, flow in expected:
             if stage not in flow.learned:
-                header = self._interpreter.empty_header(len(flow.boundary[stage]))
-                headers.append((stage, flow, header))
-                receives.append((header.view(-1), self._ranks[stage], f"shapes of stage {stage}"))
+                told = empty_header(len(flow.boundary[stage]), self._held.device)
+                headers.append((stage, flow, told))
+                receives.append((told.view(-1), self._ranks[stage], f"shapes of stage {stage}"))
         if sends or receives:
             self._comm.exchange(sends, receives).wait()
-        for stage, flow, header in headers:
-            flow.learned[stage] = read_header(header)
+        for stage, flow, told in headers:
+            flow.learned[stage] = read_header(told)
 
 
 def _trace(make_decoder: MakeDecoder, model: nn.Module, batch: Any) -> Any:
@@ -260,9 +261,9 @@ def _trace(make_decoder: MakeDecoder, model: nn.Module, batch: Any) -> Any:
     return make_decoder(new_BT.shape[1], (), None).call(model, new_BT)
 
 
-def _layers(interpreter: Interpreter, stage: int) -> set[int]:
+def _layers(stages: PipelineStages, stage: int) -> set[int]:
     """Numbers of the layers that a stage holds, where its attention modules know theirs."""
-    held = [each.module for each in interpreter.stages.modules if each.stage == stage]
+    held = [each.module for each in stages.modules if each.stage == stage]
     modules = [module for each in held for module in each.modules()]
     numbers: list[Any] = [getattr(module, "layer_idx", None) for module in modules]
     return {number for number in numbers if isinstance(number, int)}

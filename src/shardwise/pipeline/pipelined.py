@@ -24,7 +24,7 @@ from shardwise.features.wrap import find_units
 from shardwise.forms.attachment import engine_of
 from shardwise.launch.notice import tell_once
 from shardwise.measure.meta import cut_alone
-from shardwise.pipeline.interpret import Interpreter, Step
+from shardwise.pipeline.runner import DTYPES, Job, ScheduleRunner
 from shardwise.pipeline.stage import Agreement, Stages, shown_shapes
 from shardwise.pipeline.stage_module import (
     StageModule,
@@ -34,8 +34,7 @@ from shardwise.pipeline.stage_module import (
     held_parameters,
     make_meta_copy,
 )
-from shardwise.pipeline.trace import StageFlow
-from shardwise.pipeline.weight_gradient import Deferral
+from shardwise.pipeline.weight_grad_store import WeightGradStore
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
@@ -47,11 +46,7 @@ from shardwise.tensor.apply import defer_weights
 Call = Callable[[Any, Any], Any]
 Scale = Callable[[Tensor], Tensor]
 
-#: Modules whose outputs a stage may send without a warning; encoder and decoder of T5 and their biases are four.
-_FEW = 4
 _KEY = "_shardwise_pipelined"
-#: Dtypes that a loss may have, by the number that is sent to ranks that do not compute it.
-_LOSS_DTYPES = ("fp32", "fp64", "bf16", "fp16")
 
 
 def pipelined_of(model: nn.Module) -> Pipelined | None:
@@ -112,6 +107,7 @@ class Pipelined(Uncopyable):
         meta_copy: A copy of the whole model for finding shapes. Whatever changes shapes of the model must change
             the copy, too.
         measured: Measurements of steps, inside :func:`record_pipeline`.
+        peak_saved: The most microbatches, counted once per stage, that were between forward and backward at a time.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, comms: Comms) -> None:
@@ -133,9 +129,11 @@ class Pipelined(Uncopyable):
             )
         self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
         self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
-        self._interpreter: Interpreter | None = None
+        self._stages: Stages
+        self._store: WeightGradStore
         self._parameters: tuple[nn.Parameter, ...] = ()
         self.measured: list[Measured] | None = None
+        self.peak_saved = 0
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -175,11 +173,10 @@ class Pipelined(Uncopyable):
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Let ``model``, which has its engine, run stage by stage."""
         comm = None if device.type == "meta" else self._comm  # a dry run has no peers
-        deferral = self._defer(model)
-        stages = Stages(model, self.meta_copy, self._modules, self._num_stages, device=device, comm=comm)
-        self._interpreter = Interpreter(stages, self._comm, deferral)
+        self._store = self._make_store(model)
+        self._stages = Stages(model, self.meta_copy, self._modules, self._num_stages, device=device, comm=comm)
         computed = resolve(engine_of(model, "sw.parallelize").options.policy, device).param_dtype
-        self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
+        self._stages.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
         self._parameters = tuple(model.parameters())
         engine = engine_of(model, "sw.parallelize")
@@ -194,22 +191,21 @@ class Pipelined(Uncopyable):
             if all(id(member.module()) in inside for member in unit.members) and shards.isdisjoint(self._copies):
                 yield unit
 
-    def _defer(self, model: nn.Module) -> Deferral:
-        """Defer gradients of weights where the schedule splits backward.
+    def _make_store(self, model: nn.Module) -> WeightGradStore:
+        """Store gradients of weights where the schedule splits backward.
 
-        The head's are not deferred: that would keep the gradients of logits of several microbatches, to save the stages
+        The head's are not stored: that would keep the gradients of logits of several microbatches, to save the stages
         before it one wait in a step.
         """
         head = next((each.module for each in reversed(self._modules) if each.has_parameters), None)
         layers = [module for module in model.modules() if module is not head] if self._usual.is_split else []
-        deferral = Deferral(layers)
-        defer_weights(layers, deferral)
-        return deferral
+        store = WeightGradStore(layers)
+        defer_weights(layers, store)
+        return store
 
-    def around(self) -> tuple[Interpreter, Comm, tuple[int, ...]]:
-        """The interpreter, the axis ``pp``, and the rank of each stage."""
-        assert self._interpreter is not None
-        return self._interpreter, self._comm, self._usual.ranks
+    def around(self) -> tuple[Stages, Comm, tuple[int, ...]]:
+        """The stages of this rank, the axis ``pp``, and the rank of each stage."""
+        return self._stages, self._comm, self._usual.ranks
 
     @property
     def num_microbatches(self) -> int:
@@ -232,24 +228,20 @@ class Pipelined(Uncopyable):
             The losses of the microbatches on ranks of the last stage; nothing elsewhere.
 
         Collective:
-            As :class:`Agreement`, :meth:`Interpreter.run` and :func:`~shardwise.features.pipeline_step.open_step`. All
-            ranks must call.
+            As :class:`Agreement`, :meth:`ScheduleRunner.run` and :func:`~shardwise.features.pipeline_step.open_step`.
+            All ranks must call.
         """
         engine = engine_of(model, "sw.train_step")
-        assert self._interpreter is not None
+        stages, _, ranks = self.around()
         scale(torch.zeros((), device=engine.comms.control.device))
         count = len(parts)
-        schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
+        schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
         last = None if schedule.is_split else count - 1  # in a split backward that of the input completes no unit
         with open_step(engine, lambda: sum_over_copies(engine, self._copies, self._comm), last) as opened:
-            stages = self._interpreter.stages
             agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
             flow = stages.flow(parts[0], call, agreement)
-            if not flow.learned:
-                _tell_crossings(flow)
-            told = opened.enter, opened.collect, opened.end
-            return self._run(self._interpreter, Step(schedule, parts, *bound, flow, agreement, *told, scale, backward))
+            return self._run(Job(schedule, parts, *bound, flow, agreement, opened, scale, backward))
 
     def _agree(self, stages: Stages, parts: Sequence[Any]) -> Agreement:
         key, count, trains = stages.key(parts[0]), len(parts), torch.is_grad_enabled()
@@ -258,18 +250,16 @@ class Pipelined(Uncopyable):
         trained = bytes(parameter.requires_grad for parameter in self._parameters)
         return Agreement(self._comm, f"{key!r} {count}", f"{shown} in {mode} mode", trained)
 
-    def _run(self, interpreter: Interpreter, job: Step) -> list[Tensor]:
-        if self.measured is None:
-            return interpreter.run(job)
-        agree(self._comm, 0)  # all ranks begin together
-        spans = interpreter.spans = []
+    def _run(self, job: Job) -> list[Tensor]:
+        runner = ScheduleRunner(job, self._stages, self._comm, self._store)
+        if self.measured is not None:
+            agree(self._comm, 0)  # all ranks begin together
         start = time.perf_counter()
-        try:
-            losses = interpreter.run(job)
-        finally:
-            interpreter.spans = None
-        mine = [[round((moment - start) * 1e6) for moment in span] for span in spans]
-        self.measured.append(measured(job.schedule, all_gather_json(self._comm, mine)))
+        losses = runner.run()
+        self.peak_saved = max(self.peak_saved, runner.peak_saved)
+        if self.measured is not None:
+            mine = [[round((moment - start) * 1e6) for moment in span] for span in runner.spans]
+            self.measured.append(measured(job.schedule, all_gather_json(self._comm, mine)))
         return losses
 
     def _schedule(self, count: int) -> Schedule:
@@ -283,24 +273,11 @@ class Pipelined(Uncopyable):
             total += loss.double()
         mean = (total / max(len(losses), 1)).reshape(1)
         engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.comms.num_ranks).wait()
-        code = float(_LOSS_DTYPES.index(dtype_name(losses[0].dtype))) if losses else 0.0
+        code = float(DTYPES.index(dtype_name(losses[0].dtype))) if losses else 0.0
         told = torch.full((1,), code, dtype=torch.float64, device=self._comm.host.device)
         self._comm.all_reduce(mean, unit="loss").wait()
         self._comm.host.all_reduce(told, unit="loss").wait()  # so that the host does not wait for the device
-        return mean[0].to(torch_dtype(_LOSS_DTYPES[int(told[0])]))
-
-
-def _tell_crossings(flow: StageFlow) -> None:
-    """Warn where many tensors go from stage to stage, and say why."""
-    for stage, sources in enumerate(flow.boundary):
-        names = {flow.calls[number].module.name for number, _ in sources}
-        if len(names) > _FEW:
-            tell_once(
-                f"pipeline stage {stage + 1} hands on what {len(names)} modules return, for each microbatch: the"
-                " model's forward adds them up between its blocks (x = x + block(x)). With sums inside the blocks one"
-                " tensor would do"
-            )
-            return
+        return mean[0].to(torch_dtype(DTYPES[int(told[0])]))
 
 
 @functools.lru_cache(maxsize=32)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.control import check_same, digest_text, refuse_different
 from shardwise.pipeline.stage_module import StageModule, show_zeros, zeros
-from shardwise.pipeline.trace import Leaf, Source, StageFlow, Tracer, inside_of_blocks, shape_key
+from shardwise.pipeline.trace import Source, StageFlow, Tracer, inside_of_blocks, shape_key
 from shardwise.spec.errors import StateError
 
 
@@ -73,7 +73,12 @@ _MAX_FLOWS = 256
 
 
 class Stages:
-    """The stages of a model, of which this rank holds some."""
+    """The stages of a model, of which this rank holds some.
+
+    Attributes:
+        compute_dtype: In a dry run the dtype of floating-point activations where units cast: the trace knows the
+            model's own.
+    """
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class Stages:
         self.num_stages = num_stages
         self.device = device
         self.modules = modules
+        self.compute_dtype: torch.dtype | None = None
         self._comm = comm
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._tracer: Tracer | None = None
@@ -97,7 +103,6 @@ class Stages:
         self._own = model.__dict__.get("forward")  # another replacement of the class's method
         me: weakref.ref[Stages] = weakref.ref(self)
         for module in modules:
-            assert module.meta_copy is not None
             for each in (module.module, module.meta_copy):
                 _replace_call(each, me, module)
         show_zeros(meta_copy, modules, device)
@@ -224,8 +229,7 @@ class _Pass:
         self.recomputes = recomputes
         self._stage = stage
         self._flow = flow
-        self._received = received
-        self._made: dict[Source, Tensor] = {}
+        self._held = dict(received)  # with what this stage makes for the next ones
         self._is_over = False
 
     def call(
@@ -261,12 +265,11 @@ class _Pass:
             )
         return number
 
-    def _given(self, source: Source, leaf: Leaf, device: torch.device) -> Tensor:
+    def _given(self, source: Source, leaf: Tensor, device: torch.device) -> Tensor:
         """A tensor of another stage: received, or zeros that nothing uses."""
-        assert leaf.dtype is not None
-        given = self._received.get(source)
+        given = self._held.get(source)
         if given is None:
-            given = zeros(leaf.shape, leaf.dtype, device)
+            given = zeros(leaf, device)
         return given.clone(memory_format=torch.contiguous_format) if self._flow.writes_in_place else given
 
     def _keep(self, number: int, output: Any) -> None:
@@ -274,12 +277,11 @@ class _Pass:
         leaves = tree_leaves(output) if wanted else ()
         for source in wanted:
             leaf = leaves[source[1]]
-            self._made[source] = leaf.clone() if self._flow.writes_in_place else leaf
+            self._held[source] = leaf.clone() if self._flow.writes_in_place else leaf
 
     def handed_on(self) -> tuple[Tensor, ...]:
         """The tensors for the next stage."""
-        every = {**self._received, **self._made}
-        return tuple(every[source] for source in self._flow.boundary[self._stage])
+        return tuple(self._held[source] for source in self._flow.boundary[self._stage])
 
 
 class _RootForward:

@@ -37,7 +37,7 @@ class StageModule:
 
     paths: list[str]
     module: nn.Module
-    meta_copy: nn.Module | None = None
+    meta_copy: nn.Module = field(init=False, repr=False)
     stage: int | None = None
     numel: int = field(init=False)
 
@@ -57,18 +57,15 @@ class StageModule:
 
     def copied_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters and buffers of the meta copy, by name."""
-        assert self.meta_copy is not None
         yield from self.meta_copy.named_parameters()
         yield from self.meta_copy.named_buffers()
 
     def saved_state(self) -> list[Tensor]:
         """Those of them that checkpoints hold."""
-        assert self.meta_copy is not None
         return [*self.meta_copy.state_dict(keep_vars=True).values()]
 
     def compute_copy(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Any:
         """Call the meta copy with weights of zeros on ``device``; on ``meta`` that takes neither memory nor time."""
-        assert self.meta_copy is not None
         held = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in self.copied_tensors()}
         with torch.no_grad():
             return functional_call(self.meta_copy, held, args, dict(kwargs))
@@ -180,7 +177,6 @@ def drop_foreign(
     for module in modules:
         if module.stage is None or module.stage in stages:
             continue
-        assert module.meta_copy is not None
         placeholder = Placeholder(module.module, module.meta_copy, lambda parameter: id(parameter) in kept)
         for path in module.paths:
             parent, _, name = path.rpartition(".")
@@ -249,19 +245,19 @@ def _keep_shared(module: nn.Module, placeholder: nn.Module, keeps: Callable[[Ten
 # -- the meta copy of a model
 
 
-def make_meta_copy(model: nn.Module, modules: Iterable[StageModule]) -> nn.Module:
-    """A copy of ``model`` for finding shapes: what stage modules hold is on ``meta`` and takes no memory.
+def make_meta_copy(model: nn.Module, modules: Sequence[StageModule]) -> nn.Module:
+    """A copy of ``model`` for finding shapes: parameters, and all that stage modules hold, are on ``meta``.
 
-    Everything else is copied, as a forward may write to buffers. Parameters outside of all stage modules become zeros.
+    Everything else is copied, as a forward may write to buffers.
     """
+    inside = {id(tensor) for module in modules if module.has_parameters for tensor in _tensors_of(module.module)}
     memo: dict[int, Any] = {}
-    for module in modules:
-        for tensor in _tensors_of(module.module) if module.has_parameters else ():
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            memo.setdefault(id(tensor), _like(tensor, made))
     for tensor in _tensors_of(model):
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo.setdefault(id(tensor), _as_zeros(tensor, tensor.device) if is_parameter else tensor.detach().clone())
+        if isinstance(tensor, nn.Parameter) or id(tensor) in inside:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            memo[id(tensor)] = _like(tensor, made)
+        else:
+            memo[id(tensor)] = tensor.detach().clone()
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -287,8 +283,8 @@ def show_zeros(meta_copy: nn.Module, modules: Iterable[StageModule], device: tor
             for key, tensor in registry.items():
                 if tensor is not None and tensor.is_meta:
                     is_constant = id(tensor) in inside or isinstance(tensor, nn.Parameter)
-                    shown = _as_zeros(tensor, device) if is_constant else torch.zeros_like(tensor, device=device)
-                    registry[key] = made.setdefault(id(tensor), shown)
+                    shown = zeros(tensor, device) if is_constant else torch.zeros_like(tensor, device=device)
+                    registry[key] = made.setdefault(id(tensor), _like(tensor, shown))
 
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:
@@ -302,14 +298,10 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in held}.values())
 
 
-def _as_zeros(tensor: Tensor, device: torch.device) -> Tensor:
-    return _like(tensor, zeros(tensor.shape, tensor.dtype, device))
-
-
 def _like(tensor: Tensor, made: Tensor) -> Tensor:
     return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
 
 
-def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(like: Tensor, device: torch.device) -> Tensor:
     """Zeros that take the memory of one element."""
-    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+    return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)

@@ -16,7 +16,7 @@ import copy
 import enum
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,21 +34,10 @@ Source = tuple[int, int]
 Weight = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One leaf of what a call returns.
+class Argument(NamedTuple):
+    """A leaf of what a call returns that is a leaf of its arguments."""
 
-    Attributes:
-        argument: The leaf of the arguments that is handed through; ``None``: something new.
-        shape: The shape of a new tensor.
-        dtype: The dtype of a new tensor; ``None``: the leaf is the constant ``value``.
-        value: A constant.
-    """
-
-    argument: int | None = None
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-    value: Any = None
+    place: int
 
 
 @dataclass
@@ -58,27 +47,28 @@ class Call:
     Attributes:
         module: The stage module.
         inputs: Outputs of earlier calls from which its arguments were computed.
-        leaves: What it returns; ``None`` for a call that runs on every stage, because it depends on the batch alone.
+        leaves: What it returns: a tensor on ``meta`` for a new tensor, an :class:`Argument`, or a constant. ``None``
+            for a call that runs on every stage, because it depends on the batch alone.
         spec: The structure in which the leaves lie.
         stage: The stage that computes it.
     """
 
     module: StageModule
     inputs: frozenset[Source]
-    leaves: list[Leaf] | None = None
+    leaves: list[Any] | None = None
     spec: TreeSpec | None = None
     stage: int = 0
 
-    def give(self, arguments: Sequence[Any], make: Callable[[int, Leaf], Any]) -> Any:
+    def give(self, arguments: Sequence[Any], make: Callable[[int, Tensor], Any]) -> Any:
         """What the call returns, with new tensors from ``make``."""
         assert self.leaves is not None
         assert self.spec is not None
         given = []
         for place, leaf in enumerate(self.leaves):
-            if leaf.argument is not None:
-                given.append(arguments[leaf.argument])
+            if isinstance(leaf, Argument):
+                given.append(arguments[leaf.place])
             else:
-                given.append(make(place, leaf) if leaf.dtype is not None else leaf.value)
+                given.append(make(place, leaf) if isinstance(leaf, Tensor) else leaf)
         return tree_unflatten(given, self.spec)
 
 
@@ -102,8 +92,8 @@ class StageFlow:
     writes_in_place: bool = False
     learned: dict[Hashable, Any] = field(default_factory=dict)
 
-    def leaf(self, source: Source) -> Leaf:
-        """Shape and dtype of a boundary tensor, as the trace has it."""
+    def leaf(self, source: Source) -> Tensor:
+        """A boundary tensor, as the trace has it: on ``meta``."""
         leaves = self.calls[source[0]].leaves
         assert leaves is not None
         return leaves[source[1]]
@@ -176,24 +166,18 @@ class Tracer:
                 return output
             call.inputs |= found
         leaves, call.spec = tree_flatten(output)
-        places = {id(argument): place for place, argument in enumerate(arguments) if not _is_constant(argument)}
-        call.leaves = [_leaf(leaf, places) for leaf in leaves]
+        places = {id(each): Argument(place) for place, each in enumerate(arguments) if not _is_constant(each)}
+        call.leaves = [places.get(id(leaf), leaf.to("meta") if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
         return call.give(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
 
     def _computed(self, module: StageModule, arguments: Sequence[Any], spec: TreeSpec) -> Any:
         """What the meta copy returns, where arguments that it hands through are the arguments themselves."""
         spare = [a if isinstance(a, Tensor) else _copied(a) for a in arguments]
-        given = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments]
-        versions = _versions(given)
         try:
-            args, kwargs = tree_unflatten(given, spec)
-            output = module.compute_copy(args, kwargs, torch.device("meta"))
+            given, versions, output = _attempt(module, arguments, spec, torch.device("meta"))
         except Exception as error:  # noqa: BLE001 - whatever it is, the module may need values, as Mixtral's experts do
-            given = [_with_memory(a.detach()) if isinstance(a, Tensor) else a for a in spare]
-            versions = _versions(given)
             try:
-                args, kwargs = tree_unflatten(given, spec)
-                output = module.compute_copy(args, kwargs, self._device)
+                given, versions, output = _attempt(module, spare, spec, self._device)
             except Exception as second:
                 raise PlanError(
                     f"the shapes of what {module.name!r} returns could not be found, neither on the meta device"
@@ -210,15 +194,12 @@ class Tracer:
         leaves, out_spec = tree_flatten(output)
         return tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], out_spec)
 
-    def _placeholder(self, source: Source, leaf: Leaf) -> Tensor:
-        assert leaf.dtype is not None
-        made = zeros(leaf.shape, leaf.dtype, self._device)
+    def _placeholder(self, source: Source, leaf: Tensor) -> Tensor:
+        made = zeros(leaf, self._device)
         if made.dtype.is_floating_point or made.dtype.is_complex:
             made.requires_grad_(torch.is_grad_enabled())
-        elif self._writes_in_place:
-            made = made.contiguous()
         self._marks.add(made, {source})
-        return _with_memory(made) if self._writes_in_place and made.requires_grad else made
+        return made.clone(memory_format=torch.contiguous_format) if self._writes_in_place else made
 
     def _reached(self, values: Iterable[Any]) -> frozenset[Source]:
         """The outputs of stage modules from which ``values`` were computed."""
@@ -283,8 +264,14 @@ class WritesInPlaceError(RuntimeError):
     """A placeholder without memory of its own was to be written to."""
 
 
-def _with_memory(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _attempt(
+    module: StageModule, arguments: Sequence[Any], spec: TreeSpec, device: torch.device
+) -> tuple[list[Any], list[tuple[int, int]], Any]:
+    """Copies of the arguments, their versions before the call, and what the meta copy makes of them."""
+    given = [a.detach().to(device, copy=True) if isinstance(a, Tensor) else a for a in arguments]
+    versions = _versions(given)
+    args, kwargs = tree_unflatten(given, spec)
+    return given, versions, module.compute_copy(args, kwargs, device)
 
 
 def _copied(value: Any) -> Any:
@@ -302,14 +289,6 @@ def _versions(values: Iterable[Any]) -> list[tuple[int, int]]:
 
 def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _leaf(value: Any, places: Mapping[int, int]) -> Leaf:
-    if id(value) in places:
-        return Leaf(argument=places[id(value)])
-    if isinstance(value, Tensor):
-        return Leaf(shape=tuple(value.shape), dtype=value.dtype)
-    return Leaf(value=value)
 
 
 def _assign_stages(calls: Sequence[Call], num_stages: int) -> None:

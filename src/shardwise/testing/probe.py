@@ -399,8 +399,7 @@ class Probe:
     def peak_microbatches(self) -> int:
         """Of a pipeline: the most microbatches, counted once a stage, between forward and backward at a time."""
         pipelined = pipelined_of(self._model)
-        interpreter = None if pipelined is None else pipelined._interpreter  # noqa: SLF001
-        return 0 if interpreter is None else interpreter.peak_saved
+        return 0 if pipelined is None else pipelined.peak_saved
 
     @property
     def num_updates(self) -> int:

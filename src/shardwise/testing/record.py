@@ -160,7 +160,7 @@ def _buffers(model: nn.Module, step: int) -> Iterable[tuple[str, Tensor]]:
 
 def _of_several_stages(model: nn.Module) -> set[str]:
     pipelined = pipelined_of(model)
-    modules = [] if pipelined is None else pipelined.around()[0].stages.modules
+    modules = [] if pipelined is None else pipelined.around()[0].modules
     spread = [path for module in modules if module.stage is None for path in module.paths]
     return {path for path, _ in model.named_modules() if any(f"{path}.".startswith(f"{each}.") for each in spread)}
 
@@ -168,7 +168,7 @@ def _of_several_stages(model: nn.Module) -> set[str]:
 def _around_stages(model: nn.Module) -> Iterator[str]:
     """Modules whose calls mean nothing by themselves: those around a pipeline's stage modules, and placeholders."""
     pipelined = pipelined_of(model)
-    modules = [] if pipelined is None else pipelined.around()[0].stages.modules
+    modules = [] if pipelined is None else pipelined.around()[0].modules
     paths = [path for module in modules for path in module.paths]
     for path, module in model.named_modules():
         is_around = any(each.startswith(f"{path}." if path else "") and each != path for each in paths)

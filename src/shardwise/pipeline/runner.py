@@ -1,0 +1,393 @@
+"""The schedule runner: every action in its place, on one rank.
+
+A send starts in its place and is waited for when its tensor is of no further use, or at the end of the step. A receive
+is posted one computation early, where the transport allows it, and waited for by the computation that takes it: posted
+in its place, it was measured to take 2 to 5 ms where Gloo's thread had yet to get a processor. The first message of a
+kind of batch follows a header with shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm, Handle
+from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.features.pipeline_step import PipelineStep
+from shardwise.pipeline.stage import Agreement, Stages
+from shardwise.pipeline.trace import Source, StageFlow
+from shardwise.pipeline.weight_grad_store import WeightGradStore
+from shardwise.spec.errors import StateError
+from shardwise.spec.schedule import Action, Kind, Schedule
+
+#: Gradients that may be on their way to the stage before while this rank computes.
+_SENDS_AHEAD = 2
+_MAX_DIMS = 8
+#: Dtypes that are sent as numbers.
+DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "int8", "complex64", "complex128")
+
+
+@dataclass(frozen=True)
+class BoundaryTensor:
+    """A tensor that goes from a stage to the next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def empty_header(count: int, device: torch.device) -> Tensor:
+    """Room for the header of ``count`` tensors."""
+    return torch.empty(count, 3 + _MAX_DIMS, dtype=torch.int64, device=device)
+
+
+def header(stage: int, tensors: Sequence[BoundaryTensor], device: torch.device) -> Tensor:
+    """Shapes and dtypes of what ``stage`` sends to the next stage, as a tensor."""
+    rows = []
+    for each in tensors:
+        if len(each.shape) > _MAX_DIMS:
+            raise StateError(f"pipeline stage {stage} gives a tensor of {len(each.shape)} dimensions.")
+        shape = [*each.shape, *[0] * (_MAX_DIMS - len(each.shape))]
+        rows.append([DTYPES.index(dtype_name(each.dtype)), int(each.requires_grad), len(each.shape), *shape])
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def read_header(header: Tensor) -> tuple[BoundaryTensor, ...]:
+    """The tensors that a header describes."""
+    return tuple(
+        BoundaryTensor(tuple(shape[:num_dims]), torch_dtype(DTYPES[code]), bool(needs_grad))
+        for code, needs_grad, num_dims, *shape in header.tolist()
+    )
+
+
+#: A message under way, with the memory that must live until it has been waited for.
+Message = tuple[Handle, Tensor]
+
+
+@dataclass
+class SavedMicrobatch:
+    """A microbatch of a stage between its forward and its backward."""
+
+    received: dict[Source, Tensor]
+    outputs: tuple[Tensor, ...]
+    sends: list[Message] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step.
+
+    Attributes:
+        schedule: The actions.
+        parts: The microbatches, the same on every rank of the pipeline.
+        call: Calls the model with a microbatch.
+        loss: Calls the model with a microbatch, and returns its loss.
+        flow: What goes from stage to stage for microbatches of this shape.
+        agreement: Compares what the ranks are about to do; ``None``: there are no peers.
+        step: Gathers units before a pass, collects gradients and reduces them.
+        scale: Scales a loss before its backward, for fp16.
+        backward: Computes gradients from outputs with gradients, or from a loss, as ``torch.autograd.backward``.
+    """
+
+    schedule: Schedule
+    parts: Sequence[Any]
+    call: Callable[[Any], Any]
+    loss: Callable[[Any], Tensor]
+    flow: StageFlow
+    agreement: Agreement | None
+    step: PipelineStep
+    scale: Callable[[Tensor], Tensor]
+    backward: Callable[..., None] = torch.autograd.backward
+
+
+class ScheduleRunner:
+    """Runs a schedule on the stages of this rank.
+
+    Attributes:
+        losses: The losses by microbatch, on the rank of the last stage.
+        spans: Begin and end of every computation, in seconds of ``time.perf_counter``.
+        peak_saved: The most microbatches, counted once per stage, that were between forward and backward at a time.
+    """
+
+    def __init__(self, job: Job, stages: Stages, comm: Comm, store: WeightGradStore) -> None:
+        self._job = job
+        self._flow = job.flow
+        self._stages = stages
+        self._comm = comm
+        self._store = store
+        self.losses: dict[int, Tensor] = {}
+        self.spans: list[tuple[float, float]] = []
+        self.peak_saved = 0
+        self._draws = RngStreams(stages.device) if torch.is_grad_enabled() or stages.trains else None
+        self._saved: dict[tuple[int, int], SavedMicrobatch] = {}
+        self._received: dict[tuple[Kind, int, int], list[Message]] = {}
+        self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
+        self._sends: deque[list[Message]] = deque()
+        self._unannounced: set[int] = set()  # stages whose shapes were learned in this step, and not sent yet
+        self._arrived_at = 0.0  # when the inputs of the newest computation were there
+
+    def run(self) -> list[Tensor]:
+        """Run the step; returns the losses of the microbatches in order on the rank of the last stage, [] elsewhere.
+
+        Collective:
+            Waits for the agreement before the first message. Then the messages of the schedule along ``pp``: for each
+            microbatch and each boundary tensor of two stages on different ranks its values, and back its gradient
+            where it needs one.
+        """
+        rank, schedule = self._comm.rank, self._job.schedule
+        early = {} if self._comm.is_in_order else schedule.early(rank)
+        try:
+            for place, action in enumerate(schedule.actions[rank]):
+                self.post(early.get(place, ()))
+                self.do(action)
+        finally:
+            self._store.clear()  # of a step that fails
+        self.finish()
+        return [self.losses[index] for index in sorted(self.losses)]
+
+    def do(self, action: Action) -> None:
+        """Carry out one action."""
+        self._arrived_at = time.perf_counter()
+        # No table of bound methods: a step that holds itself is freed, with all that was received, only when cycles are
+        # collected.
+        getattr(self, f"_{action.kind}")(action)
+        if not action.kind.is_message:
+            self.spans.append((self._arrived_at, time.perf_counter()))
+
+    def post(self, receives: Sequence[Action]) -> None:
+        """Post receives before their place, as far as what they receive is known."""
+        for action in receives:
+            boundary = action.stage - (action.kind is Kind.RECEIVE_ACTIVATION)
+            if self._stages.device.type != "meta" and self._known(boundary) is None:
+                return
+            self.do(action)
+
+    def finish(self) -> None:
+        """Wait for what was sent."""
+        for sends in (*self._sends, *(each.sends for each in self._saved.values())):
+            for handle, _ in sends:
+                handle.wait()
+
+    def _known(self, boundary: int) -> tuple[BoundaryTensor, ...] | None:
+        """The tensors that go from stage ``boundary`` to the next, if known."""
+        return self._flow.learned.get((self._trained, boundary))
+
+    @property
+    def _trained(self) -> int:
+        """Which parameters are trained, as a number: gradients, and so headers, depend on that."""
+        return 0 if self._job.agreement is None else self._job.agreement.wait()
+
+    # -- messages
+
+    def _send(self, tensor: Tensor, to: int, unit: str) -> Message:
+        flat = tensor.detach().contiguous().view(-1)
+        return self._comm.send(flat, to=to, unit=unit), flat
+
+    def _post_receive(self, like: BoundaryTensor, source: int, unit: str) -> Message:
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=self._stages.device)
+        return self._comm.receive(buffer.view(-1), source=source, unit=unit), buffer
+
+    def _receive(self, action: Action) -> None:
+        key = action.kind, action.stage, action.microbatch
+        assert action.peer is not None
+        if key in self._received:  # posted early
+            return
+        is_activation = action.kind is Kind.RECEIVE_ACTIVATION
+        boundary = action.stage - is_activation
+        if self._known(boundary) is None:
+            self._flow.learned[self._trained, boundary] = self._told(boundary, action.peer)
+        unit = f"{'activation' if is_activation else 'gradient'} of stage {boundary}"
+        self._received[key] = [
+            self._post_receive(each, action.peer, unit)
+            for each in self._known(boundary) or ()
+            if is_activation or each.requires_grad
+        ]
+
+    _receive_activation = _receive_gradient = _receive
+
+    def _told(self, boundary: int, peer: int) -> tuple[BoundaryTensor, ...]:
+        """What the peer's header says; in a dry run, where none sends one, what the trace says.
+
+        All that can have a gradient is then taken to need one.
+        """
+        sources, device = self._flow.boundary[boundary], self._stages.device
+        if device.type != "meta":
+            header = empty_header(len(sources), device)
+            self._comm.receive(header.view(-1), source=peer, unit=f"shapes of stage {boundary}").wait()
+            return read_header(header)
+        made = []
+        for leaf in map(self._flow.leaf, sources):
+            is_float = leaf.dtype.is_floating_point
+            dtype = self._stages.compute_dtype if is_float else None
+            made.append(BoundaryTensor(tuple(leaf.shape), dtype or leaf.dtype, is_float))
+        return tuple(made)
+
+    def _take(self, kind: Kind, stage: int, microbatch: int) -> list[Tensor] | None:
+        """What was received; ``None``: its sender is a stage of this rank."""
+        if (kind, stage, microbatch) not in self._received:
+            return None
+        tensors = []
+        for handle, buffer in self._received.pop((kind, stage, microbatch)):
+            handle.wait()
+            tensors.append(buffer)
+        self._arrived_at = time.perf_counter()
+        return tensors
+
+    def _send_activation(self, action: Action) -> None:
+        saved = self._saved[action.stage, action.microbatch]
+        assert action.peer is not None
+        if action.stage in self._unannounced:  # here, where the schedule has a send: a transport may work in order
+            self._unannounced.remove(action.stage)
+            told = header(action.stage, self._known(action.stage) or (), self._stages.device)
+            self._sends.append([self._send(told, action.peer, f"shapes of stage {action.stage}")])
+        unit = f"activation of stage {action.stage}"
+        saved.sends = [self._send(output, action.peer, unit) for output in saved.outputs]
+        if not torch.is_grad_enabled():
+            del self._saved[action.stage, action.microbatch]
+            self._send_later(saved.sends)
+
+    def _send_gradient(self, action: Action) -> None:
+        assert action.peer is not None
+        unit = f"gradient of stage {action.stage - 1}"
+        gradients = self._input_gradients.pop((action.stage, action.microbatch))
+        self._send_later([self._send(gradient, action.peer, unit) for gradient in gradients])
+
+    def _send_later(self, sends: list[Message]) -> None:
+        self._sends.append(sends)
+        while len(self._sends) > _SENDS_AHEAD:
+            for handle, _ in self._sends.popleft():
+                handle.wait()
+
+    # -- forward
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        received = self._received_by(stage, microbatch)
+        part = self._job.parts[microbatch]
+        is_last = stage == self._stages.num_stages - 1
+        forward = self._job.loss if is_last else self._job.call
+        self._job.step.enter(stage, microbatch)
+        draws = self._draws.of(stage, microbatch) if self._draws is not None else contextlib.nullcontext()
+        with draws, self._storing(action):
+            made = self._stages.run(stage, self._flow, received, lambda: forward(part))
+        if is_last:
+            self.losses[microbatch] = made.detach()  # without the graph, whose leaves are what was received
+        outputs = (made,) if is_last else made
+        if not is_last:
+            self._check(stage, outputs)
+        self._saved[stage, microbatch] = SavedMicrobatch(received, outputs)
+        self.peak_saved = max(self.peak_saved, len(self._saved))
+        if not torch.is_grad_enabled() and is_last:
+            del self._saved[stage, microbatch]
+
+    def _storing(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        return self._store.keep_for((action.stage, action.microbatch) if self._job.schedule.is_split else None)
+
+    def _received_by(self, stage: int, microbatch: int) -> dict[Source, Tensor]:
+        if stage == 0:
+            return {}
+        tensors = self._take(Kind.RECEIVE_ACTIVATION, stage, microbatch)
+        if tensors is None:
+            tensors = [output.detach() for output in self._saved[stage - 1, microbatch].outputs]
+            if not torch.is_grad_enabled():
+                del self._saved[stage - 1, microbatch]
+        for tensor, known in zip(tensors, self._known(stage - 1) or (), strict=True):
+            tensor.requires_grad_(known.requires_grad)
+        return dict(zip(self._flow.boundary[stage - 1], tensors, strict=True))
+
+    def _check(self, stage: int, outputs: Sequence[Tensor]) -> None:
+        """Compare a stage's outputs with the shapes that the next stage expects."""
+        made = tuple(BoundaryTensor(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
+        known = self._known(stage)
+        if known is None:
+            self._flow.learned[self._trained, stage] = made
+            self._unannounced.add(stage)
+        elif made != known:
+            raise StateError(
+                f"pipeline stage {stage} gave {_shown(made)} where it had given {_shown(known)} for a batch of the same"
+                " shape.\n  Pipeline stages need the same shapes every time: pad, or give batches of other shapes."
+            )
+
+    # -- backward
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        saved = self._saved.pop((stage, microbatch))
+        self._job.step.enter(stage, microbatch)
+        again = self._stages.again(stage, self._flow, saved.received)
+        with again, self._storing(action):  # what is recomputed is stored as well
+            if stage == self._stages.num_stages - 1:
+                self._job.backward([self._job.scale(saved.outputs[0] / len(self._job.parts))])
+            else:
+                gradients = self._take(Kind.RECEIVE_GRADIENT, stage, microbatch)
+                if gradients is None:
+                    gradients = self._input_gradients.pop((stage + 1, microbatch))
+                outputs = [output for output in saved.outputs if output.requires_grad]
+                if outputs:
+                    self._job.backward(outputs, gradients)
+        if self._is_last(microbatch) and not self._job.schedule.is_split:
+            self._job.step.end(stage)
+        self._job.step.collect()  # before another microbatch's come to them
+        for handle, _ in saved.sends:  # the rank that sent the gradients has received these
+            handle.wait()
+        self._input_gradients[stage, microbatch] = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in saved.received.values()
+            if tensor.requires_grad
+        ]
+
+    _backward_input = _backward
+
+    def _backward_weight(self, action: Action) -> None:
+        with torch.no_grad():
+            compute = functools.partial(self._store.compute, (action.stage, action.microbatch))
+            if self._is_last(action.microbatch):
+                self._job.step.end(action.stage, compute)
+            compute()
+            self._job.step.collect()
+
+    def _is_last(self, microbatch: int) -> bool:
+        """Backwards of a stage come in the order of microbatches."""
+        return microbatch == len(self._job.parts) - 1
+
+
+def _shown(tensors: Sequence[BoundaryTensor]) -> str:
+    return ", ".join(f"{list(each.shape)} {dtype_name(each.dtype)}" for each in tensors)
+
+
+class RngStreams:
+    """Random numbers of one step: dropout of each stage and microbatch has a stream of its own.
+
+    The ranks of a pipeline usually have the same random state, as they read the same samples. One number of it seeds
+    the step, whatever the stages draw: afterwards the states are still the same, so that loaders that shuffle by them
+    agree, and a restored state repeats the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._devices = [device] if device.type == "cuda" else []
+        self._seed = None if device.type == "meta" else int(torch.randint(1 << 62, (), device="cpu"))
+
+    @contextlib.contextmanager
+    def of(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Draw from the stream of a stage and microbatch inside."""
+        if self._seed is None:
+            yield
+            return
+        text = f"{self._seed} {stage} {microbatch}".encode()
+        with torch.random.fork_rng(devices=self._devices):
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+            # torch.manual_seed also notes a traceback for every kind of device that is not in use: 0.5 ms each time.
+            torch.default_generator.manual_seed(seed)
+            for device in self._devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            yield

@@ -1,0 +1,174 @@
+"""The second half of a split backward: gradients of weights, computed after those of a stage's inputs.
+
+A linear layer computes the gradient of its input at once, for which the stage before waits. The gradients of its weight
+and bias need the layer's input and the gradient of its output: both are kept until the schedule has time. All other
+parameters (norms, embeddings) get their gradients in the first half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shardwise.tensor.linear import linear_transposed
+
+#: A stage and a microbatch.
+Key = tuple[int, int]
+
+
+class WeightGradStore:
+    """Computes linear layers, and stores the terms of their weights' gradients until the schedule has time.
+
+    Terms are stored by key, the stage and microbatch that :meth:`keep_for` names.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._key: Key | None = None  # of what computes now; None: autograd computes gradients
+        self._terms: dict[Key, dict[int, tuple[Tensor, list[tuple[Tensor, Tensor | None]]]]] = {}
+        for module in modules:
+            if "forward" not in module.__dict__ and (_is_linear(module) or _is_transposed(module)):
+                module.__dict__["forward"] = _LinearForward(self, module)
+
+    @contextlib.contextmanager
+    def keep_for(self, key: Key | None) -> Iterator[None]:
+        """Store the gradients of what is computed inside under ``key``."""
+        self._key = key
+        try:
+            yield
+        finally:
+            self._key = None
+
+    def keep(self, key: Key, parameter: Tensor, left: Tensor, right: Tensor | None = None) -> None:
+        """Add a term to the gradient of ``parameter``: ``left @ right``, or the sum of the rows of ``left``."""
+        self._terms.setdefault(key, {}).setdefault(id(parameter), (parameter, []))[1].append((left, right))
+
+    def compute(self, key: Key, parameters: Iterable[Tensor] | None = None) -> None:
+        """Add gradients to ``.grad`` of ``parameters`` (``None``: all that are left), in autograd's order of terms."""
+        terms = self._terms.setdefault(key, {})
+        for each in [*reversed(terms)] if parameters is None else [id(parameter) for parameter in parameters]:
+            if each not in terms:
+                continue
+            parameter, pairs = terms.pop(each)
+            total = _term(*pairs[0])
+            for pair in pairs[1:]:
+                total += _term(*pair)
+            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+        if not terms:
+            del self._terms[key]
+
+    def clear(self) -> None:
+        """Forget all terms."""
+        self._terms.clear()
+
+    def linear(self, given: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+        """A linear layer: ``weight`` is (outputs, inputs), or (inputs, outputs)."""
+        key = self._key_for(weight, given.device)
+        if key is None or not (bias is None or bias.is_leaf):
+            return _linear(given, weight, bias, is_transposed)
+        return _Linear.apply(given, weight, bias, (self, key), is_transposed)
+
+    def add(self, output: Tensor, bias: Tensor) -> Tensor:
+        """``output`` with a bias added in place, after the layer's sum over ranks."""
+        key = self._key_for(bias, output.device)
+        return output.add_(bias) if key is None else _Add.apply(output, bias, (self, key))
+
+    def _key_for(self, parameter: Tensor, device: torch.device) -> Key | None:
+        """Where to store the gradient of ``parameter``; ``None``: autograd has it, as that of a computed weight."""
+        is_ready = torch.is_grad_enabled() and parameter.requires_grad and parameter.is_leaf
+        return self._key if is_ready and not _is_autocast(device) else None
+
+
+def _term(left: Tensor, right: Tensor | None) -> Tensor:
+    return left.sum(0) if right is None else left.mm(right)
+
+
+def _linear(given: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:  # noqa: FBT001 - private
+    return linear_transposed(given, weight, bias) if is_transposed else F.linear(given, weight, bias)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Transformers' ``Conv1D``, which holds the transpose of a linear layer's weight."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _is_autocast(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+_Place = tuple[WeightGradStore, Key]
+
+
+class _LinearForward:
+    """Replaces the ``forward`` of a linear layer."""
+
+    def __init__(self, store: WeightGradStore, module: nn.Module) -> None:
+        self._store = store
+        self._module = weakref.ref(module)
+        self._is_transposed = _is_transposed(module)
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        module: Any = self._module()
+        (given,) = self.__signature__.bind(*args, **kwargs).args if kwargs or len(args) != 1 else args
+        return self._store.linear(given, module.weight, module.bias, is_transposed=self._is_transposed)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose weight's gradient is stored."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd calls it by position
+        ctx: Any,
+        given: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        store: _Place,
+        is_transposed: bool,  # noqa: FBT001 - the same
+    ) -> Tensor:
+        ctx.save_for_backward(given, weight)
+        ctx.weight, ctx.bias, ctx.store, ctx.is_transposed = weight, bias, store, is_transposed
+        return _linear(given, weight, bias, is_transposed).data  # no view: a model may write to it in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (grad,), (store, key) = grad_outputs, ctx.store
+        given, weight = ctx.saved_tensors
+        # Detached: a view would hold what it is a view of, and with that the graph, the input and its gradient.
+        rows, grads = given.detach().reshape(-1, given.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        to_given = None
+        if ctx.needs_input_grad[0]:
+            to_given = grads.mm(weight.t() if ctx.is_transposed else weight).view(given.shape)
+        store.keep(key, ctx.weight, *((rows.t(), grads) if ctx.is_transposed else (grads.t(), rows)))
+        if ctx.needs_input_grad[2]:
+            store.keep(key, ctx.bias, grads)
+        return to_given, None, None, None, None
+
+
+class _Add(torch.autograd.Function):
+    """The sum with a bias whose gradient is stored. It saves nothing: a recomputation stops before it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, bias: Tensor, store: _Place) -> Tensor:
+        ctx.mark_dirty(output)
+        ctx.bias, ctx.store = bias, store
+        return output.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (grad,), (store, key) = grad_outputs, ctx.store
+        store.keep(key, ctx.bias, grad.reshape(-1, grad.shape[-1]))
+        return grad, None, None
