@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributed, nn
@@ -63,6 +64,8 @@ class Reads(nn.Module):
         super().__init__()
         self.rates = [x.item() for x in torch.linspace(0, 0.3, 4)]
         self.weight = nn.Parameter(torch.rand(30) * self.rates[3])
+        self.pair = nn.Parameter(torch.tensor([self.weight[1], self.weight[2]]) + max(self.weight.tolist()))
+        self.name = f"{self.weight[0]:.3f}"
         self.count = int((self.weight > 0.1).sum())
         self.register_buffer("large", self.weight.detach()[self.weight > 0.1] * torch.rand(self.count))
         with torch.no_grad():
@@ -325,6 +328,27 @@ def test_ranks_that_construct_otherwise_are_told() -> None:
 
 
 # -- what cannot be done
+
+
+NAMES = {"torch": torch, "array": np.ones(3, np.float32)}
+
+
+class Foreign(nn.Module):
+    """Reads a tensor by way of NumPy, or as ``use`` says."""
+
+    def __init__(self, use: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.found = use(self.weight.detach())
+
+
+@pytest.mark.parametrize("use", [Tensor.numpy, np.asarray])
+def test_a_tensor_without_values_is_not_handed_to_numpy(use):
+    with pytest.raises(sw.StateError, match="handed to NumPy") as error:
+        sw.deferred_init(lambda: Foreign(use))
+    for advice in ("tensor.tolist()", "tensor.copy_(torch.from_numpy(array))"):
+        assert advice in str(error.value)
+        sw.deferred_init(lambda advice=advice: Foreign(lambda tensor: eval(advice, NAMES | {"tensor": tensor})))
 
 
 class NoInit(nn.Module):

@@ -153,6 +153,9 @@ def deferred_init(build_model: Callable[[], nn.Module]) -> nn.Module:
     Returns:
         The model, on meta.
 
+    Raises:
+        StateError: A tensor was handed to NumPy.
+
     Example:
         >>> import torch
         >>> from torch import nn
@@ -183,8 +186,8 @@ def recorded(recording: Recording) -> Iterator[None]:
 class _NotOnMeta(TorchFunctionMode):
     """Has tensors on meta behave as others do, also where torch asks for it without an operation.
 
-    Initialisers such as ``orthogonal_`` and ``trunc_normal_`` do nothing where ``is_meta`` is true, and ``.data`` of a
-    tensor on meta takes no tensor that has values.
+    Initialisers such as ``orthogonal_`` and ``trunc_normal_`` do nothing where ``is_meta`` is true, ``.data`` of a
+    tensor on meta takes no tensor that has values, and some functions read values without an operation.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,6 +195,13 @@ class _NotOnMeta(TorchFunctionMode):
             return False
         if func == Tensor.data.__set__ and args[0].is_meta and not args[1].is_meta:  # pyrefly: ignore
             args = args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1])
+        if func in {Tensor.numpy, Tensor.__array__} and args[0].is_meta:
+            raise StateError(
+                "a tensor that has no values yet was handed to NumPy, which could write to it unseen.\n"
+                "  Read it with tensor.tolist(), and write with tensor.copy_(torch.from_numpy(array))."
+            )
+        if func in {Tensor.tolist, Tensor.__format__, torch.tensor}:
+            args = tree_map(_computed, args)
         return func(*args, **(kwargs or {}))
 
 
@@ -254,6 +264,13 @@ class _Recorder(TorchDispatchMode):
             operation.state = generator.get_state()
             operation.run(_scratch)
         self._recording.operations.append(operation)
+
+
+def _computed(value: Any) -> Any:
+    """A tensor with its values while operations are recorded: by one that needs them, for the shape of its result."""
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return value
+    return value.detach().masked_select(torch.ones_like(value, dtype=torch.bool)).view(value.shape)
 
 
 def _on_cpu(value: Any) -> Any:
