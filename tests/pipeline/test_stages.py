@@ -213,6 +213,41 @@ def test_what_is_registered_before_it_is_called():
     check(model, batch, 2)
 
 
+class Forwards(Odd):
+    """Calls the forwards of its blocks, not the blocks."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.forward(x)
+        return x.sum()
+
+
+class Again(Odd):
+    """Calls its first block behind the last, by another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = self.blocks[0]
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.again(x).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Forwards, r"'blocks\.0\.0\.bias' .*\n.*call 'blocks\.0' instead"),
+        (Again, r"'blocks\.0' on pipeline stage 0 takes"),
+    ],
+)
+def test_blocks_called_by_another_way_or_on_another_stage_are_refused(kind, says):
+    for _, stages in split(kind(), 2):
+        with pytest.raises(PlanError, match=says):
+            stages.flow((torch.randn(3, 4),), call)
+
+
 class Backwards(Odd):
     def forward(self, x):
         for block in reversed(self.blocks):
