@@ -68,6 +68,7 @@ ABOUT = {
     "features/test_in_backward_ranks.py": "forms.attachment forms.flat_parameters forms.optimizer engine.engine",
     "engine/test_profile.py": "engine.hooks",
     # models cut by hand, and the cuts
+    "tensor/test_dropout.py": "comm.record tensor.dropout",
     "tensor/test_tensor.py": "comm.record tensor",
     "state/test_logical_state.py": "checkpoint comm.axes api.shard forms.ignored",
     "tensor/test_tensor_mistakes.py": "comm.axes tensor.loss",
