@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.models import gpt
+from shardwise.testing import probe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 MODEL, WORLDS = "gpt2-medium", (8, 64)
@@ -82,11 +83,11 @@ def bytes_per_parameter(row: Row, policy: sw.PrecisionPolicy | None, world: int,
             sw.optimizer_in_backward(built[-1], adamw)
         return adamw
 
-    plan = sw.ParallelPlan(strategy=row.strategy, mp_policy=policy, keep_buffers=True)
+    plan = sw.ParallelPlan(strategy=row.strategy, mp_policy=policy)
     tokens_BT = torch.empty(1, 16, dtype=torch.int64, device="meta")
     batch = (tokens_BT, tokens_BT)
     run = sw.dry_run(build, plan, world_size=world, batch=batch, optimizer=optimizer, backend="nccl")
-    held = run.bytes_by_category
+    held = probe(built[-1]).predicted_bytes()
     total = held["parameters"] + held["gradients"] + held["optimizer"]
     total += held["gathered"] if plan.placements.keeps_gathered else 0
     return total / run.num_parameters

@@ -41,8 +41,8 @@ TRANSPORTS = ("in-order", "early-free")
 #: Layouts and agreed orders, which `make test` repeats on 3 ranks: beginnings of paths in tests/. Any other repetition
 #: is marked long, but for the smallest number of ranks above 1.
 ON_THREE = (
-    *("comm/", "engine/test_disagreement", "engine/test_gathered_slots", "engine/test_different_paths"),
-    *("engine/test_parameters", "engine/test_parity", "engine/test_slots", "engine/test_tied_weights"),
+    *("comm/", "engine/test_disagreement", "engine/test_prefetch", "engine/test_different_paths"),
+    *("engine/test_parameters", "engine/test_parity", "engine/test_released_units", "engine/test_tied_weights"),
     *("engine/test_trace_of_steps", "optim/test_granularity_ranks", "optim/test_muon", "state/test_logical_state"),
 )
 #: A module in which one of these stands starts processes that take seconds: no part of a quick look (``--quick``).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,8 +18,8 @@ from bench.compare.request import OURS, Entrant, parse
 from shardwise.api import summary
 from shardwise.forms.attachment import engine_of
 from shardwise.measure.storage import StorageCount, measure_activations
-from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.memory.activations import Activations
+from shardwise.train.model.build import TokenBatch
 
 
 class TensorCount(StorageCount):
@@ -78,9 +79,7 @@ def audit(entrant: Entrant, workload: Workload, batches: Sequence[tuple[Tensor, 
         result |= _of_replicas(engine, batches[0])
     elif entrant.engine == OURS:
         result |= _of_ours(engine, batches[0], activations)
-        plan = parse(entrant.strategy).applied_to(workload.plan)
-        if not keeps_buffers(device.type, wanted=plan.keep_buffers):
-            result |= _run_dry(entrant, workload, batches[0])
+        result |= _run_dry(entrant, workload, batches[0])
     del engine
     gc.collect()
     return result
@@ -113,12 +112,17 @@ def _of_replicas(engine: Engine, batch: tuple[Tensor, Tensor]) -> dict[str, Any]
 
 
 def _run_dry(entrant: Entrant, workload: Workload, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """The bytes of an engine that keeps no buffers; not known for a configuration, whose model may have no loss."""
-    if workload.case.config is not None:
-        return {"predicted": None, "activation_bytes": None}
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    plan = parse(entrant.strategy).applied_to(workload.plan)
-    held = sw.dry_run(workload.model, plan, world_size=world, rank=rank, batch=batch).bytes_by_category
+    """The bytes that the engine holds at the peak of a step."""
+    plan, meta = parse(entrant.strategy).applied_to(workload.plan), torch.device("meta")
+    held = sw.dry_run(
+        functools.partial(workload.model, meta),
+        plan,
+        world_size=torch.distributed.get_world_size(),
+        rank=torch.distributed.get_rank(),
+        batch=TokenBatch(*batch),
+        loss_fn=workload.objective.loss_fn,
+        forward=workload.objective.forward,
+    ).bytes_by_category
     return {"predicted": held, "activation_bytes": held.pop("activations")}
 
 

@@ -28,6 +28,7 @@ class Workload:
 
     Attributes:
         plan: Of a configuration; for named cases the default one. Its strategy is the entrant's.
+        objective: Forward and loss.
     """
 
     def __init__(self, request: Request, device: torch.device) -> None:
@@ -42,7 +43,7 @@ class Workload:
         self.device = device
         self._resolved: RunConfig | None = None
         self.plan = ParallelPlan()
-        self._objective = build.objective(is_from_hf=False, cp=1)
+        self.objective = build.objective(is_from_hf=False, cp=1)
         if self.case.config is None:
             self._part = RandomPart(SEED, 0, self.case.model["vocab_size"], self.case.seq_len)
             return
@@ -50,7 +51,7 @@ class Workload:
             read_config(Path(self.case.config), []), request.num_ranks, raises_masters=False
         )
         self.plan, config = resolved.plan, resolved.config
-        self._objective = build.objective_of(config)
+        self.objective = build.objective_of(config)
         self._part = open_data(
             resolved.source,
             seq_len=self.case.seq_len,
@@ -59,16 +60,16 @@ class Workload:
             seed=config.train.seed,
         ).train
 
-    def model(self) -> nn.Module:
+    def model(self, device: torch.device | None = None) -> nn.Module:
         """The model, with the same weights at every call and on every rank."""
         torch.manual_seed(SEED)
         if self._resolved is not None:
-            return build.build_model(self._resolved, self.device)
-        return gpt(gpt_config("gpt-tiny", **self.case.model), device=self.device)
+            return build.build_model(self._resolved, device or self.device)
+        return gpt(gpt_config("gpt-tiny", **self.case.model), device=device or self.device)
 
     def loss(self, model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """The mean loss over the tokens of a batch."""
-        return self._objective.loss(model, build.TokenBatch(inputs_BT, targets_BT))
+        return self.objective.loss(model, build.TokenBatch(inputs_BT, targets_BT))
 
     def whole_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The batches of all ranks at a step, in the order of ranks, as one."""

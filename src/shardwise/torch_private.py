@@ -188,6 +188,15 @@ def storage_identity(tensor: Tensor) -> int:
             return storage_identity(tensor._values() if tensor.is_sparse else tensor.values())
 
 
+def num_holders(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """Tensors and storages that share memory with the first of these, and references to all of them.
+
+    Two equal results tell that nobody has come to hold the tensors, or views of the first one, in between.
+    """
+    uses = torch._C._storage_Use_Count(tensors[0].untyped_storage()._cdata)
+    return uses, sum(map(sys.getrefcount, tensors))
+
+
 def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
     """``torch.autograd.backward(outputs, gradients)`` with torch function modes on; ``None``: gradients of one.
 
@@ -266,11 +275,6 @@ def hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether the user put hooks on a parameter's gradient. Tensors do not tell in public."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def apply_of(module: nn.Module) -> Callable[..., nn.Module]:
-    """The class's own ``_apply``, through which ``.to()``, ``.half()`` and the like go."""
-    return type(module)._apply.__get__(module)
 
 
 def rnn_weight_names(module: nn.RNNBase) -> list[str]:

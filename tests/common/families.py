@@ -1,6 +1,6 @@
 """Models of others, unchanged from their packages: small random ones from their configurations alone, no download.
 
-Five layers where the family has layers, so that slots are handed on; dropout is on where the family has it.
+Five layers where the family has layers, so that units are released; dropout is on where the family has it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models that every strategy is compared on: five blocks and more, so that two slots are handed on."""
+"""The models that every strategy is compared on: five blocks and more, so that units are released."""
 
 from __future__ import annotations
 

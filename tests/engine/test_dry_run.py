@@ -27,12 +27,16 @@ def plan_of(preset: str, policy: sw.PrecisionPolicy | None = None) -> sw.Paralle
     return sw.ParallelPlan(strategy=preset, mp_policy=policy)
 
 
+#: What is allocated and freed in a step.
+IN_A_STEP = ("gathered", "gradients", "reduce")
+
+
 def as_rows(events: list) -> list[tuple]:
     return [(event.kind, event.axis, event.unit, event.dtype, event.sent_bytes) for event in events]
 
 
 def real_step(name: str, plan: sw.ParallelPlan, num_microbatches: int = 1) -> tuple[list, dict[str, int]]:
-    """The events of the third step, and the closed form's bytes."""
+    """The events of the third step, and the closed form's bytes: the most of each category."""
     model = sw.parallelize(models.build(name), plan)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
@@ -50,6 +54,14 @@ def every_real_step() -> dict:
     return found | {("gpt", "zero3", "bf16"): real_step("gpt", plan_of("zero3", BF16))}
 
 
+def check_bytes(dry: sw.DryRun, most: dict[str, int], case: object) -> None:
+    """What a dry run holds beside activations. A category may not be at its most at the peak of all together."""
+    found = {name: size for name, size in dry.bytes_by_category.items() if name != "activations"}
+    assert found.keys() == most.keys()
+    for category, size in found.items():
+        assert 0 <= size <= most[category] if category in IN_A_STEP else size == most[category], (case, category)
+
+
 def check_dry(name: str, plan: sw.ParallelPlan, world: int, rank: int, *, real: tuple, count: int = 1) -> None:
     """A dry run has the events and the bytes of a real step."""
     events, held = real
@@ -63,9 +75,8 @@ def check_dry(name: str, plan: sw.ParallelPlan, world: int, rank: int, *, real: 
         num_microbatches=count,
     )
     assert as_rows(dry.events) == events, (name, plan, rank)
-    found = dict(dry.bytes_by_category)
-    assert found.pop("activations") > 0
-    assert found == held, (name, plan, rank)
+    assert dry.bytes_by_category["activations"] > 0
+    check_bytes(dry, held, (name, plan, rank))
     assert dry.peak_bytes == sum(dry.bytes_by_category.values())
 
 
@@ -142,12 +153,16 @@ def build_wide() -> nn.Module:
     return sw.models.gpt("gpt-tiny", num_layers=4, hidden=128, num_heads=4, vocab_size=512, seq_len=128)
 
 
-def wide_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens_BT = torch.zeros(2, 128, dtype=torch.int64)
+def wide_batch(seq_len: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens_BT = torch.zeros(2, seq_len, dtype=torch.int64)
     return tokens_BT, tokens_BT.clone()
 
 
-def measured_peak(plan: sw.ParallelPlan) -> int:
+def measured_peaks(plans: list[sw.ParallelPlan], seq_len: int) -> list[int]:
+    return [measured_peak(plan, seq_len) for plan in plans]
+
+
+def measured_peak(plan: sw.ParallelPlan, seq_len: int) -> int:
     """The most bytes of tensors that forward and backward of the third step hold, found from outside."""
     count = StorageCount("cpu")
     count.see_all_objects()
@@ -155,7 +170,7 @@ def measured_peak(plan: sw.ParallelPlan) -> int:
     count.forget()
     model = sw.parallelize(build_wide(), plan)
     optimizer = torch.optim.AdamW(model.parameters())
-    inputs = wide_batch()
+    inputs = wide_batch(seq_len)
     descend(optimizer, (model(*inputs) for _ in range(2)))
     with StorageCount("cpu") as count:
         count.see_all_objects()
@@ -164,43 +179,30 @@ def measured_peak(plan: sw.ParallelPlan) -> int:
     return count.peak_bytes - others - sum(tensor.nbytes for tensor in inputs)
 
 
-@pytest.mark.parametrize("keeps_buffers", [True, False])
-@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
-def test_the_peak_is_that_of_a_real_run(preset, keeps_buffers):
-    plan = sw.ParallelPlan(strategy=preset, keep_buffers=keeps_buffers)
-    dry = sw.dry_run(build_wide, plan, world_size=2, batch=wide_batch(), backend="gloo")
-    for measured in run_on_ranks(measured_peak, 2, plan):
-        assert dry.peak_bytes == pytest.approx(measured, rel=0.02)
-    assert dry.bytes_by_category["activations"] > dry.peak_bytes / 4  # else this test would say little about them
+@pytest.mark.parametrize(("world", "seq_len"), [(1, 128), (2, 128), (2, 4), (4, 128)])
+def test_the_peak_is_that_of_a_real_run(world, seq_len):
+    """With 128 tokens activations are a large part; with four, gradients that wait for their unit are the peak."""
+    plans = [sw.ParallelPlan(strategy=preset) for preset in PRESETS]
+    dry = [sw.dry_run(build_wide, p, world_size=world, batch=wide_batch(seq_len), backend="gloo") for p in plans]
+    for measured in run_on_ranks(measured_peaks, world, plans, seq_len):
+        for preset, run, peak in zip(PRESETS, dry, measured, strict=True):
+            assert run.peak_bytes == pytest.approx(peak, rel=0.02), preset
+    if seq_len == 128:
+        assert all(run.bytes_by_category["activations"] > run.peak_bytes / 5 for run in dry)
 
 
-def test_buffers_are_kept_on_the_cpu_and_not_on_a_gpu():
-    held = {
-        (backend, keeps): sw.dry_run(
-            build_wide, sw.ParallelPlan(keep_buffers=keeps), world_size=2, batch=wide_batch(), backend=backend
-        ).bytes_by_category
-        for backend in ("gloo", "nccl")
-        for keeps in ("auto", True, False)
-    }
-    assert held["gloo", "auto"] == held["gloo", True] != held["gloo", False]
-    assert held["nccl", "auto"] == held["nccl", False] != held["nccl", True]
-    assert sum(held["nccl", False].values()) < sum(held["nccl", True].values())
-    kept, at_peak = held["nccl", True], held["nccl", False]
-    assert (kept["parameters"], kept["optimizer"]) == (at_peak["parameters"], at_peak["optimizer"])
+def test_a_category_is_what_it_has_at_the_peak_and_no_more_than_the_most_of_it():
+    plan = sw.ParallelPlan()
+    at_peak = sw.dry_run(build_wide, plan, world_size=2, batch=wide_batch(), backend="nccl").bytes_by_category
+    most = dict(run_on_ranks(most_by_category, 2)[0])
+    assert (at_peak["parameters"], at_peak["optimizer"]) == (most["parameters"], most["optimizer"])
     for category in ("gradients", "gathered", "reduce"):
-        assert 0 <= at_peak[category] <= kept[category]
-    assert at_peak["activations"] <= kept["activations"] + kept["reduce"]  # gradients that wait for the end of the unit
+        assert 0 <= at_peak[category] <= most[category]
+    assert at_peak["gathered"] > 0
 
 
-def summaries() -> list[tuple[bool, str]]:
-    found = [sw.summary(model) for model in (sw.fully_shard(build_wide()), sw.parallelize(build_wide()))]
-    return [(each.keeps_buffers, str(each)) for each in found]
-
-
-def test_a_summary_says_whether_buffers_are_kept():
-    for is_kept, text in run_on_ranks(summaries, 1)[0]:
-        assert is_kept
-        assert "slots for gathered parameters, kept from step to step" in text
+def most_by_category() -> dict[str, int]:
+    return probe(sw.parallelize(build_wide())).predicted_bytes()
 
 
 class Pair(nn.Module):
@@ -210,22 +212,6 @@ class Pair(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x))
-
-
-def test_on_a_gpu_the_gradients_of_a_unit_are_moved_together():
-    plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class(Pair), keep_buffers=True)
-    held = {
-        backend: sw.dry_run(
-            lambda: nn.Sequential(*(Pair() for _ in range(4))),
-            plan,
-            world_size=2,
-            batch=torch.zeros(1, 512),
-            loss_fn=_summed,
-            backend=backend,
-        ).bytes_by_category["activations"]
-        for backend in ("gloo", "nccl")
-    }
-    assert held["nccl"] - held["gloo"] == 4 * 512 * 512  # the first to come waits for the other
 
 
 def test_on_gpus_more_small_units_travel_together_the_more_ranks_there_are():

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import State
 from shardwise.forms.attachment import engine_of
 from shardwise.testing import run_on_ranks
@@ -84,7 +84,7 @@ class RaisesOnce(Observer):
 def test_of_a_unit_of_which_half_was_gathered_nothing_is_under_way() -> None:
     plain, model, engine = sharded(HalfFrozen)
     observer, x = RaisesOnce(), torch.ones(2, 4)
-    engine.observers.add(observer)
+    engine.extras.add(observer)
     with pytest.raises(RuntimeError, match="no second group"):
         model(x)
     left = sum(len(unit.handles) for unit in engine.units)

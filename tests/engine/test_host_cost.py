@@ -26,7 +26,7 @@ from tests.common.oracle import PRESETS
 from tests.common.ranks import on_ranks
 
 WATCHED: dict[type, tuple[str, ...]] = {
-    Engine: ("before_forward", "after_forward", "on_ticket", "end_backward"),
+    Engine: ("before_forward", "after_forward", "pre_backward", "end_backward"),
     Unit: ("move_to",),
     GlooComm: ("all_gather", "reduce_scatter", "all_reduce"),
 }
@@ -90,7 +90,7 @@ def test_a_world_of_one_does_everything_that_a_world_of_two_does():
         assert calls(one[preset]) == calls(two[preset]) == calls(other[preset]), preset
         assert moves(one[preset]) == moves(two[preset]) == moves(other[preset]), preset
         kinds = {entry[0] for entry in one[preset]}
-        assert kinds >= {"before_forward", "after_forward", "on_ticket", "end_backward", "move_to"}
+        assert kinds >= {"before_forward", "after_forward", "pre_backward", "end_backward", "move_to"}
         assert kinds & {"reduce_scatter", "all_reduce"}
 
 
@@ -107,7 +107,7 @@ def test_a_step_calls_each_hook_once_for_a_call_and_moves_a_unit_no_more_than_ei
         assert len(units) == 9  # eight of six blocks each, and the root
         for unit in units:
             num_modules = 1 if unit == "root" else 6
-            for hook in ("before_forward", "after_forward", "on_ticket"):
+            for hook in ("before_forward", "after_forward", "pre_backward"):
                 assert count[hook, unit] == num_modules, (preset, hook, unit)
             assert count["move_to", unit] <= MOST_MOVES, (preset, unit)
             assert count["all_gather", unit] <= 2, (preset, unit)

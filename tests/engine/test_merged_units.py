@@ -18,8 +18,8 @@ from tests.engine import (
     test_different_paths,
     test_disagreement,
     test_pitfalls,
+    test_released_units,
     test_side_doors,
-    test_slots,
 )
 from tests.engine import test_hybrid_ranks as test_hybrid
 from tests.features import test_activation_checkpointing, test_recomputation
@@ -28,10 +28,10 @@ from tests.features import test_activation_checkpointing, test_recomputation
 PAIRS, ALL = 2000, 1 << 30
 
 SCENARIOS = {
-    "orders": (test_slots.orders,),
-    "frozen": (test_slots.frozen,),
-    "several forwards": (test_slots.several_forwards,),
-    "branches": (test_slots.branches,),
+    "orders": (test_released_units.orders,),
+    "frozen": (test_released_units.frozen,),
+    "several forwards": (test_released_units.several_forwards,),
+    "branches": (test_released_units.branches,),
     "skips": (test_disagreement.skips,),
     "recomputation": (test_recomputation.recompute, False),
     "reentrant recomputation": (test_recomputation.recompute, True),

@@ -420,7 +420,7 @@ def test_summary_record_and_calls_on_a_plain_module():
     assert "order of gathers: recorded in the first step" in found["before"]
     blocks = " ".join(f"blocks.{index}" for index in range(5))
     assert f"gathered in forward:  root {blocks}" in text
-    assert "pool: 3 slots for gathered parameters" in text
+    assert "gathered, reduce: the most at one moment" in text
     assert "bytes on this rank: " in text
     for index in range(5):
         assert re.search(rf"\n  blocks\.{index} +Block ", text)
@@ -501,13 +501,13 @@ def test_ranks_with_other_weights_take_rank_zeros_or_refuse():
 
 @on_ranks(2)
 def test_between_steps_nothing_is_gathered():
-    """Slots hold NaN between steps: nothing outside of a forward can see them."""
+    """Gathered buffers have no memory between steps: nothing outside of a forward can see them."""
 
     for strategy in SHARDED:
         with checks():
             model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
             plain_loss(model, 0, 0).backward()
             assert probe(model).gathered == ()
-            assert probe(model).slots
-            assert all(slot.isnan().any() for slot in probe(model).slots)
+            assert probe(model).gathered_buffers
+            assert all(buffer.untyped_storage().nbytes() == 0 for buffer in probe(model).gathered_buffers)
             assert not any(own(p).isnan().any() for p in model.parameters())

@@ -288,8 +288,6 @@ def test_sparse_tensors_may_be_saved_for_backward_and_returned():
     with planned(merge_units=False):
         compare_each(lambda: Chain(Graph), plain_loss)
         compare_each(HandsEdgesOn, plain_loss, auto_wrap_policy=sw.wrap_by_class({Edges, Block}))
-    with planned(keep_buffers=False, only=("zero3",)):
-        compare_each(lambda: Chain(Graph), plain_loss)
     model = Chain()
     model.register_buffer("edges", Graph().rows, persistent=False)
     message = refusal(StateError, sw.parallelize, model)
@@ -495,13 +493,6 @@ def test_ranks_may_use_different_parameters_of_a_unit_and_unused_ones_keep_no_gr
 def test_a_parameter_that_no_rank_used_keeps_no_gradient():
     for trained in compare_each(Choosing, only_rank_one, SHARDED, steps=2).values():
         assert all(p.grad is None for block in trained.model.blocks for p in block.never.parameters())
-
-
-@on_ranks(2)
-def test_memory_that_is_not_kept_is_there_whenever_it_is_needed():
-    with planned(keep_buffers=False, only=("zero1", "zero3")):
-        for scenario in (outputs_of_others, repeated_backwards, exceptions, used_flags):
-            scenario()
 
 
 class Residual(nn.Module):

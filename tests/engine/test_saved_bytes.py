@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.testing import StorageCount, run_on_ranks
 from tests.common.oracle import descend
 
-BATCH, SEQ, HIDDEN, HEADS, LAYERS = 2, 48, 64, 4, 6
+BATCH, SEQ, HIDDEN, HEADS, LAYERS = 16, 48, 64, 4, 6
 ROW = BATCH * SEQ * 4  # bytes of one feature of every token
 
 

@@ -359,18 +359,18 @@ def held_gradients(strategy, is_in_backward):
     if is_in_backward:
         sw.optimizer_in_backward(model, optimizer)
     most, parameters = [0], [shard.parameter for shard in probe(model).shards]
-    drain = Engine._drain_one
+    drain = Engine._finish_oldest
 
     def watched(engine):
         result = drain(engine)
         most[0] = max(most[0], sum(p.grad.nbytes for p in parameters if p.grad is not None))
         return result
 
-    Engine._drain_one = watched
+    Engine._finish_oldest = watched
     try:
         train(model, optimizer, plain_loss, 0, 3)
     finally:
-        Engine._drain_one = drain
+        Engine._finish_oldest = drain
     return most[0], probe(model).held_bytes()["gradients"]
 
 

@@ -16,6 +16,7 @@ from tests.common.late_copies import late_copies
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
 from tests.common.own import own
 from tests.common.ranks import on_ranks
+from tests.engine.test_dry_run import check_bytes
 
 
 def shard_by_hand(model: nn.Module) -> nn.Module:
@@ -34,7 +35,7 @@ def test_fully_shard_offloads_unit_by_unit():
     shown = str(sw.summary(trained.model))
     assert shown.count(", on the host") == 3
     assert "before activations; " in shown
-    assert sum(kind is Transfers for kind in engine_of(trained.model, "test").shared) == 1
+    assert engine_of(trained.model, "test").extras.find(Transfers) is not None
 
 
 class Adapted(Chain):
@@ -214,8 +215,7 @@ def test_beside_other_fields_of_the_plan_numbers_and_messages_stay_and_bytes_are
                 batch=models.batch(0, 0, 0),
                 backend="gloo",
             )
-            held = {name: size for name, size in dry.bytes_by_category.items() if name != "activations"}
-            assert held == predicted, (options, policy)
+            check_bytes(dry, predicted, (options, policy))
             assert predicted["host"] > 0
 
 
@@ -243,7 +243,7 @@ def test_flags_on_the_host_are_read_when_their_copy_has_been_waited_for():
         engine = engine_of(model, "test")
         (group,) = engine.groups
         for _ in range(2):
-            group.fulls[1 - rank].grad = torch.ones(64)
+            group.unsharded[1 - rank].grad = torch.ones(64)
             group.gradient.collect(engine.gradients)
             group.gradient.reduce(engine.gradients).wait()
             group.gradient.finish(engine.gradients)

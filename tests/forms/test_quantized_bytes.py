@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.common.models import LowRank
 from tests.common.oracle import PRESETS
-from tests.engine.test_memory import SMALL_BYTES, Storages, batch, everything_alive, train
+from tests.engine.test_memory import SMALL_BYTES, Storages, batch, everything_alive, most_in_use, train
 
 #: The form, and the model: one in 16 bit, an fp32 model with or without bf16 compute.
 CASES = (
@@ -51,10 +51,13 @@ def measure(preset: str, form: str, kind: str) -> dict[str, object]:
     model = sw.parallelize(build(kind), plan_of(preset, form, kind))
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = batch()
-    train(model, optimizer, inputs, 2)
-    with sw.record_collectives(model) as events:
-        model(*inputs).backward()
-    held = everything_alive().without(before, Storages().see(inputs)).num_bytes if is_weighed else None
+    with most_in_use(probe(model)) as most:
+        train(model, optimizer, inputs, 2)
+        with sw.record_collectives(model) as events:
+            model(*inputs).backward()
+    held = None
+    if is_weighed:
+        held = everything_alive().without(before, Storages().see(inputs)).num_bytes + sum(most.values())
     seen = probe(model)
     linear = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     frozen = [shard for shard in seen.shards if shard.name.rpartition(".")[0] in linear]

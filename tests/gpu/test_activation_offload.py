@@ -88,7 +88,7 @@ def peaks() -> list[tuple[int, int, bool]]:
     found = []
     for offloaded in (False, True):
         model, _ = train({"offload_activations": offloaded}, hidden=512, rows=256, steps=2)
-        offload = engine_of(model, "test").observers.find(ActivationOffload)
+        offload = engine_of(model, "test").extras.find(ActivationOffload)
         tokens = torch.randint(0, 64, (256, 16)).cuda()
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated()

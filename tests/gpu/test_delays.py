@@ -1,6 +1,6 @@
 """NCCL that is slow, on one GPU: every collective begins late and ends late, on its stream, while the host goes on.
 
-In bf16 with fp32 masters a world of one gathers and reduces through slots and pooled buffers. What is released is
+In bf16 with fp32 masters a world of one gathers and reduces through buffers that are freed. What is released is
 filled with NaN. A result that is used too early, or memory that is given away too early, shows as other losses.
 """
 

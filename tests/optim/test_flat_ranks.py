@@ -83,6 +83,23 @@ def test_every_elementwise_optimizer_is_bitwise_in_two_weight_decay_groups():
 
 
 @on_ranks(2)
+def test_a_gradient_that_the_caller_holds_stays_what_it_was():
+    """As surgery on gradients holds them over ``zero_grad()`` and the next backward."""
+    for strategy in ("ddp", "zero3"):
+        model = sw.parallelize(even(), sw.ParallelPlan(strategy=strategy))
+        optimizer = torch.optim.SGD(sw.flat_parameters(model), lr=1e-2)
+        kept: list[list[torch.Tensor]] = []
+        for step in range(3):
+            even_loss(model, dist.get_rank(), step).backward()
+            held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            kept += [held, [grad.to_local().clone() if hasattr(grad, "to_local") else grad.clone() for grad in held]]
+            optimizer.zero_grad()
+        for held, copies in zip(kept[::2], kept[1::2], strict=True):
+            for grad, before in zip(held, copies, strict=True):
+                assert torch.equal(grad.to_local() if hasattr(grad, "to_local") else grad, before), strategy
+
+
+@on_ranks(2)
 def test_fused_is_bitwise_where_no_parameter_ends_in_a_tail():
     compare_each(
         even,

@@ -41,7 +41,7 @@ def plan_of(case, pp, tp=1):
 
 
 def measure(cases, pp, tp=1):
-    """The most that a step of the steady state holds beside what lies between steps; and what is predicted of that."""
+    """The most that each rank holds in a step of the steady state."""
     found = []
     tokens = torch.zeros(ROWS * num_microbatches(pp), SEQ, dtype=torch.int64)
     gc.collect()
@@ -50,19 +50,20 @@ def measure(cases, pp, tp=1):
         with StorageCount("cpu") as count:
             model = sw.parallelize(build(pp), plan_of(case, pp, tp))
             optimizer = torch.optim.AdamW(model.parameters())
-            between = []
+            between, seen = [], probe(model)
             for _ in range(3):
+                seen.free_gradients()
                 count.begin_peak()
                 before = count.live_bytes
+                rest = sum(seen.held_bytes(optimizer).values())
                 sw.train_step(model, (tokens, tokens))
                 optimizer.step()
                 optimizer.zero_grad()
                 between.append(count.live_bytes)
-            step_bytes = count.peak_bytes - before
-            held = probe(model).predicted_bytes(num_microbatches=num_microbatches(pp))
+            peak_bytes = rest + count.peak_bytes - before
             count.forget()
         assert between[1] == between[2], "a step leaves nothing behind"
-        found.append((held, step_bytes))
+        found.append(peak_bytes)
     return found
 
 
@@ -71,10 +72,9 @@ def check(cases, pp, tp=1):
     tokens = torch.zeros(ROWS, SEQ, dtype=torch.int64)
     for place, case in enumerate(cases):
         for rank, results in enumerate(ranks):
-            held, step_bytes = results[place]
             plan = plan_of(case, pp, tp)
             dry = sw.dry_run(lambda: build(pp), plan, world_size=pp * tp, rank=rank, batch=(tokens, tokens))
-            assert dry.bytes_by_category == held | {"activations": step_bytes}, (case, rank)
+            assert 0 <= results[place] - dry.peak_bytes <= 8, (case, rank)  # the mean of losses, in some schedules
 
 
 def test_two_stages_hold_what_their_dry_runs_say():
@@ -99,13 +99,11 @@ def activation_bytes(schedule, pp, rank, count):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_activations_are_those_of_the_microbatches_in_flight(rank):
-    """Each takes what its forward keeps, beside one in its backward; one message is awaited, two gradients are sent."""
-    alone, two, three = (activation_bytes("gpipe", 4, rank, count) for count in (1, 2, 3))
-    awaited_bytes = ROWS * SEQ * 32 * 4
-    assert two == alone + (three - two) + awaited_bytes
+    """Each takes what its forward keeps, beside one in its backward; two gradients are sent."""
+    two, three = (activation_bytes("gpipe", 4, rank, count) for count in (2, 3))
     message_bytes = 0 if rank == 0 else ROWS * SEQ * 32 * 4
     for schedule, count in (("gpipe", 6), ("1f1b", 3), ("1f1b", 5), ("1f1b", 8)):
         in_flight = peak_held(schedule, 4, count, 1, rank).activations
         pending = min(2, count - in_flight) * message_bytes
-        expected = alone + (in_flight - 1) * (three - two) + awaited_bytes + pending
+        expected = two + (in_flight - 2) * (three - two) + pending
         assert activation_bytes(schedule, 4, rank, count) == expected, (schedule, count)

@@ -159,7 +159,7 @@ def watch(options: dict[str, Any], tied: bool = False) -> list[str]:
             if step == 2:
                 events = stack.enter_context(sw.record_collectives(model))
                 stack.enter_context(note(ScheduleRunner, "do", str))
-                stack.enter_context(note(Engine, "on_ticket", lambda _call, unit: f"enter {unit.name}"))
+                stack.enter_context(note(Engine, "pre_backward", lambda _call, unit: f"enter {unit.name}"))
             sw.train_step(model, batch(), num_microbatches=M)
     reductions = {"reduce_scatter", "all_reduce"}
     return [

@@ -36,7 +36,7 @@ def test_a_step_that_fails_leaves_the_shards_in_the_modules():
     def call(model, part):
         seen.append(part)  # the first is the trace
         if len(seen) > 2:
-            assert all(unit.is_swapped for unit in engine.units if unit.groups), "they stay between passes"
+            assert all(unit.uses_unsharded for unit in engine.units if unit.groups), "they stay between passes"
         if len(seen) == 4:
             raise OSError("the device is gone")
         return call_model(model, part)
@@ -45,7 +45,7 @@ def test_a_step_that_fails_leaves_the_shards_in_the_modules():
     with pytest.raises(OSError, match="the device is gone"):
         pipelined.losses(model, parts, call, call)
     assert len(seen) == 4
-    assert not any(unit.is_swapped for unit in engine.units)
+    assert not any(unit.uses_unsharded for unit in engine.units)
 
 
 def test_only_a_pipeline_is_recorded():

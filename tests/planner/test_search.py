@@ -186,7 +186,7 @@ def test_activations_go_to_the_host_where_nothing_else_fits() -> None:
     alone = {"strategy": "zero3", "micro_batch": 20, "tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1}
     made = search(find_shape("gpt-175b"), cluster, workload, **alone)[0]
     assert (made.fits, made.plan.offload_activations, made.workload.recompute) == (True, True, "full")
-    kept = {"offload_activations": False, "gathered_slots": "auto"}
+    kept = {"offload_activations": False, "backward_prefetch": 1}
     without = search(find_shape("gpt-175b"), cluster, workload, **alone, **kept)[0]
     assert not without.fits
     assert made.step_time_s == pytest.approx(without.step_time_s, rel=0.01)  # the copies are hidden
@@ -204,8 +204,8 @@ def test_one_slot_is_proposed_where_activations_on_the_host_are_not_enough() -> 
     workload = Workload(seq_len=2048, global_batch=128 * 4)
     alone = {"strategy": "zero3", "micro_batch": 4, "tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1}
     made = search(find_shape("gpt-1t"), cluster, workload, **alone)[0]
-    assert (made.fits, made.plan.offload_activations, made.plan.gathered_slots) == (True, True, 1)
-    without = search(find_shape("gpt-1t"), cluster, workload, **alone, gathered_slots="auto")[0]
+    assert (made.fits, made.plan.offload_activations, made.plan.prefetch) == (True, True, (0, 0))
+    without = search(find_shape("gpt-1t"), cluster, workload, **alone, backward_prefetch=1)[0]
     assert not without.fits
     assert without.memory.allocated_bytes - made.memory.allocated_bytes == pytest.approx(2 * 12 * 25600**2, rel=0.01)
     assert made.step_time_s > without.step_time_s  # gathers are waited for

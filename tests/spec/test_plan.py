@@ -8,7 +8,6 @@ import re
 import pytest
 
 from shardwise.spec.errors import MeshError, PlacementError, PlanError
-from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, plan_fields
 from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize
@@ -70,16 +69,6 @@ def test_what_is_left_alone_is_named_by_patterns_or_given_itself() -> None:
 def test_defaults_take_the_whole_world() -> None:
     assert ParallelPlan().mesh(4).dp_shard == 4
     assert ParallelPlan(strategy="ddp").mesh(3).dp_shard == 3
-
-
-def test_buffers_are_kept_where_the_device_says_so_unless_the_plan_does() -> None:
-    assert ParallelPlan().keep_buffers == "auto"
-    assert [keeps_buffers(device, wanted="auto") for device in ("cpu", "cuda")] == [True, False]
-    for wanted in (True, False):
-        assert [keeps_buffers(device, wanted=wanted) for device in ("cpu", "cuda")] == [wanted, wanted]
-    for wrong in ("yes", 1, None):
-        with pytest.raises(PlanError, match=r"keep_buffers=.*: expected 'auto', True or False"):
-            ParallelPlan(keep_buffers=wrong)
 
 
 def test_a_plan_is_frozen() -> None:

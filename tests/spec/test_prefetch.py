@@ -25,8 +25,8 @@ def follow(order: AgreedOrder, path: list[int], *, anew: bool = False) -> list[i
     issued: list[int] = []
     order.start(anew=anew)
     for unit in path:
-        issued += [*order.reach(unit), unit]
-    return in_places(issued + list(order.rest()))
+        issued += [*order.advance_to(unit), unit]
+    return in_places(issued + list(order.finish()))
 
 
 def in_places(path: list[int]) -> list[int]:
@@ -120,7 +120,7 @@ def test_what_is_upcoming_is_what_comes(path):
         assert list(order.upcoming(3)) == path[index : index + 3]
         assert order.remaining(unit) == path[index:].count(unit)
         assert not order.is_last(unit)
-        order.reach(unit)
+        order.advance_to(unit)
     assert order.upcoming() == []
     assert order.is_last(path[-1])
     assert not order.is_last(path[-1] + 1)
@@ -170,16 +170,16 @@ def test_the_example_of_the_docstring():
     order = AgreedOrder()
     follow(order, [0, 1, 2])
     order.start()
-    assert list(order.reach(2)) == [0, 1]
-    assert list(order.rest()) == []
+    assert list(order.advance_to(2)) == [0, 1]
+    assert list(order.finish()) == []
 
 
 def test_while_a_skipped_unit_is_visited_the_cursor_stands_behind_it():
     order = AgreedOrder()
     follow(order, [0, 1, 0, 2])
     order.start()
-    list(order.reach(0))
-    assert [(unit, order.remaining(0)) for unit in order.reach(2)] == [(1, 1), (0, 0)]
+    list(order.advance_to(0))
+    assert [(unit, order.remaining(0)) for unit in order.advance_to(2)] == [(1, 1), (0, 0)]
     assert order.is_last(2)
 
 
@@ -199,7 +199,7 @@ def test_changes_are_counted():
 def test_a_first_pass_that_ends_by_an_exception_is_no_record():
     order = AgreedOrder()
     order.start()
-    order.reach(0)
+    order.advance_to(0)
     order.start()  # the next pass begins without an end of the last
     assert not order.is_recorded
     assert follow(order, [0, 1]) != []
@@ -324,13 +324,13 @@ def test_where_a_rank_fails_while_ranks_negotiate_all_others_raise():
 
     def body(rank: int) -> str:
         orders[rank].start()
-        list(orders[rank].reach(0))
+        list(orders[rank].advance_to(0))
         if rank == 1:
             orders[rank].fail()
             orders[rank].fail()  # nobody waits for a second word
             return "failed"
         with pytest.raises(CommError):
-            list(orders[rank].reach(rank + 1))
+            list(orders[rank].advance_to(rank + 1))
         orders[rank].fail()
         return "told"
 
@@ -346,12 +346,12 @@ def test_where_a_negotiation_fails_the_order_is_what_it_was():
 
     def body(rank: int) -> None:
         orders[rank].start(anew=True)
-        list(orders[rank].reach(3))
+        list(orders[rank].advance_to(3))
         if rank == 1:
             orders[rank].fail()
             return
         with pytest.raises(CommError):
-            list(orders[rank].reach(2))
+            list(orders[rank].advance_to(2))
 
     meeting.run(body)
     num_words = meeting.num_words

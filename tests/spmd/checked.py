@@ -238,7 +238,7 @@ def _check_rank(  # noqa: PLR0917 - one call
     apply_plan(model, plan, units, comms, control)
     engine = engine_of(model, "tests.spmd")
     for group in engine.groups:
-        for shard, full in zip(group.shards, group.fulls, strict=True):
+        for shard, full in zip(group.shards, group.unsharded, strict=True):
             declared.annotate(shard, shard)
             declared.annotate(shard, full)
             found.num_typed += 1

@@ -22,7 +22,7 @@ FP16 = {"mp_policy": sw.PrecisionPolicy(param_dtype="fp16", reduce_dtype="fp32")
 #: Tensors that a block saves are offloaded from this size on.
 ACTIVATIONS = {"offload_activations": sw.ActivationOffloadPolicy(least_bytes=64)}
 #: Reductions of earlier units may be under way while another one is reduced.
-TRAVELLING = {"gradient_buffers": 4, "keep_buffers": True}
+TRAVELLING = {"gradient_buffers": 4}
 INT8 = {"quantized_gather": "int8", "quantized_reduce": "int8"}
 #: Axes whose ranks read the same samples.
 SAME_SAMPLES = ("tp", "pp", "cp")
@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
     "shard_grad_op": Case({"strategy": "shard_grad_op", **BF16}),
     "hsdp": Case({"strategy": "hsdp", "dp_replicate": 2, **BF16}),
     "hsdp, deferred": Case({"strategy": "hsdp", "dp_replicate": 2, "accumulation": "defer_replicate"}, microbatches=2),
-    "zero3, kept buffers": Case({"strategy": "zero3", "keep_buffers": True, **BF16}),
+    "zero3, four gradient buffers": Case({"strategy": "zero3", **TRAVELLING, **BF16}),
     "zero3, one gradient buffer": Case({"strategy": "zero3", "gradient_buffers": 1, **BF16}),
     "zero3, no prefetch": Case({"strategy": "zero3", "forward_prefetch": 0, "backward_prefetch": 0, **BF16}),
     "zero3, two prefetched": Case({"strategy": "zero3", "forward_prefetch": 2, "backward_prefetch": 2, **BF16}),

@@ -20,6 +20,7 @@ PUBLIC = ("shardwise.integrations", "shardwise.models", "shardwise.spec", "shard
 ABOUT = {
     "comm/test_messages.py": "comm",
     "engine/test_notice.py": "launch.notice",
+    "engine/test_released_units.py": "engine.engine",
     "engine/test_different_paths.py": "engine.agreement",
     "engine/test_partial_gradients.py": "forms.attachment forms.part",
     "features/test_activation_checkpointing.py": "context.apply",
@@ -74,7 +75,7 @@ ABOUT = {
     "tensor/test_tensor_mistakes.py": "comm.axes tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",
-    "engine/test_memory.py": "measure.storage",
+    "engine/test_memory.py": "engine.engine",
     "tensor/test_tensor_memory.py": "features.recompute features.wrap measure.meta measure.storage",
     "generation/test_generate.py": "context.apply generation.sample",
     "pipeline/test_pipeline_steps.py": "pipeline.batch pipeline.pipelined",
@@ -93,7 +94,6 @@ ABOUT = {
     "engine/test_hybrid_ranks.py": "comm",
     "forms/test_offload_ranks.py": "forms.attachment forms.host",
     "pipeline/test_pipeline_overlap.py": "engine.engine features.pipeline_step pipeline.runner",
-    "engine/test_slots.py": "engine.build engine.engine",
     "integrations/test_chat_data.py": "train.data.chat",
     "integrations/test_transformers_trainer.py": "train.data.tokenizer",
     # what is planned beside what runs

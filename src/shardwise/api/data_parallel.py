@@ -28,7 +28,6 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +38,8 @@ from shardwise import torch_private
 from shardwise.api.model import attach_recorder
 from shardwise.comm.base import CollectiveEvent, Recorder
 from shardwise.engine.hooks import replace_tensors
-from shardwise.spec.errors import PlanError, StateError, Uncopyable
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.replacement import Replacement
 
 #: Replicas on a machine without GPUs, unless devices are given.
 CPU_REPLICAS = 2
@@ -137,7 +137,7 @@ def install(model: nn.Module, devices: Devices | None = None) -> str:
     _check_placement(model, resolved[0])
     exchanges = Exchanges()
     attach_recorder(model, exchanges)
-    model.__dict__["forward"] = _ReplicatedForward(model, resolved, exchanges)
+    _ReplicatedForward(model, resolved, exchanges).install()
     return (
         f"replicas on {', '.join(map(str, resolved))}: the first device keeps the parameters, gradients and optimizer"
         " state, sends inputs and parameters, receives outputs, adds the gradients of all replicas and makes the"
@@ -145,17 +145,14 @@ def install(model: nn.Module, devices: Devices | None = None) -> str:
     )
 
 
-class _ReplicatedForward(Uncopyable):
-    """Replaces ``model.forward``."""
-
+class _ReplicatedForward(Replacement):
     def __init__(self, model: nn.Module, devices: tuple[torch.device, ...], exchanges: Exchanges) -> None:
-        self._model = weakref.ref(model)
+        super().__init__(model)
         self._devices = devices
         self._exchanges = exchanges
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model()
-        assert model is not None
+        model = self.module
         parts = scatter((args, kwargs), len(self._devices), 0)
         outputs = _run_parts(model, parts, self._devices, _Unhooked, self._exchanges)
         return gather(outputs, self._devices[0], 0, samples=_samples(parts), exchanges=self._exchanges)

@@ -56,9 +56,8 @@ class DryRun:
         bytes_by_category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only), ``gathered``, ``reduce``
             (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded), ``average`` (where
             there is one) and ``activations`` (the most that forward and backward hold besides: what autograd saves and
-            what passes by). Where ``keep_buffers`` is off, as by default on a GPU, ``gradients``, ``gathered`` and
-            ``reduce`` are what is allocated of them at the moment of the peak. Activations that are offloaded are in
-            ``host``.
+            what passes by). ``gradients``, ``gathered`` and ``reduce`` are what is allocated of them at the moment of
+            the peak. Activations that are offloaded are in ``host``.
         rank: The rank whose step this is.
         world_size: Number of ranks.
         strategy: The plan's, in words.
@@ -123,8 +122,6 @@ def dry_run(
     The engine is the real one: its units, hooks, buffers and order of collectives. Tensors are on ``meta`` and nothing
     is communicated, so GPT-1T on 1,024 ranks takes seconds and little memory. Values are not known: a model whose
     forward branches on values cannot run.
-
-    ``keep_buffers="auto"`` is what it would be on the backend's device.
 
     Args:
         build_model: Builds the model; called under ``torch.device("meta")``.
@@ -198,13 +195,13 @@ def dry_run(
             gc.collect()  # what is garbage of an earlier dry run must not be freed during this step
             seen.see_all_objects()
             before = seen.live_bytes
+            at_rest = {category: _num_bytes(tensors) for category, tensors in _allocated_in_a_step(engine).items()}
             forward_and_backward()
         held["activations"] = seen.peak_bytes - before
-        if not engine.options.keeps_buffers:
-            for category, tensors in _allocated_in_a_step(engine).items():
-                at_peak = seen.held_at_peak(tensors)
-                held["activations"] -= at_peak - held[category]
-                held[category] = at_peak
+        for category, tensors in _allocated_in_a_step(engine).items():
+            more = seen.held_at_peak(tensors) - at_rest[category]
+            held["activations"] -= more
+            held[category] += more
         seen.forget()
         with record_collectives(model) as sent_by_update:
             stepper.step()
@@ -217,14 +214,19 @@ def dry_run(
     return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count, bubble)
 
 
+def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
+    there = [tensor for tensor in tensors if tensor is not None]
+    return sum({torch_private.storage_identity(each): each.untyped_storage().nbytes() for each in there}.values())
+
+
 def _allocated_in_a_step(engine: Engine) -> dict[str, Iterable[Tensor | None]]:
-    """By category, what an engine that keeps no buffers allocates when it is needed."""
+    """By category, what an engine allocates when it is needed."""
     return {
         "gradients": [
             tensor for group in engine.groups if not group.facts.is_offloaded for tensor in group.gradient.held_buffers
         ],
-        "gathered": [slot.buffer for slot in engine.slots.slots],
-        "reduce": engine.gradients.unused,
+        "gathered": [group.gathered for group in engine.groups if group.resident_buffer is None],
+        "reduce": [group.gradient.scratch for group in engine.groups],
     }
 
 

@@ -17,10 +17,10 @@ from shardwise.api.shard import finish, nest, start, unit_maker
 from shardwise.comm.axes import Comms, Place
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit
 from shardwise.features import batch_norm, precision
 from shardwise.features.wrap import assign_parameters, check_parameters
+from shardwise.forms import heap
 from shardwise.forms.attachment import attachment_of, mark_of
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import find_ignored
@@ -31,11 +31,12 @@ from shardwise.optim import checks
 from shardwise.optim.in_backward import refuse, refuse_sums
 from shardwise.spec.chain import merged_name
 from shardwise.spec.errors import MeshError, PlanError, StateError, Uncopyable
-from shardwise.spec.facts import EngineOptions, keeps_buffers
+from shardwise.spec.facts import EngineOptions
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import check_inner_size
 from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy, translated
 from shardwise.spec.policies import offload_policy as parse_offload
+from shardwise.spec.replacement import Replacement
 
 _ModuleOrList = TypeVar("_ModuleOrList", nn.Module, Sequence[nn.Module])
 
@@ -118,10 +119,11 @@ def fully_shard(
         policy=mp_policy or FULL_PRECISION,
         reshard_after_forward=reshard_after_forward,
         accumulates_sharded=False,
-        keeps_buffers=keeps_buffers(comms.gather.device_type, wanted="auto"),
         offload=offload,
     )
     checks.install_checks()
+    if device.type == "cpu":
+        heap.keep_freed_memory()
     policies = precision.Policies(root, options.policy, comms.gather.device)
     in_units = [path for path, below in root.named_modules() if attachment_of(below) is not None]
     in_units = [name for name, _ in root.named_buffers() if any(name.startswith(f"{path}.") for path in in_units)]
@@ -144,7 +146,8 @@ def fully_shard(
         units += below
     engine = start(root, nest(units), row, comms, options, ignored=ignored)
     if is_list:
-        engine.observers.add(_Rootless(), is_first=True)
+        engine.extras.add(_Rootless())
+        engine.extras.guards.insert(0, _Rootless.refuse)
     finish(root, engine, lambda: place.open_samples(device), sync_buffers="none")
     for part in modules.values():
         _add_methods(part)
@@ -153,13 +156,14 @@ def fully_shard(
 
 def _units_of(engine: Engine) -> list[Unit]:
     """The units of an engine, without the list that several modules of one unit were in."""
-    return engine.units[engine.observers.find(_Rootless) is not None :]
+    return engine.units[engine.extras.find(_Rootless) is not None :]
 
 
-class _Rootless(Observer):
-    """Refuses forwards of modules that are one unit while no module around them is one."""
+class _Rootless:
+    """Several modules are one unit while no module around them is one."""
 
-    def before_values(self, engine: Engine, call: str) -> None:
+    @staticmethod
+    def refuse(engine: Engine, call: str) -> None:
         """Refuse a forward.
 
         Raises:
@@ -324,7 +328,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             "  Pass the name of a method of the module."
         )
     if attachment_of(module) is not None:
-        module.__dict__[method_name] = _ForwardMethod(module, method_name)
+        _ForwardMethod(module, method_name).install()
     elif any(mark_of(parameter) is not None for parameter in module.parameters()):
         raise StateError(
             f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): the module is no unit, but holds"
@@ -332,29 +336,26 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
 
 
-class _ForwardMethod(Uncopyable):
-    """Stands for a method of a unit's module: the unit is gathered around it, as around forward."""
+class _ForwardMethod(Replacement):
+    """A method of a unit's module: the unit is gathered around it, as around forward."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = weakref.ref(module)
-        self._name = name
-        own = module.__dict__.get(name)
-        self._own = own if not isinstance(own, _ForwardMethod) else None  # somebody else's replacement
-        functools.update_wrapper(self, getattr(type(module), name))  # for who asks for its signature or code
+        super().__init__(module, name)
+        if isinstance(self._replaced, _ForwardMethod):
+            self._replaced = None  # somebody else's replacement alone stays
+        functools.update_wrapper(self, getattr(type(module), name))  # for who asks for its code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None
-        method = self._own or getattr(type(module), self._name).__get__(module)
+        module = self.module
         attachment = attachment_of(module)
         if attachment is None:
-            return method(*args, **kwargs)
+            return self.own(*args, **kwargs)
         engine, unit = attachment.engine, attachment.unit
         member = next(member for member in unit.members if member.module() is module)
         output = None
-        engine.before_forward(unit, member, f"{member.path}.{self._name}()")
+        engine.before_forward(unit, member, f"{member.path}.{self.method}()")
         try:
-            output = method(*args, **kwargs)
+            output = self.own(*args, **kwargs)
         finally:
             engine.after_forward(unit, member, output)
         return output
@@ -421,8 +422,8 @@ class _UnitMethod(Uncopyable):
         self._check_root(unit, recurse=recurse)
         if not requires_gradient_sync:
             refuse_sums(engine, f"{self._name}(False)")
-        set_gradient_sync(engine, is_enabled=bool(requires_gradient_sync))
-        engine.accumulation = engine.options.accumulation(engine.row)
+        mode = engine.options.accumulation(engine.row)
+        set_gradient_sync(engine, is_enabled=bool(requires_gradient_sync), mode=mode)
 
     def _set_requires_all_reduce(
         self,
@@ -438,8 +439,7 @@ class _UnitMethod(Uncopyable):
             return  # there is no all-reduce
         if not requires_all_reduce:
             refuse_sums(engine, f"{self._name}(False)")
-        engine.accumulation = "defer_replicate"
-        set_gradient_sync(engine, is_enabled=bool(requires_all_reduce))
+        set_gradient_sync(engine, is_enabled=bool(requires_all_reduce), mode="defer_replicate")
 
     def _set_is_last_backward(self, engine: Engine, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
         """Nothing to set: every backward ends when its reductions have."""
@@ -459,7 +459,7 @@ class _UnitMethod(Uncopyable):
 
         Units that come before one of them are gathered first. An empty list gathers none ahead.
         """
-        engine.settle(self._name)
+        engine.require_idle(self._name)
         listed = []
         for module in modules:
             attachment = attachment_of(module)
@@ -470,7 +470,8 @@ class _UnitMethod(Uncopyable):
                     "  Pass modules that sw.fully_shard was called for, after the call for the outermost module."
                 )
             listed.append(attachment.unit.index)
-        build.make_room_ahead(engine, len(listed))
+        for group in engine.groups:
+            group.learn(num_ahead=max(group.facts.num_ahead, len(listed)))
         forward, backward = unit.ahead
         is_backward = "backward" in self._name
         unit.ahead = (forward, frozenset(listed)) if is_backward else (frozenset(listed), backward)

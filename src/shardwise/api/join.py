@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from shardwise.comm.control import agree_row
+from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer
 from shardwise.features import batch_norm
 from shardwise.features.module_buffers import BufferSync
 from shardwise.forms.attachment import engine_of
@@ -26,7 +26,7 @@ class _Repeats(Observer):
     """Has a rank that repeats a batch add no gradient, not even of zero: a parameter that no real batch uses has none.
 
     Attributes:
-        num_terms: Ranks that have a batch: means of losses are theirs.
+        num_ranks_with_data: Ranks that have a batch: means of losses are theirs.
         is_repeat: This rank's batch is one that it repeats.
     """
 
@@ -37,12 +37,12 @@ class _Repeats(Observer):
     def before_reduce(self, engine: Engine, unit: Unit) -> None:  # noqa: ARG002
         """Drop what the repeat has left in a unit."""
         for group in unit.groups if self.is_repeat and not self._has_sums else ():
-            for index in range(len(group.fulls) if not group.gradient.has_sums else 0):
+            for index in range(len(group.unsharded) if not group.gradient.has_sums else 0):
                 group.gradient.forget(index)
 
     def backward_ended(self, engine: Engine) -> None:
         """Note whether sums wait."""
-        self._has_sums = not engine.syncs_gradients and (self._has_sums or not self.is_repeat)
+        self._has_sums = not engine.window.syncs and (self._has_sums or not self.is_repeat)
 
 
 def join(
@@ -89,7 +89,7 @@ def join(
             count the repeats.
     """
     engine = engine_of(model, "sw.join")
-    engine.settle("sw.join()")
+    engine.require_idle("sw.join()")
     if batch_norm.comms_of(model) and not throw_on_early_termination:
         raise StateError(
             "sw.join(): batch norm over all ranks would count samples that are repeated.\n"
@@ -104,7 +104,7 @@ def _joined(
     engine: Engine, batches: Iterator[_T], batch: _T | None, *, divides_by_all: bool, throws: bool
 ) -> Iterator[tuple[_T, float]]:
     comm, repeats = engine.comms.control, _Repeats()
-    engine.observers.add(repeats)
+    engine.extras.add(repeats)
     try:
         while True:
             has = _NOTHING_TO_REPEAT if batch is None else _NONE
@@ -126,15 +126,15 @@ def _joined(
                     f"sw.join(): rank {told.index(_NOTHING_TO_REPEAT)} has no batch at all, so none to repeat.\n"
                     "  Give all ranks one to take part with: sw.join(model, batches, like=batch)."
                 )
-            if len(active) != (repeats.num_terms or comm.size):
-                repeats.num_terms = len(active)
+            if len(active) != (repeats.num_ranks_with_data or comm.size):
+                repeats.num_ranks_with_data = len(active)
                 _count(engine, active, divides_by_all=divides_by_all)
             assert batch is not None
             repeats.is_repeat = has != _HAS
             yield batch, float(has == _HAS)
         engine.sync_buffers()
     finally:
-        engine.observers.remove(repeats)
+        engine.extras.remove(repeats)
         _count(engine, range(comm.size), divides_by_all=divides_by_all)
 
 
@@ -143,6 +143,6 @@ def _count(engine: Engine, active: Sequence[int], *, divides_by_all: bool) -> No
     if not divides_by_all:
         for group in engine.groups:
             group.gradient.divide_by(group.facts.num_ranks * len(active) // engine.comms.control.size)
-    buffers = engine.observers.find(BufferSync)
+    buffers = engine.extras.find(BufferSync)
     if buffers is not None:
         buffers.set_sources(active)

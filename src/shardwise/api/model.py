@@ -61,12 +61,12 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
     engine = engine_of(model, "sw.gradient_sync", on_shards=False)
     if not is_enabled:
         refuse_sums(engine, "sw.gradient_sync(model, False)")
-    before = engine.syncs_gradients
+    before = engine.window.syncs
     set_gradient_sync(engine, is_enabled=is_enabled)
     try:
         yield
     finally:
-        engine.syncs_gradients = before
+        engine.window.sync(is_last=before)
 
 
 def logical_shape(parameter: Tensor) -> torch.Size:

@@ -24,7 +24,7 @@ from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_ex
 from shardwise.features import activation_offload, batch_norm, recompute
 from shardwise.features.chunked_loss import check_chunked
 from shardwise.features.compile import compile_units
-from shardwise.features.precision import NarrowMasters, Policies
+from shardwise.features.precision import Policies, tell_of_narrow_masters
 from shardwise.features.wrap import assign_parameters, find_units
 from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.forms.ignored import Ignored, find_ignored
@@ -34,7 +34,7 @@ from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.pipeline.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.spec.facts import EngineOptions, keeps_buffers
+from shardwise.spec.facts import EngineOptions
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
@@ -118,10 +118,10 @@ def parallelize(
     apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
     engine = engine_of(model, "sw.parallelize")
     if plan.precision.master_dtype is None:
-        engine.observers.add(NarrowMasters())
+        engine.extras.before_step.append(tell_of_narrow_masters)
     given = source.given if isinstance(source, FromLater) else None
     if isinstance(given, Missing):
-        engine.observers.add(Unfilled(given.reason, given.names), is_first=True)
+        Unfilled(given.reason, given.names).attach(engine)
     elif isinstance(given, Mapping):
         load_full_state_dict(model, given)
     elif given is not None:
@@ -221,7 +221,7 @@ def apply_plan(
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
-    options = engine_options(plan, comms.gather.device_type)
+    options = engine_options(plan)
     engine = shard_model(model, units, plan.placements, comms, options, ignored=ignored, source=source)
     _describe(engine, notes)
     finish(model, engine, open_samples, sync_buffers=plan.sync_buffers)
@@ -231,13 +231,13 @@ def apply_plan(
 
 def _describe(engine: Engine, notes: Iterable[str]) -> None:
     """Add lines to the model's summary."""
-    description = engine.observers.find(Description)
+    description = engine.extras.find(Description)
     if description is not None:
         description.notes += tuple(notes)
 
 
-def engine_options(plan: ParallelPlan, device_type: str) -> EngineOptions:
-    """What the plan says to the engine, where units compute on a device of this type."""
+def engine_options(plan: ParallelPlan) -> EngineOptions:
+    """What the plan says to the engine."""
     # A pipeline runs a unit once for every microbatch: it stays gathered over the step unless told otherwise.
     stays = plan.pp > 1 and plan.reshard_after_forward == "auto"
     return EngineOptions(
@@ -247,10 +247,8 @@ def engine_options(plan: ParallelPlan, device_type: str) -> EngineOptions:
         granularity=plan.cut_granularity,
         accumulates_sharded=_accumulates_sharded(plan),
         defers_replicate=plan.accumulation == "defer_replicate",
-        num_slots=plan.num_slots,
         prefetch=plan.prefetch,
         num_gradient_buffers=plan.gradient_buffers,
-        keeps_buffers=keeps_buffers(device_type, wanted=plan.keep_buffers),
         recompute=plan.recompute,
         activation_offload=plan.activation_offload,
         merge_limit=plan.merge_limit,

@@ -421,9 +421,9 @@ def load(
         checkpoint.read_into(targets.extents, ignored=targets.unread, verify=verify, comm=comm)
         for install in targets.installs:
             install()
-    unfilled = engine.observers.find(states.Unfilled)
+    unfilled = engine.extras.find(states.Unfilled)
     if unfilled is not None:
-        engine.observers.remove(unfilled)
+        unfilled.detach(engine)
     engine.invalidate()
     return state | targets.rank_state()
 
@@ -454,7 +454,7 @@ class _Targets:
         """
         engine, checkpoint, stored = engine_of(model, "sw.load"), self._checkpoint, self._checkpoint.tensors
         leaves_frozen = bool(checkpoint.data.get(_WITHOUT_FROZEN))
-        if leaves_frozen and engine.observers.find(states.Unfilled) is not None:
+        if leaves_frozen and engine.extras.find(states.Unfilled) is not None:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} leaves out frozen parameters, and those of this model have no values.\n"
                 "  Build the model with the values of its base, as it was when it was saved."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit
 from shardwise.features import activation_offload, batch_norm, guard, precision, recompute, safety
 from shardwise.features.module_buffers import BufferSync
@@ -26,18 +24,19 @@ from shardwise.features.wrap import (
     kind_of,
     merge_units,
 )
-from shardwise.forms import form_of
+from shardwise.forms import form_of, heap
 from shardwise.forms.attachment import attach, mark_shards
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import NOTHING, Ignored, ignored_of
 from shardwise.forms.part import CoversAll, Part, cover_shards
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
-from shardwise.spec.errors import PlanError, Uncopyable
+from shardwise.spec.errors import PlanError
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.placement import Placements
 from shardwise.spec.quantize import Quantization
+from shardwise.spec.replacement import Replacement
 
 
 def shard_model(
@@ -66,6 +65,8 @@ def shard_model(
         StateError: The model holds something that cannot be sharded.
     """
     checks.install_checks()
+    if comms.gather.device.type == "cpu":
+        heap.keep_freed_memory()
     owned = assign_parameters(model, unit_modules, ignored)
     allows_meta = source is not None or comms.gather.device.type == "meta"
     check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
@@ -105,8 +106,8 @@ def shard_model(
     _check_quantization(units.values(), options.quantization)
     engine = start(model, nest(units.values()), row, comms, options, ignored=ignored)
     if offloaded is not None:
-        engine.observers.add(offloaded)
-    engine.observers.add(Description(recomputed=recomputed, offloaded=offloaded.names if offloaded else ()))
+        engine.extras.add(offloaded)
+    engine.extras.add(Description(recomputed=recomputed, offloaded=offloaded.names if offloaded else ()))
     return engine
 
 
@@ -139,7 +140,7 @@ def start(
     engine = build.start_engine(units, row, comms, options)
     attach(engine)
     cover_shards(engine.groups)
-    engine.shared[Ignored] = ignored
+    engine.extras.add(ignored)
     guard.install_guards(root, engine)
     guard.refuse_wrappers(root)
     for observer in (
@@ -149,7 +150,7 @@ def start(
         safety.ForeignBackwards(),
         safety.SavedTensors(),  # the last: after it nothing may refuse a forward
     ):
-        engine.observers.add(observer)
+        engine.extras.add(observer)
     return engine
 
 
@@ -175,7 +176,7 @@ def _place_above(outer: Unit, unit: Unit) -> str | None:
 
 
 @dataclass
-class Description(Observer):
+class Description:
     """What a summary says of a model besides what its engine knows.
 
     Attributes:
@@ -212,7 +213,8 @@ def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *
         As ``open_samples``, where it is called.
     """
     buffers = BufferSync(model, sync_buffers, engine.comms.control, ignored_of(engine).buffers)
-    engine.observers.add(buffers, is_first=True)
+    engine.extras.add(buffers, is_first=True)
+    engine.extras.before_state.insert(0, buffers.sync_now)
     batch_norm.connect(model, open_samples)
     if engine.comms.num_ranks > 1:
         keep_in_step(model)
@@ -227,19 +229,13 @@ def keep_in_step(model: nn.Module) -> None:
         module.__dict__["_is_fsdp_managed_module"] = True
         argument = inspect.signature(generate).parameters.get("synced_gpus")
         if argument is not None and argument.default is False:
-            module.__dict__["generate"] = _Synced(module, generate)
+            _Synced(module, "generate").install()
 
 
-class _Synced(Uncopyable):
-    """Stands for ``model.generate``, with ``synced_gpus`` on unless the caller says otherwise."""
-
-    def __init__(self, model: nn.Module, generate: Callable[..., Any]) -> None:
-        self._model = weakref.ref(model)
-        self._generate = generate
+class _Synced(Replacement):
+    """Calls ``model.generate`` with ``synced_gpus`` on unless the caller says otherwise."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self._model()
-        assert model is not None
-        if "synced_gpus" not in inspect.signature(self._generate).bind_partial(model, *args, **kwargs).arguments:
+        if "synced_gpus" not in self.__signature__.bind_partial(*args, **kwargs).arguments:
             kwargs["synced_gpus"] = True
-        return self._generate(model, *args, **kwargs)
+        return self.own(*args, **kwargs)

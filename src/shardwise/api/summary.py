@@ -14,7 +14,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit
 from shardwise.features.module_buffers import BufferSync
-from shardwise.features.pipeline_step import units_of_stages
+from shardwise.features.pipeline_step import StageUnits
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.optim.in_backward import optimizers_in_backward
@@ -24,7 +24,7 @@ from shardwise.spec.extent import describe_cuts, list_alike
 from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
-from shardwise.spec.memory.activations import Activations, backward_bytes, eager_numel
+from shardwise.spec.memory.activations import Activations, backward_bytes
 from shardwise.spec.memory.footprint import Footprint, Replicas, StateBytes, footprint
 from shardwise.spec.order import units_in
 from shardwise.spec.slice import simplest, slice_of
@@ -41,7 +41,7 @@ from shardwise.spec.traffic.data import (
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """One group: its parameters (name, logical shape, elements of it on this rank), dtype, padding and slot.
+    """One group: its parameters (name, logical shape, elements of it on this rank), dtype and padding.
 
     The logical shape is that of the whole parameter; ``slices`` says, by name, which part of it this rank's ``tp``
     coordinate holds.
@@ -55,7 +55,7 @@ class GroupSummary:
     numel: int
     shard_numel: int
     padding_numel: int
-    slot: int | None
+    is_resident: bool
     held_as: str | None = None
     sent_as: str | None = None
     reduced_as: str | None = None
@@ -99,9 +99,6 @@ class Summary:
         imbalance: Sharded bytes of the fullest rank over the mean of all ranks; 1 where nothing is sharded.
         num_idle_ranks: Ranks that own none of what is sharded.
         footprint: Bytes on this rank by category.
-        num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
-        keeps_buffers: Slots and gradient buffers stay allocated from step to step; else ``footprint`` has the most of
-            each category.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
         num_wrong_prefetches: Gathers so far of units that this rank then did not run: prefetched, or gathered because
             other ranks run them.
@@ -126,12 +123,9 @@ class Summary:
     imbalance: float
     num_idle_ranks: int
     footprint: Footprint
-    num_slots: int
-    num_grown_slots: int
     forward_order: tuple[str, ...]
     backward_order: tuple[str, ...]
     buffers: str
-    keeps_buffers: bool = True
     num_wrong_prefetches: int = 0
     ignored: tuple[str, ...] = ()
     row_sharded: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -192,9 +186,7 @@ class Summary:
         idle = f"; {self.num_idle_ranks} of {self.world_size} ranks own nothing" if self.num_idle_ranks else ""
         lines.append(f"cut by {self.granularity}: the fullest rank owns {self.imbalance:.3f} times the mean{idle}")
         lines.append(f"bytes on this rank: {self.footprint}")
-        grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
-        kept = "kept from step to step" if self.keeps_buffers else "each allocated while it is in use"
-        lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}, {kept}")
+        lines.append("gathered, reduce: the most at one moment, allocated while it is in use")
         lines.append(f"buffers: {self.buffers}")
         lines += [*self._slices, *self.notes]
         if self.ignored:
@@ -218,7 +210,7 @@ class Summary:
         return "\n".join(lines)
 
 
-_HEADER = ("unit", "class", "params", "this rank", "padding", "dtype, slot")
+_HEADER = ("unit", "class", "params", "this rank", "padding", "dtype")
 
 
 def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
@@ -227,8 +219,8 @@ def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for group in unit.groups:
         words = [group.dtypes] + ["frozen"] * (not group.is_trainable)
-        words += ["own" if group.slot is None else f"slot {group.slot}"]
-        words += ["kept after forward"] * (not unit.reshards_after_forward and group.slot is not None)
+        words += ["replicated" if group.is_resident else "gathered"]
+        words += ["kept after forward"] * (not unit.reshards_after_forward and not group.is_resident)
         words += [] if unit.inner_size is None else [f"then over {unit.inner_size} ranks"]
         words += ["on the host"] * group.is_offloaded
         numel = sum(math.prod(shape) for _, shape, _ in group.parameters)
@@ -239,7 +231,7 @@ def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
 
 
 def summary(model: nn.Module) -> Summary:
-    """Units, shapes, dtypes, who owns what, padding, bytes per rank, pool and prefetch order of a parallelized model.
+    """Units, shapes, dtypes, who owns what, padding, bytes per rank and prefetch order of a parallelized model.
 
     Collective:
         None: every rank knows its own.
@@ -248,10 +240,10 @@ def summary(model: nn.Module) -> Summary:
     sharded = [group.layout for group in engine.groups if group.row.shards_optimizer and group.layout.logical_numel]
     owned = rank_bytes(sharded)
     policy = engine.options.recompute
-    buffers = engine.observers.find(BufferSync)
-    description = engine.observers.find(Description) or Description()
+    buffers = engine.extras.find(BufferSync)
+    description = engine.extras.find(Description) or Description()
     return Summary(
-        units=tuple(_unit(engine, unit) for unit in engine.units),
+        units=tuple(_unit(unit) for unit in engine.units),
         rank=engine.comms.control.rank,
         world_size=engine.comms.num_ranks,
         mesh=engine.comms.sizes,
@@ -260,12 +252,9 @@ def summary(model: nn.Module) -> Summary:
         imbalance=max(owned) * len(owned) / sum(owned) if owned else 1.0,
         num_idle_ranks=owned.count(0),
         footprint=predict(engine),
-        num_slots=len(engine.slots.slots),
-        num_grown_slots=engine.slots.num_grown,
-        keeps_buffers=engine.options.keeps_buffers,
         forward_order=tuple(engine.units[i].name for i in units_in(engine.orders.forward)),
         backward_order=tuple(engine.units[i].name for i in units_in(engine.orders.backward)),
-        num_wrong_prefetches=engine.slots.num_wrong_prefetches,
+        num_wrong_prefetches=engine.num_wrong_prefetches,
         buffers=str(buffers) if buffers is not None else "not synchronised",
         ignored=tuple(name for name in ignored_of(engine).parameters if name not in ignored_of(engine).spread),
         row_sharded={
@@ -319,8 +308,7 @@ def unit_facts(engine: Engine) -> dict[int, UnitFacts]:
 
 def predict_activations(engine: Engine, activations: Activations) -> int:
     """What is held at the peak besides :func:`predict`'s bytes, gradients that wait for their unit included."""
-    least_numel = eager_numel(engine.comms.gather.device_type, keeps_buffers=engine.options.keeps_buffers)
-    return backward_bytes(activations, unit_facts(engine).values(), least_numel=least_numel)
+    return backward_bytes(activations, unit_facts(engine).values())
 
 
 def predict(
@@ -334,7 +322,7 @@ def predict(
         num_microbatches: Microbatches of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as
             many as there have been.
     """
-    planned = {engine.accumulation} if num_microbatches is not None and num_microbatches > 1 else set()
+    planned = {engine.window.mode} if num_microbatches is not None and num_microbatches > 1 else set()
     held = footprint(
         group_facts(engine),
         rank=engine.comms.gather.rank,
@@ -351,13 +339,13 @@ def predict(
 
 def _accumulations(engine: Engine) -> set[str]:
     """How microbatches have been added up so far; backwards that each synchronise are ``sharded`` anywhere."""
-    seen = {engine.accumulation} if engine.backward.has_waited else set()
+    seen = {engine.window.mode} if engine.backward.has_waited else set()
     return seen | ({"sharded"} if any(group.gradient.has_added for group in engine.groups) else set())
 
 
 def _stages(engine: Engine) -> dict[int, list[int]]:
     """The units that belong to one stage of a pipeline alone, by stage."""
-    return {stage: [unit.index for unit in units] for stage, units in units_of_stages(engine).items()}
+    return {stage: [unit.index for unit in units] for stage, units in engine.extras.take(StageUnits).items()}
 
 
 def _reduction_order(engine: Engine) -> Sequence[int]:
@@ -370,7 +358,7 @@ def _reduction_order(engine: Engine) -> Sequence[int]:
 def _message_bytes(engine: Engine) -> int:
     """Bytes held for the model's buffers to be sent in."""
     comm = engine.comms.control
-    buffers = engine.observers.find(BufferSync)
+    buffers = engine.extras.find(BufferSync)
     messages = buffers.messages() if buffers is not None else []
     return held_bytes(messages, rank=comm.rank, size=comm.size, has_receive_buffers=comm.device.type == "cpu")
 
@@ -379,7 +367,7 @@ def _replicas(engine: Engine) -> Replicas | None:
     comms = engine.comms
     if comms.replicate is None:
         return None
-    return Replicas(comms.num_replicas, comms.replica, is_deferred=engine.accumulation == "defer_replicate")
+    return Replicas(comms.num_replicas, comms.replica, is_deferred=engine.window.mode == "defer_replicate")
 
 
 def predict_trace(
@@ -389,7 +377,7 @@ def predict_trace(
 
     Those of the data-parallel axes; of a pipeline where units stay gathered over the step, as they do by themselves.
     """
-    buffers = engine.observers.find(BufferSync)
+    buffers = engine.extras.find(BufferSync)
     messages = buffers.messages() if is_first_of_window and buffers is not None and buffers.is_due else []
     control = engine.comms.control
     before = sync_trace(messages, rank=control.rank, size=control.size, axis=control.axis)
@@ -435,8 +423,7 @@ def simulate(
     )
 
 
-def _unit(engine: Engine, unit: Unit) -> UnitSummary:
-    slots = {id(slot): number for number, slot in enumerate(engine.slots.slots)}
+def _unit(unit: Unit) -> UnitSummary:
     groups = []
     for group in unit.groups:
         held = {piece.index: piece.numel for piece in group.held}
@@ -453,7 +440,7 @@ def _unit(engine: Engine, unit: Unit) -> UnitSummary:
                 numel=group.layout.numel,
                 shard_numel=group.layout.slice_numel(group.rank),
                 padding_numel=group.layout.padding_numel,
-                slot=slots.get(id(group.slot)) if group.slot is not None else None,
+                is_resident=group.is_resident,
                 held_as=group.facts.held_as,
                 sent_as=group.facts.sent_as,
                 reduced_as=group.facts.reduced_as,

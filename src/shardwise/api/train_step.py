@@ -71,7 +71,7 @@ def train_step(
         found = pipelined.losses(model, parts, forward or call_model, loss_of, scale=scale)
         return pipelined.mean_loss(engine, found) if losses is None else _kept(found, losses, engine)
     count = 1 if num_microbatches is None else num_microbatches
-    synchronizes = engine.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
+    synchronizes = engine.window.syncs  # false inside the caller's own gradient_sync(model, False)
     total = torch.zeros((), dtype=torch.float64, device=engine.comms.control.device)
     dtype = torch.float32
     for index, part in enumerate(_microbatches(batch, count)):
@@ -84,7 +84,7 @@ def train_step(
                 losses.append(loss.detach())
     mean = (total / count).reshape(1)
     if losses is None:
-        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_terms).wait()
+        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_ranks_with_data).wait()
     return mean.squeeze(0).to(dtype)
 
 

@@ -24,7 +24,7 @@ def add_wrapper_methods(model: nn.Module) -> None:
 
 
 class _Method(Uncopyable):
-    """Stands for a method of the model. Its reference to the model is weak: deleting the model frees its memory."""
+    """A method of the model. Its reference to the model is weak: deleting the model frees its memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._reference = weakref.ref(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwise.spec.extent import Extent, shared
 from shardwise.spec.precision import dtype_name as _short_name
 
 _BY_NAME: dict[str, torch.dtype] = {
@@ -42,3 +43,10 @@ def memory_order(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def copy_shared(source: Extent, content: Tensor, target: Extent, into: Tensor) -> None:
+    """Copy the elements that two ranges of one tensor share, between the flat tensors that hold them."""
+    for block in shared(source, target):
+        there = content.as_strided(block.shape, block.source_stride, content.storage_offset() + block.source)
+        into.as_strided(block.shape, block.target_stride, into.storage_offset() + block.target).copy_(there)

@@ -193,23 +193,23 @@ class CausalRoot(Root):
         if given.get("use_cache") or any(name in given for name in CACHE_NAMES):
             if torch.is_grad_enabled() and not self.is_alone:
                 raise StateError(
-                    f"cp: {type(self.model).__name__} was called with a key-value cache in training.\n"
+                    f"cp: {type(self.module).__name__} was called with a key-value cache in training.\n"
                     "  Leave use_cache and the cache out, or generate under torch.no_grad()."
                 )
-            with _without_rings(self.model, self._attention):
-                return self.compute(**given)
+            with _without_rings(self.module, self._attention):
+                return self.own(**given)
         self._check(given)
         next_BT = _next_tokens(given)
-        _check_values(type(self.model).__name__, given, next_BT)
+        _check_values(type(self.module).__name__, given, next_BT)
         division = self.divide(given["input_ids"], next_BT)
         call = {name: division.own(given[name]) for name in ("input_ids", "token_type_ids") if name in given}
         positions_BT = given.get("position_ids")
         call["position_ids"] = division.positions_T[None] if positions_BT is None else division.own(positions_BT)
         call |= {"use_cache": False} | {name: given[name] for name in ("return_dict",) if name in given}
         if next_BT is None or "labels" not in given:
-            return _changed(self.compute(**call), "logits", lambda logits: division.join(logits, "logits"))
+            return _changed(self.own(**call), "logits", lambda logits: division.join(logits, "logits"))
         own_BT = division.own_targets(next_BT)
-        output = self.compute(**call, labels=own_BT, shift_labels=own_BT)
+        output = self.own(**call, labels=own_BT, shift_labels=own_BT)
         divisor = given.get("num_items_in_batch")
         output = _changed(output, "loss", lambda loss: division.mean_loss(loss, own_BT, next_BT, divisor))
         if isinstance(output, tuple):
@@ -217,7 +217,7 @@ class CausalRoot(Root):
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
     def _check(self, given: dict[str, Any]) -> None:
-        name = type(self.model).__name__
+        name = type(self.module).__name__
         unknown = [key for key in given if key not in {*_KNOWN, *_NUMBERS, *_FLAGS}]
         unknown += [key for key in _FLAGS if isinstance(given.get(key), Tensor) or given.get(key)]
         if unknown or "input_ids" not in given:

@@ -6,10 +6,8 @@ For the engine nothing changes: a model is called, computes a loss, and its para
 
 from __future__ import annotations
 
-import inspect
-import weakref
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,30 +17,19 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.comm.control import check_same
 from shardwise.comm.record import RecordComm
+from shardwise.spec.replacement import Replacement
 from shardwise.spec.traffic.context import own_ranges, padded_length
 
 
-class Root(ABC):
+class Root(Replacement):
     """Replaces a model's forward."""
 
     def __init__(self, model: nn.Module, comm: Comm, multiple: int) -> None:
-        self._model = weakref.ref(model)
-        self._own = model.__dict__.get("forward")  # another replacement of the class's method
+        super().__init__(model)
         self._comm = comm
         self._multiple = multiple
         self.is_alone = isinstance(comm, RecordComm)  # a dry run: no peers, and no values
         self._has_compared = self.is_alone
-        self.__signature__ = inspect.signature(model.forward)
-
-    @property
-    def model(self) -> Any:
-        """The model, which the caller of its forward holds."""
-        return self._model()
-
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """The replaced forward."""
-        model = self.model
-        return (self._own or type(model).forward.__get__(model))(*args, **kwargs)
 
     def divide(self, whole_BT: Tensor, targets_BT: Tensor | None = None) -> Division:
         """How sequences of these tokens are divided; compares tokens and targets with the other ranks once.
@@ -80,14 +67,14 @@ class GPTRoot(Root):
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, *, cache: Any = None) -> Tensor:
         """The mean loss over whole sequences, or all logits."""
         if cache is not None:
-            return self.compute(tokens, targets, cache=cache)
-        self.model.check(tokens, targets)
+            return self.own(tokens, targets, cache=cache)
+        self.module.check(tokens, targets)
         division = self.divide(tokens, targets)
         own_BT, positions_T = division.own(tokens), division.positions_T
         if targets is None:
-            return division.join(self.compute(own_BT, positions=positions_T), "logits")
+            return division.join(self.own(own_BT, positions=positions_T), "logits")
         own_targets_BT = division.own_targets(targets)
-        loss = self.compute(own_BT, own_targets_BT, positions=positions_T)
+        loss = self.own(own_BT, own_targets_BT, positions=positions_T)
         return division.mean_loss(loss, own_targets_BT, targets)
 
 

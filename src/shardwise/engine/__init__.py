@@ -3,7 +3,8 @@
 A *unit* is what is gathered together: one wrapped module, or several small neighbours. Its parameters that share
 dtype and trainability are a *group*, which is one flat buffer, one collective each way. A rank holds a slice of the
 buffer for good, the *master*; the parameters that the optimizer sees are views of it, the *shards*. While the unit
-computes, its modules hold views of a whole buffer, a *slot*, which the all-gather has filled.
+computes, its modules hold views of the *gathered buffer*, which the all-gather has filled. The gathered buffer has
+memory only meanwhile: ``Group.allocate`` takes it from torch's allocator, ``Group.release`` gives it back.
 
 One training step of one unit under zero3, in the order of time, with the method that does it:
 
@@ -16,23 +17,26 @@ forward comes to the unit       ``hooks`` calls ``Engine.before_forward``: the a
 forward has left the unit       ``Engine.after_forward`` hangs a *ticket*, a hook, on each output. The unit is released
                                 when forward enters another one; the root and the last unit of the order are kept for
                                 backward, unless the plan says otherwise
-backward comes to the unit      the ticket calls ``Engine.on_ticket``: the unit is gathered again, and the next one of
-                                the backward's order is prefetched
-backward enters another unit    ``Engine.finalise``: the gradients are copied into a flat buffer (``Gradient.collect``),
-                                the unit is released (before that where memory is freed), the reduce-scatter is issued
+backward comes to the unit      the ticket calls ``Engine.pre_backward``: the unit is gathered again, and the next one
+                                of the backward's order is prefetched
+backward enters another unit    ``Engine.post_backward``: the gradients are copied into a flat buffer
+                                (``Gradient.collect``), and the unit is released; the reduce-scatter is issued
                                 (``Gradient.reduce``)
-a later unit is reduced         ``Engine.move_on`` waits for earlier sums, on the stream; they become ``.grad``
-                                (``Gradient.finish``)
-the end of backward             ``Engine.end_backward``: what is left is finalised, every sum is waited for
+a later unit is reduced         ``Engine.wait_for_reductions`` waits for earlier sums, on the stream; they become
+                                ``.grad`` (``Gradient.finish``)
+the end of backward             ``Engine.end_backward``: what is left is reduced, every sum is waited for
 ==============================  =======================================================================================
 
 What is optional attaches from outside. A *form* (``group.Form``, others in ``forms``) says how a group is held and
-moved. An *observer* (``hooks.Observer``, most in ``features``) is told of the moments above. A step of several
-backwards is a ``hooks.Step`` that ``features`` puts in place of the plain one.
+moved. ``engine.extras`` keeps whatever other floors have with an engine, at most one object of each class; an
+*observer* among them (``attach.Observer``, most in ``features``) is told of the moments above, and a *guard* is asked
+before a call of the user uses the parameters' values. ``engine.window`` says what lies between two updates: whether the
+next backward is the last one, how gradients of the others are added up, and, for pipelines, how forwards and backwards
+follow one another (an ``attach.Step``).
 
 Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
-``spec.order`` and ``agreement`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls, and
-what attaches from outside), ``build`` (from modules to units to an engine).
+``spec.order`` and ``agreement`` (which unit is next), ``hooks`` (what torch calls), ``attach`` (what attaches from
+outside), ``build`` (from modules to units to an engine).
 
 [Note: Streams and lifetimes]
 
@@ -43,16 +47,14 @@ the compute stream wait for it; the host does not wait. Copies from and to the h
 
 * A handle keeps the tensors that it moves until it has been waited for. Whoever issues a collective keeps the handle
   and waits for it, on every path, also after an exception and when the model is deleted (``Engine.__del__``).
-* A slot belongs to one group at a time (``Slot.owner``), and a group keeps its slot as long as a backward of it is to
-  come: what autograd saved in forward finds its data there again. A unit that is needed now evicts the owner, and gets
-  a new slot where the owner is in its forward (``Engine.claim``); a prefetch leaves alone an owner that is
-  computing or entered by backward (``Engine._prefetch``). The next gather into a slot is issued after the computation
-  that read it, and so runs after it.
-* A gradient buffer is borrowed from the pool with the first gradient of a group (``Gradient.collect_one``,
-  ``collect``) and given back by ``Gradient.finish``, that is, after its reduction has been waited for; on a replicate
-  mesh, as soon as the sum has left it. When all are lent, the oldest reduction is finished first.
-* ``.grad`` lives in memory of the group (``gradient.Home``), which the next backward overwrites once ``.grad`` is
-  ``None``: keep a copy, not a reference.
+* A gathered buffer belongs to its group alone. What autograd saved of it in forward finds its data there again in
+  backward. The memory is allocated when the gather is issued, on the compute stream, and freed there when forward or
+  backward has left the unit: torch's allocator gives it out again on that stream, after the computation that read it.
+* A gradient buffer belongs to its group too. It is allocated with the first gradient (``Gradient.collect``) and freed
+  by ``Gradient.finish``, that is, after its reduction has been waited for; on a replicate mesh, as soon as the sum has
+  left it. When as many as the plan allows are in use, the oldest reduction is finished first (``GradientMemory``).
+* ``.grad`` lives in memory of the group (``gradient.GradientStorage``), from the first reduction to the forward after
+  ``zero_grad()``.
 
 [Note: Agreed order]
 
@@ -73,6 +75,6 @@ A parameter that no rank used must keep ``.grad`` at ``None``; one that only ano
 gradient. So gradients travel with one flag for each parameter of a slice, in the same message (``spec.layout``'s
 ``ReduceLayout``, ADR 5). What this rank has no gradient for it sends as -0.0, the one number that changes nothing
 when it is added. Only where this rank used less than all parameters are the flags read, once, at the end of backward
-(``gradient.settle``): otherwise the host waits for nothing, but for a second reduction of one unit in one backward and
-for sums that go to the host.
+(``gradient.read_unused_flags``): otherwise the host waits for nothing, but for a second reduction of one unit in one
+backward and for sums that go to the host.
 """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,16 +13,12 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
-from shardwise.engine.hooks import AfterForward, BeforeForward, gradient_hook
-from shardwise.engine.pool import SlotPool
+from shardwise.engine.hooks import AfterForward, BeforeForward
 from shardwise.engine.unit import Member, Owner, Unit
 from shardwise.spec.chain import merged_name
-from shardwise.spec.errors import StateError
 from shardwise.spec.facts import EngineOptions, GroupFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.memory.activations import eager_numel
-from shardwise.spec.memory.footprint import size_class, slots_per_class
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import NO_QUANTIZATION
@@ -148,7 +142,6 @@ def make_unit(
             # from all ranks of ep, so their sums over fewer ranks are divided by the same number.
             num_ranks=comms.num_ranks,
             holds_part=is_part or (group_row.shards_optimizer and layout.size > 1),
-            num_slots=options.num_slots,
             num_ahead=max(options.prefetch),
         )
         shards = [entry.parameter for entry in entries]
@@ -164,7 +157,7 @@ def make_unit(
                 owner.shards[attribute] = entry.parameter
     for member in unit.members:
         member.owners = list(owners[member].values())
-    unit.reshards_after_forward &= any(group.uses_slot for group in unit.groups) or row.shards_parameters
+    unit.reshards_after_forward &= any(not group.is_resident for group in unit.groups) or row.shards_parameters
     return unit
 
 
@@ -192,12 +185,11 @@ def start_engine(
     engine = Engine(units, row, comms, options)
     _number(engine)
     _relate(units)
-    _deal_slots(engine)
     for unit in units:
-        unit.is_resident = not row.shards_parameters and all(group.slot is None for group in unit.groups)
+        unit.is_resident = not row.shards_parameters and all(group.is_resident for group in unit.groups)
         _give_buffers(engine, unit)
         _install_hooks(engine, unit)
-        _link_fulls(unit)
+        _link_unsharded(unit)
     return engine
 
 
@@ -207,8 +199,7 @@ def _number(engine: Engine) -> None:
         unit.index = index
         unit.engine = me
         for group in unit.groups:
-            group.facts = dataclasses.replace(
-                group.facts,
+            group.learn(
                 unit=index,
                 depth=unit.depth,
                 reshards=unit.reshards_after_forward,
@@ -229,73 +220,15 @@ def _relate(units: Sequence[Unit]) -> None:
         unit.family |= below
 
 
-def _deal_slots(engine: Engine) -> None:
-    """Give every group its slot, and make the full parameters there."""
-    num_ahead = max((group.facts.num_ahead for group in engine.groups), default=1)
-    engine.slots.slots_per_class = slots_per_class(engine.options.num_slots, num_ahead)
-    slots = {group: engine.slots.hold(group.master) for group in engine.groups if group.is_alone}
-    gathered = [(u, group) for u in engine.units for group in u.groups if group.uses_slot and not group.is_alone]
-    together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
-    for (key, place), count in together.items():
-        if place is not None:
-            engine.slots.reserve(key, count)
-    for unit, group in gathered:
-        slots[group] = engine.slots.assign(
-            _slot_key(unit, group), group.layout.numel, is_shared=group.facts.takes_turns
-        )
-    for group in engine.groups:
-        group.use_slot(slots.get(group))
-    for slot in engine.slots.slots:
-        slot.owner = None  # where slots are not kept, this frees them
-
-
-def make_room_ahead(engine: Engine, num_ahead: int) -> None:
-    """Between steps: deal slots anew, where more units are to be gathered ahead than there are slots for.
-
-    Refused while a backward is to come, which would find the data of other units in the slots of its forward.
-    """
-    if num_ahead <= max((group.facts.num_ahead for group in engine.groups), default=1):
-        return
-    if any(unit.calls.num_outstanding and unit.version <= engine.forward.version for unit in engine.units):
-        raise StateError(
-            f"{num_ahead} units cannot be gathered ahead from now on: they need other slots, and a forward has run"
-            " whose backward is to come.\n  Say so before the forward, or after optimizer.step()."
-        )
-    for unit in engine.units:
-        engine.reshard(unit)  # what is gathered, by hand say, lies in the slots of before
-    for group in engine.groups:
-        group.facts = dataclasses.replace(group.facts, num_ahead=num_ahead)
-    engine.slots = SlotPool(keeps=engine.options.keeps_buffers)
-    _deal_slots(engine)
-
-
-def _slot_key(unit: Unit, group: Group) -> Hashable:
-    return (
-        unit.depth,
-        0 if group.facts.num_slots else size_class(group.layout.numel),
-        group.compute_dtype,
-        group.facts.is_trainable,
-        group.facts.is_expert,
-    )
-
-
 def _give_buffers(engine: Engine, unit: Unit) -> None:
-    """What gathers and reductions of a unit need besides its slots."""
+    """What a unit computes with, and what its gathers and reductions need."""
     for group in unit.groups:
         group.comms = engine.comms.of(group.layout.params[0].slice)  # sw.fully_shard: every call has opened its own
-        group.gradient.home.is_kept = engine.options.keeps_buffers or group.facts.is_offloaded
+        group.make_unsharded()
         group.form.start(group, engine)
-        if group.layout.params:
-            engine.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
 
 
 def _install_hooks(engine: Engine, unit: Unit) -> None:
-    least = eager_numel(engine.comms.gather.device_type, keeps_buffers=engine.options.keeps_buffers)
-    for group in unit.groups:
-        for index, full in enumerate(group.fulls):
-            if full.requires_grad and full.numel() >= least:  # torch refuses a hook on others
-                hook = gradient_hook(engine.collect_eagerly, group, index)
-                engine.hooks.append(Tensor.register_post_accumulate_grad_hook(full, hook))
     for member in unit.members:
         module = member.module()
         assert module is not None
@@ -303,8 +236,9 @@ def _install_hooks(engine: Engine, unit: Unit) -> None:
         engine.hooks.append(module.register_forward_hook(AfterForward(engine, unit, member), always_call=True))
 
 
-def _link_fulls(unit: Unit) -> None:
-    """Tell the unit's modules which full parameters replace their shards (after the slots were dealt out)."""
-    by_shard = {id(shard): full for group in unit.groups for shard, full in zip(group.shards, group.fulls, strict=True)}
+def _link_unsharded(unit: Unit) -> None:
+    """Tell the unit's modules which full parameters replace their shards."""
+    pairs = (pair for group in unit.groups for pair in zip(group.shards, group.unsharded, strict=True))
+    by_shard = {id(shard): full for shard, full in pairs}
     for owner in unit.owners:
-        owner.fulls = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}
+        owner.unsharded = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,12 +22,11 @@ from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
 from shardwise.engine.agreement import RankPeers
-from shardwise.engine.gradient import settle
+from shardwise.engine.attach import Extras, Window
+from shardwise.engine.gradient import GradientMemory, Meter, read_unused_flags
 from shardwise.engine.group import Group
 from shardwise.engine.hooks import (
     EndOfBackward,
-    Observers,
-    Step,
     Ticket,
     attach_tickets,
     begin,
@@ -35,15 +34,14 @@ from shardwise.engine.hooks import (
     gradient_hook,
     label,
 )
-from shardwise.engine.pool import GradientPool, SlotPool
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.order import AgreedOrder, Entry, Paths
 from shardwise.spec.placement import Placements
 
-#: Inside ``features.safety.checks`` released slots are filled with NaN.
-poisons_slots = False
+#: Inside ``features.safety.checks`` observers are told of every step, also of those that are alike.
+is_checking = False
 
 
 class Forward:
@@ -106,19 +104,16 @@ class Engine:
         options: How the engine is to work.
 
     Attributes:
-        observers: What attaches from outside.
-        step: What lies between two updates of the parameters.
-        shared: What forms of this model share, and what other floors keep with the engine, by name or type.
-        host_waits: Have the host wait for copies from and to it, and for updates that run beside a backward.
-        slots, gradients: Memory that units take turns with.
+        extras: What attaches from outside.
+        window: What lies between two updates of the parameters.
+        gradients: Which gradient buffers are in use.
+        gathered: Bytes of gathered parameters.
+        num_wrong_prefetches: Gathers so far of units that this rank then did not run.
         reducing: Reductions under way, oldest first.
         orders: The agreed orders.
-        accumulation: How microbatches are added up, in the plan's words.
-        syncs_gradients: The next backward is the last one of its step.
         epoch: Counts how often what is gathered became out of date: outermost forwards that gather anew, and
             ``unshard_now``.
         version: Counts optimizer steps: backward of units that an earlier one changed would be wrong.
-        parameters_are_unchanged: Microbatches are being accumulated; what is gathered stays up to date.
         hooks: Handles of the hooks on modules and parameters.
     """
 
@@ -134,20 +129,16 @@ class Engine:
         self.row = row
         self.comms = comms
         self.options = options
-        self.accumulation = options.accumulation(row)
-        self.syncs_gradients = True
-        self.observers = Observers()
-        self.step = Step()
-        self.shared: dict[Hashable, Any] = {}
-        self.host_waits: tuple[Callable[[], None], ...] = ()
-        self.slots = SlotPool(keeps=options.keeps_buffers)
-        self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one, keeps=options.keeps_buffers)
+        self.extras = Extras()
+        self.window = Window(options.accumulation(row))
+        self.gradients = GradientMemory(options.num_gradient_buffers, self._finish_oldest)
+        self.gathered = Meter()
+        self.num_wrong_prefetches = 0
         self.forward, self.backward = Forward(), Backward()
         self.orders = self._make_orders()
         self.version = 0
         self._changes: dict[frozenset[int] | None, tuple[int, list[Unit]]] = {}  # when what was last written, and where
         self.epoch = 0
-        self.parameters_are_unchanged = False
         self.hooks: list[Any] = []
         self._watched: set[int] = set()  # identities of full parameters whose gradients may begin a backward
 
@@ -173,7 +164,7 @@ class Engine:
             forward = RankPeers(gather, entry, units) if gathers else None
             return forward, RankPeers(control, entry, units, backward)
 
-        return Paths(peers, lambda entry: indices_below(units, entry), self.observers.wake)
+        return Paths(peers, lambda entry: indices_below(units, entry), self.extras.wake)
 
     def remove(self) -> None:
         """Take the hooks off: the units now belong to another engine."""
@@ -189,9 +180,9 @@ class Engine:
         return (group for unit in self.units for group in unit.groups)
 
     @property
-    def num_terms(self) -> int:
+    def num_ranks_with_data(self) -> int:
         """Ranks over which means are taken: those that have a batch."""
-        known = (observer.num_terms for observer in self.observers.all)
+        known = (observer.num_ranks_with_data for observer in self.extras.observers)
         return next((number for number in known if number is not None), self.comms.num_ranks)
 
     # -- forward
@@ -205,8 +196,8 @@ class Engine:
         is_traced = torch.compiler.is_dynamo_compiling() or torch_private.tracing_callback() is not None
         if is_traced or torch_private.is_transformed():
             _refuse_compiled(unit) if is_traced else self.need_whole("a transform of torch.func", unit)
-        if self.step.skips_hooks:
-            self.step.refuse_grad()
+        if self.window.step.skips_hooks:
+            self.window.step.refuse_grad()
             return
         calls, forward = unit.calls, self.forward
         if torch_private.current_backward() != -1:
@@ -219,7 +210,7 @@ class Engine:
         elif unit.parent is None and not path:
             self.leave_interrupted()
         if forward.num_frames == 0:
-            self._begin_forward(self.step.entry or (unit.index, path))
+            self._begin_forward(self.window.step.entry or (unit.index, path))
         elif threading.get_ident() != forward.thread:
             _refuse_thread(unit)
         forward.num_frames += 1
@@ -227,18 +218,18 @@ class Engine:
         member.num_frames += 1
         calls.has_run |= forward.trains
         if self.row.shards_optimizer:
-            for index in self.orders.gathers.reach(unit.index):
+            for index in self.orders.forward_order.advance_to(unit.index):
                 self._visit(self.units[index])
         self._release_left(but=unit)
-        self.unshard(unit, ahead=self.orders.gathers)
+        self.unshard(unit, ahead=self.orders.forward_order)
         unit.is_unused = False
-        member.swap_in()
-        self._prefetch(unit, self.orders.gathers)
+        member.use_unsharded()
+        self._prefetch(unit, self.orders.forward_order)
         begin(calls.labels, "forward", unit.name)
 
     def after_forward(self, unit: Unit, member: Member, output: object, path: str = "") -> None:
         """``member`` of ``unit``, or the module at ``path``, has run (``output`` is ``None`` where it raised)."""
-        if self.step.skips_hooks:
+        if self.window.step.skips_hooks:
             return
         calls, forward = unit.calls, self.forward
         if torch_private.current_backward() != -1:
@@ -257,18 +248,18 @@ class Engine:
             attach_tickets(self, unit, path or member.path, output, since)
         self._leave(unit, member)
         if forward.num_frames == 0:
-            for tell in self.observers.forward_ended:
+            for tell in self.extras.forward_ended:
                 tell(self)
             if output is not None or sys.exception() is forward.handled:
                 self._end_forward()
             else:  # it raised: what is under way is dropped by the next forward
-                self._fail(self.orders.gathers)
+                self._fail(self.orders.forward_order)
 
     def _leave(self, unit: Unit, member: Member) -> None:
         member.num_frames -= 1
-        if member.num_frames <= 0 and not self.step.holds:
-            member.swap_out()
-            unit.has_swapped_in = False
+        if member.num_frames <= 0 and not self.window.step.holds:
+            member.use_sharded()
+            unit.all_use_unsharded = False
         if not unit.calls.frames:
             self.forward.left.append(unit)
 
@@ -284,31 +275,52 @@ class Engine:
         while forward.left:
             self.reshard(forward.left.pop())
         self.orders.enter(entry, trains=forward.trains)
-        if poisons_slots or not self.orders.gathers.is_recorded or torch_private.active_ddp() is not None:
-            self.observers.wake()
+        if is_checking or not self.orders.forward_order.is_recorded or torch_private.active_ddp() is not None:
+            self.extras.wake()
         self.refresh()
         # Casts of the forward before belong to its graph: their gradients would come when backward has left the units.
         torch.clear_autocast_cache()
-        for tell in self.observers.forward_begins:
+        for tell in self.extras.forward_begins:
             tell(self, entry)
-        self.orders.gathers.start()
+        self.orders.forward_order.start()
         if forward.version != self.version:
             for unit in self.units:
                 if unit.version > forward.version:
                     unit.calls.num_outstanding = 0  # a backward of calls before the last step would be refused
             forward.version = self.version
 
+    def open_window(self, begin: Callable[[Engine], None]) -> None:
+        """Several forwards follow between which no parameter changes. Before the first of them ``begin`` is called."""
+        self.forward.trains = torch.is_grad_enabled()
+        if not self.window.is_open:
+            begin(self)
+            self.refresh()
+            self.window.is_open = True
+
+    def interrupt(self, *, has_gradients: bool, had_sums: bool) -> None:
+        """An exception has ended such a window: the next call drops what it has left (:meth:`recover`).
+
+        Args:
+            has_gradients: Some of its backwards have collected gradients.
+            had_sums: Sums of earlier windows were waiting when it began.
+        """
+        self.window.close()
+        for unit in self.units:
+            unit.use_sharded()
+        if has_gradients or self.reducing:
+            self.backward.is_under_way, self.backward.had_sums = True, had_sums
+
     def refresh(self) -> None:
         """What is gathered from now on is what the masters hold now."""
-        if not self.parameters_are_unchanged:
+        if not self.window.is_open:
             self.epoch += 1
         self.follow_shards()
 
     def _end_forward(self) -> None:
-        order, trains = self.orders.gathers, self.forward.trains
+        order, trains = self.orders.forward_order, self.forward.trains
         self.forward.handled = None  # its traceback holds activations
         if trains and self.row.shards_optimizer:
-            for index in order.rest():
+            for index in order.finish():
                 self._visit(self.units[index])
         self._release_left()
         for unit in self.units:
@@ -358,7 +370,7 @@ class Engine:
         """
         if not self.forward.trains:
             return False
-        is_run_by_peers = self.orders.gathers.is_new(unit.index) and not unit.calls.has_run
+        is_run_by_peers = self.orders.forward_order.is_new(unit.index) and not unit.calls.has_run
         return unit.parent is None or is_run_by_peers or self.orders.has_backward(unit.index)
 
     def _reshard_after_forward(self, unit: Unit, *, needs_backward: bool) -> None:
@@ -367,7 +379,7 @@ class Engine:
         if needs_backward or unit.calls.num_outstanding > 0:
             if not unit.reshards_after_forward:
                 return
-            if self.forward.trains and self.orders.gathers.is_last(unit.index):
+            if self.forward.trains and self.orders.forward_order.is_last(unit.index):
                 return  # backward needs it first
         if self.forward.trains:
             for group in unit.groups:
@@ -400,7 +412,7 @@ class Engine:
 
     def _issue_gather(self, unit: Unit) -> None:
         while unit.state is State.REDUCING:
-            self._drain_one()
+            self._finish_oldest()
         if self.backward.is_under_way and unit.updated_in == self.backward.generation:
             raise StateError(
                 f"backward came back to unit {unit.name!r} after its parameters had been updated: a value left the unit"
@@ -410,12 +422,13 @@ class Engine:
         unit.move_to(State.UNSHARDING)
         try:
             for group in unit.groups:
-                if not group.needs_refresh or (group.slot is None and group.epoch == self.epoch):
+                if not group.needs_refresh or (group.is_resident and group.epoch == self.epoch):
                     continue
-                if group.slot is not None and group.slot.owner is not group:
-                    self.claim(group)
+                self.gathered.add(num_bytes := group.allocate())
+                if is_checking and num_bytes:
+                    group.poison()
                 is_kept = group.form.kept_epoch == self.epoch
-                for tell in self.observers.before_gather:
+                for tell in self.extras.before_gather:
                     tell(self, unit, group, is_kept=is_kept)
                 unit.handles.append(self.gather(group, is_kept=is_kept))
                 unit.is_unused = True
@@ -424,7 +437,7 @@ class Engine:
             raise
 
     def gather(self, group: Group, *, is_kept: bool) -> Handle:
-        """Issue the gather of a group into its slot.
+        """Issue the gather of a group.
 
         Collective:
             As ``Form.gather``, or ``Form.gather_kept`` with ``is_kept``.
@@ -432,24 +445,6 @@ class Engine:
         group.epoch = self.epoch
         with label("gather", group.unit.name):
             return group.form.gather_kept(group) if is_kept else group.form.gather(group)
-
-    def claim(self, group: Group) -> None:
-        """Make ``group`` the owner of its slot, or of a new one where the slot's owner computes. Others are evicted."""
-        slot = group.slot
-        assert slot is not None
-        holder = slot.owner
-        if holder is not None:
-            if holder.unit.calls.frames or holder.unit is group.unit:
-                if group.unit.calls.num_outstanding:
-                    raise StateError(
-                        f"units {group.unit.name!r} and {holder.unit.name!r} share storage, but one now runs inside the"
-                        " other, which it did not before.\n  Wrap only the outer one, or neither."
-                    )
-                slot = self.slots.grow(group.layout.numel)
-                group.use_slot(slot)
-            else:
-                self.reshard(holder.unit)
-        slot.owner = group
 
     def wait(self, unit: Unit) -> None:
         """Wait for the gathers of a unit."""
@@ -462,10 +457,9 @@ class Engine:
 
     def _prefetch(self, unit: Unit, order: AgreedOrder) -> None:
         """While ``unit`` computes, issue the gathers of those that come next, up to one that has to wait."""
-        waiting: list[Unit] = []
         for index in order.upcoming(unit.ahead[order.is_backward]):
             following = self.units[index]
-            if following.state is State.REDUCING or not self._has_room(following, waiting):
+            if following.state is State.REDUCING:
                 return
             if following.calls.frames:
                 return  # ranks that skip this call have released the unit, and gather it again in its next place
@@ -474,43 +468,30 @@ class Engine:
                 is_there = True
             if not is_there:
                 self._issue_gather(following)
-            waiting.append(following)
-
-    def _has_room(self, unit: Unit, waiting: Sequence[Unit]) -> bool:
-        """No owner of the unit's slots computes, is entered by backward, or waits for an earlier turn."""
-        for group in unit.groups:
-            holder = group.slot.owner if group.slot is not None else None
-            if holder is not None and holder is not group:
-                other = holder.unit
-                if other.calls.frames or other is self.backward.active or other in self.backward.entered:
-                    return False
-                if other in waiting:
-                    return False
-        return True
 
     def _ensure(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
         """Have the unit's parameters there, inside a backward, without taking part in the order."""
         if unit.state is not State.UNSHARDED:
             self._fetch(unit, ahead)
-        unit.swap_in()
+        unit.use_unsharded()
 
     def reshard(self, unit: Unit) -> None:
-        """Release the unit's slots. Units with replicated parameters keep their data."""
+        """Free the memory of the unit's parameters. Replicated ones keep theirs."""
         if unit.state is State.UNSHARDING:
             self.wait(unit)
-        self.slots.num_wrong_prefetches += unit.is_unused
+        self.num_wrong_prefetches += unit.is_unused
         unit.is_unused = False
-        if self.step.holds and self.step.keeps(unit):
+        if self.window.step.holds and self.window.step.keeps(unit):
             return
-        unit.swap_out()
+        unit.use_sharded()
         for group in unit.groups:
-            group.release(poison=poisons_slots)
+            self.gathered.add(-group.release())
         if unit.state is State.UNSHARDED:
             unit.move_to(State.SHARDED)
 
     # -- backward
 
-    def on_ticket(self, ticket: Ticket, unit: Unit) -> None:
+    def pre_backward(self, ticket: Ticket, unit: Unit) -> None:
         """Backward has reached a call of ``unit``."""
         backward = self.backward
         if backward.is_under_way and backward.end is not None and backward.end() is None:
@@ -520,7 +501,7 @@ class Engine:
         if torch.is_grad_enabled():
             self.need_whole("backward with create_graph=True", unit)
             with torch.no_grad():
-                self.on_ticket(ticket, unit)
+                self.pre_backward(ticket, unit)
             backward.makes_graph = True
             return
         if ticket.version < unit.version:
@@ -538,7 +519,7 @@ class Engine:
         if not self._communicates(unit):
             self._ensure(unit)
             return
-        for index in self.orders.entries.reach(unit.index):
+        for index in self.orders.backward_order.advance_to(unit.index):
             self._enter(self.units[index])
         self._enter(unit)
         unit.is_unused = False
@@ -555,7 +536,7 @@ class Engine:
 
     def on_gradient(self, group: Group, index: int) -> None:
         """Backward has brought a gradient to a full parameter, maybe without a ticket before it."""
-        unit, parameter = group.unit, group.fulls[index]
+        unit, parameter = group.unit, group.unsharded[index]
         if parameter.grad is None:
             return
         if unit.version > self.forward.version:
@@ -584,14 +565,14 @@ class Engine:
         """
         comms = self.comms
         is_divided = any(comm is not None for comm in (comms.tp, comms.pp, comms.cp, comms.ep))
-        if is_divided or any(group.uses_slot or group.row.shards_optimizer for group in self.groups):
+        if is_divided or any(not group.is_resident or group.row.shards_optimizer for group in self.groups):
             raise StateError(
                 f"{what} reached unit {unit.name!r}: this rank has its parameters in full only while it computes.\n"
                 "  Set strategy='ddp' (without tp, pp, cp and ep), under which it works, or compute it with a plain"
                 " model that takes model.state_dict() of `with sw.full_parameters(model):`."
             )
         for group in unit.groups:
-            for index, full in enumerate(group.fulls):
+            for index, full in enumerate(group.unsharded):
                 if full.requires_grad and id(full) not in self._watched:
                     self._watched.add(id(full))
                     hook = gradient_hook(self.on_gradient, group, index)
@@ -599,8 +580,8 @@ class Engine:
 
     def _begin_backward(self, entry: Entry) -> None:
         if threading.get_ident() != self.forward.thread and torch_private.has_rpc_agent():
-            self.observers.wake()
-        for tell in self.observers.backward_begins:
+            self.extras.wake()
+        for tell in self.extras.backward_begins:
             tell(self)
         backward = self.backward
         backward.is_under_way = True
@@ -644,7 +625,7 @@ class Engine:
             order.fail()
 
     def _enter(self, unit: Unit) -> None:
-        """Backward is now in ``unit``: finalise what it has left, have its parameters there, gather what comes next.
+        """Backward is now in ``unit``: reduce what it has left, have its parameters there, gather what comes next.
 
         Alike on ranks whose backward comes to the unit and on those that skip it: gathers and reductions, which go over
         different Comms, so follow one order on all ranks ([Note: Agreed order]).
@@ -653,16 +634,16 @@ class Engine:
         with label("backward", unit.name):
             for other in backward.entered.copy():
                 if other.index not in unit.family and not self._is_outstanding(other):
-                    self.finalise(other)
+                    self.post_backward(other)
             backward.active = unit
             if unit not in backward.entered:
                 backward.entered.append(unit)
-            self._ensure(unit, ahead=self.orders.entries)
-        self._prefetch(unit, self.orders.entries)
+            self._ensure(unit, ahead=self.orders.backward_order)
+        self._prefetch(unit, self.orders.backward_order)
 
     def _is_outstanding(self, unit: Unit) -> bool:
         """Backward will come to this unit again, in an earlier call of it."""
-        order = self.orders.entries
+        order = self.orders.backward_order
         if order.is_open:
             return unit in self.backward.awaited
         if order.is_recorded and order.remaining(unit.index) > 0:
@@ -670,7 +651,7 @@ class Engine:
         # The loss of this rank may not need a call that the losses of its peers need.
         return unit.calls.is_outstanding and (unit.calls.has_come or not order.is_recorded)
 
-    def finalise(self, unit: Unit) -> None:
+    def post_backward(self, unit: Unit) -> None:
         """Release a unit that backward has left, and issue the reduction of its gradients.
 
         Collective:
@@ -680,43 +661,41 @@ class Engine:
         if unit in self.backward.entered:
             self.backward.entered.remove(unit)
         if self.backward.makes_graph:
-            _refuse_graph(unit, [full.grad for group in unit.groups for full in group.fulls])
+            _refuse_graph(unit, [full.grad for group in unit.groups for full in group.unsharded])
         while unit.state is State.REDUCING:
-            self._drain_one()  # a gradient has come after the unit was reduced: its buffer must have left
-        reduces = self.syncs_gradients or self.accumulation != "unsharded"
-        # Where memory is freed, it is before this unit takes its buffer.
-        if reduces and not self.options.keeps_buffers:
-            self.move_on(num_kept=self._num_travelling)
-        is_released = not self.options.keeps_buffers and not any(group.gradient.lies_in_slot for group in unit.groups)
-        if is_released:
+            self._finish_oldest()  # a gradient has come after the unit was reduced: its buffer must have left
+        reduces = self.window.syncs or self.window.mode != "unsharded"
+        # Memory is freed before the unit takes its buffer: that of sums that have arrived, and that of its parameters.
+        if reduces:
+            self.wait_for_reductions(keep=self._num_travelling)
+        is_read = any(group.gradient.lies_in_parameters for group in unit.groups)
+        if not is_read:
             self.reshard(unit)
         for group in unit.groups:
             if group.wants_gradients:
                 group.gradient.collect(self.gradients)
-        if not is_released:
+        if is_read:
             self.reshard(unit)
         if reduces:
             self.reduce(unit)
         else:
-            self.step.leave(self, unit)
+            self.window.step.leave(self, unit)
 
     def reduce(self, unit: Unit) -> None:
         """Issue the reduction of a unit whose gradients have been collected.
 
         Collective:
-            As :meth:`finalise`.
+            As :meth:`post_backward`.
         """
         trained = [group for group in unit.groups if group.wants_gradients]
         if not trained:
             return
         unit.move_to(State.REDUCING)
-        for tell in self.observers.before_reduce:
+        for tell in self.extras.before_reduce:
             tell(self, unit)
-        # The reductions before this one had a whole unit's backward to travel: moving them on first costs no time that
-        # could be measured, and their receive buffers serve again. More than two gradient buffers give them longer.
-        if self.options.keeps_buffers or not self.step.ends_with_backward:  # else finalise has done so
-            self.move_on(num_kept=self._num_travelling)
-        is_last = self.syncs_gradients or self.accumulation != "defer_replicate"
+        if not self.window.step.ends_with_backward:  # else post_backward has done so
+            self.wait_for_reductions(keep=self._num_travelling)
+        is_last = self.window.syncs or self.window.mode != "defer_replicate"
         for group in trained:
             with label("reduce", unit.name):
                 handle = group.gradient.reduce(self.gradients, is_last=is_last)
@@ -729,15 +708,15 @@ class Engine:
             return 0  # the sum over the groups is due
         return self.gradients.limit - 2
 
-    def move_on(self, *, num_kept: int = 0) -> None:
+    def wait_for_reductions(self, *, keep: int = 0) -> None:
         """Begin the next phase of every reduction under way, oldest first; finish those that have come to their end.
 
         Args:
-            num_kept: The reductions of so many units, the newest, are left to travel.
+            keep: The reductions of so many units, the newest, are left to travel.
         """
         kept: set[Unit] = set()
         for unit, _, _ in reversed(self.reducing):
-            if len(kept) >= num_kept:
+            if len(kept) >= keep:
                 break
             kept.add(unit)
         for entry in tuple(self.reducing):
@@ -745,39 +724,43 @@ class Engine:
                 break
             has_more = entry[2].advance()
             if not has_more and entry is self.reducing[0]:
-                self._drain_one()
+                self._finish_oldest()
 
-    def _drain_one(self) -> bool:
+    def mark_updated(self, unit: Unit) -> None:
+        """The parameters of ``unit`` have been updated inside the backward under way."""
+        unit.updated_in = self.backward.generation
+
+    def _finish_oldest(self) -> bool:
         """Finish the oldest reduction under way. Returns False if there is none."""
         if not self.reducing:
             return False
         unit, group, handle = self.reducing.popleft()
         handle.wait()
         group.gradient.finish(self.gradients)
-        for tell in self.observers.reduced:
+        for tell in self.extras.reduced:
             tell(self, unit, group)
         if unit.state is State.REDUCING and not (self.reducing and self.reducing[0][0] is unit):
             unit.move_to(State.SHARDED)
         return True
 
     def end_backward(self) -> None:
-        """Backward is over: finalise the rest, wait for the reductions, release everything."""
-        for index in self.orders.entries.rest():
+        """Backward is over: reduce the rest, wait for the reductions, release everything."""
+        for index in self.orders.backward_order.finish():
             self._enter(self.units[index])
         for unit in reversed(self.backward.entered.copy()):
-            self.finalise(unit)
-        if self.step.ends_with_backward:  # else others wait for this backward to end, and nobody for the sums
+            self.post_backward(unit)
+        if self.window.step.ends_with_backward:  # else others wait for this backward to end, and nobody for the sums
             self.finish_reductions()
-        self._agree(self.orders.entries, self.comms.control)
+        self._agree(self.orders.backward_order, self.comms.control)
         for unit in self.units:
             if unit.state is State.UNSHARDING or unit.state is State.UNSHARDED:
                 self.reshard(unit)
-            if not self.step.holds:
-                unit.swap_out()
+            if not self.window.step.holds:
+                unit.use_sharded()
             unit.calls.num_left = unit.calls.num_outstanding
             unit.calls.end_backward()
         self._forget_backward()
-        self.parameters_are_unchanged = not self.syncs_gradients
+        self.window.is_open = not self.window.syncs
 
     def _forget_backward(self) -> None:
         backward = self.backward
@@ -791,7 +774,7 @@ class Engine:
         """Every unit has been left: reduce what came otherwise, and wait for all that is under way."""
         self._finish_strays()
         self.drain()
-        for tell in self.observers.backward_ended:
+        for tell in self.extras.backward_ended:
             tell(self)
 
     def _finish_strays(self) -> None:
@@ -802,14 +785,14 @@ class Engine:
             strays = [
                 spec
                 for group in trained
-                for spec, full in zip(group.layout.params, group.fulls, strict=True)
+                for spec, full in zip(group.layout.params, group.unsharded, strict=True)
                 if full.grad is not None
             ]
             was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
             is_released = not unit.is_resident and not was_kept and unit.healed_in != generation
             if strays and (is_released or unit.updated_in == generation):
                 for group in trained:
-                    for full in group.fulls:
+                    for full in group.unsharded:
                         full.grad = None
                 when = "while unit {!r} was not gathered" if is_released else "after unit {!r} had been updated"
                 raise StateError(
@@ -817,39 +800,28 @@ class Engine:
                     f" {when.format(unit.name)}: a value left the unit otherwise than through its outputs.\n"
                     "  Return the value from the unit's forward, or wrap the module that uses it as well."
                 )
-            if strays or (self.syncs_gradients and any(group.gradient.is_local for group in trained)):
-                self.finalise(unit)
+            if strays or (self.window.syncs and any(group.gradient.is_local for group in trained)):
+                self.post_backward(unit)
 
     def drain(self) -> None:
         """Wait for every reduction under way, and for what the host is about to read of them."""
         while self.reducing:
-            self.move_on()
+            self.wait_for_reductions()
         self.wait_for_host()
-        settle(group.gradient for group in self.groups)
+        read_unused_flags(group.gradient for group in self.groups)
 
     def heal(self, unit: Unit) -> None:
-        """Bring back the data of a unit for a saved tensor that would otherwise read another unit's."""
+        """Bring back the data of a unit for a saved tensor that would otherwise read memory that is not there."""
         self._ensure(unit)
         unit.is_unused = False
         unit.healed_in = self.backward.generation
-
-    def collect_eagerly(self, group: Group, index: int) -> None:
-        """A large gradient has arrived: move it into the flat buffer at once, unless the unit is not gathered."""
-        unit, backward = group.unit, self.backward
-        if backward.makes_graph:
-            return  # refused when backward leaves the unit
-        is_released = not unit.is_resident and unit.healed_in != backward.generation
-        is_late = is_released or unit.updated_in == backward.generation or unit.state is State.REDUCING
-        if unit not in backward.entered and is_late:
-            return  # left on the parameter; the end of backward reduces it, or reports it
-        group.gradient.collect_one(index, self.gradients)
 
     # -- after an exception
 
     def recover(self) -> None:
         """A backward raised before its end: drop what it left under way. A ``.grad`` that was done stays."""
         backward = self.backward
-        self._fail(self.orders.entries)
+        self._fail(self.orders.backward_order)
         self.wait_for_host()
         while self.reducing:
             self.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
@@ -881,9 +853,9 @@ class Engine:
 
     def leave_frames(self) -> None:
         """A forward was left without its hooks: nothing is under way any more."""
-        for tell in self.observers.forward_ended:
+        for tell in self.extras.forward_ended:
             tell(self)
-        self._fail(self.orders.gathers)
+        self._fail(self.orders.forward_order)
         self._abandon()
 
     def _abandon(self) -> None:
@@ -895,11 +867,11 @@ class Engine:
 
     # -- between steps
 
-    def settle(self, call: str) -> None:
+    def require_idle(self, call: str) -> None:
         """Be between steps, for ``call``: what a backward left that raised is dropped."""
         self.wait_for_host()
         self.need_values(call)
-        self.step.refuse(call)
+        self.window.step.refuse(call)
         if self.forward.num_frames > 0 or torch_private.current_backward() != -1:
             raise StateError(
                 f"{call} was called inside a forward or backward (or after a forward was interrupted).\n"
@@ -908,17 +880,11 @@ class Engine:
         if self.backward.is_under_way:
             self.recover()
         self.follow_shards()
-        self.announce(call)
-
-    def announce(self, call: str) -> None:
-        """Tell the observers what the user has called between steps; they may refuse it."""
-        for tell in self.observers.before_call:
-            tell(self, call)
 
     def need_values(self, call: str) -> None:
-        """Tell the observers that ``call`` is about to use the parameters' values; they may refuse it."""
-        for tell in self.observers.before_values:
-            tell(self, call)
+        """Ask the guards whether ``call`` may use the parameters' values."""
+        for guard in self.extras.guards:
+            guard(self, call)
 
     def follow_shards(self) -> None:
         """Take over what the user changed on the parameters: other memory (``p.data = ...``), what is trained."""
@@ -933,7 +899,7 @@ class Engine:
 
     def wait_for_host(self) -> None:
         """Have the host wait for what is on its way from or to it, and for its own updates of what is there."""
-        for wait in self.host_waits:
+        for wait in self.extras.host_waits:
             wait()
 
     def invalidate(self, changed: frozenset[int] | None = None) -> None:
@@ -942,7 +908,7 @@ class Engine:
         What is gathered, or was, is out of date.
         """
         self.leave_interrupted()
-        self.parameters_are_unchanged = False
+        self.window.close()
         self.version += 1
         units = self._changes[changed][1] if changed in self._changes else self.units
         if changed is not None and changed not in self._changes:
@@ -968,10 +934,10 @@ class Engine:
         """Have what ranks hold besides parameters (the model's buffers) equal now, not only at the next forward.
 
         Collective:
-            Those of the observers' ``before_state``. All ranks must call.
+            Those of ``Extras.before_state``. All ranks must call.
         """
-        for tell in self.observers.before_state:
-            tell(self)
+        for make_equal in self.extras.before_state:
+            make_equal()
 
     def unshard_now(self, unit: Unit) -> None:
         """Gather a unit by hand; its module then holds the whole parameters until :meth:`reshard_now`.
@@ -981,8 +947,7 @@ class Engine:
         """
         self.epoch += 1
         self.unshard(unit)
-        unit.is_unused = False
-        unit.swap_in()
+        unit.use()
 
     def reshard_now(self, unit: Unit) -> None:
         """Undo :meth:`unshard_now`."""

@@ -3,7 +3,7 @@
 ==========  ==============================================================  ==============================
 state       where this rank's gradients are                                 leaves by
 ==========  ==============================================================  ==============================
-empty       nowhere                                                         ``collect_one``, ``collect``
+empty       nowhere                                                         ``collect``
 local       summed in a flat full-size buffer, not reduced yet              ``reduce``
 reducing    on their way; the buffer must not be touched                    ``finish``
 partial     summed over ``dp_shard`` only (accumulation defer_replicate)    a later microbatch's ``reduce``
@@ -14,16 +14,18 @@ On a mesh with ``dp_replicate`` a reduction is a chain: the sum inside the group
 it over the groups, then one division. The second lies where ``.grad`` will be, not in a buffer that others use: it may
 travel while the next units' gradients are collected.
 
-The full-size buffer is borrowed from the pool where the row pools gradients, and the group's own where it does not
-(``ddp``, ``zero1``, and wherever one rank's slice is the whole: there ``.grad`` lives in it, reduced in place). While
-``.grad`` occupies the group's own buffer, a further backward borrows one too.
+The full-size buffer is the group's own. It has memory from the first gradient to the end of its reduction. Where a row
+replicates gradients (``ddp``, ``zero1``, and wherever one rank's slice is the whole) ``.grad`` lives in such a buffer,
+reduced in place; while it does, a further backward collects in a second one.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +33,75 @@ from torch import Tensor
 from shardwise import torch_private
 from shardwise.comm.base import Chain, Comm, Done, Handle
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine.pool import GradientPool
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import ReduceLayout, Rows
-from shardwise.spec.memory.footprint import size_class
 from shardwise.spec.precision import divisors
 
 if TYPE_CHECKING:
     from shardwise.engine.group import Group
 
 
-class Home:
-    """Where ``.grad`` of a group's shards lives: memory of the group, or borrowed from the pool for one update.
+class Meter:
+    """Bytes that have memory now, and the most so far."""
+
+    def __init__(self) -> None:
+        self.live = self.most = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes have been allocated; freed, where the number is negative."""
+        self.live += num_bytes
+        self.most = max(self.most, self.live)
+
+
+class GradientMemory(Meter):
+    """The full-size gradient buffers of a model that have memory now, and small constants that groups share.
+
+    Args:
+        limit: Buffers of one kind in use at once. A group that needs one more waits for the oldest reduction; if none
+            is under way (an enclosing unit, or local accumulation, holds them) it gets one all the same.
+        drain: Finishes the oldest reduction under way; returns False if there is none.
+    """
+
+    def __init__(self, limit: int, drain: Callable[[], bool]) -> None:
+        super().__init__()
+        self.limit = limit
+        self._drain = weakref.WeakMethod(drain)  # it is a method of whoever holds this object
+        self._num_in_use: Counter[Hashable] = Counter()
+        self._constants: dict[Hashable, Tensor] = {}
+
+    def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """A small tensor that never changes, made at the first call and shared by all who name the same key."""
+        if key not in self._constants:
+            self._constants[key] = make()
+        return self._constants[key]
+
+    def take(self, kind: Hashable, num_bytes: int) -> None:
+        """A buffer of a kind is about to get memory."""
+        drain = self._drain()
+        while self._num_in_use[kind] >= self.limit and drain is not None and drain():
+            pass
+        self._num_in_use[kind] += 1
+        self.add(num_bytes)
+
+    def give(self, kind: Hashable, num_bytes: int) -> None:
+        """The memory of a buffer of a kind has been freed."""
+        self._num_in_use[kind] -= 1
+        self.add(-num_bytes)
+
+
+class _Kept(NamedTuple):
+    """What a :class:`GradientStorage` keeps whose memory is freed; ``holders`` as of ``torch_private.num_holders``."""
+
+    tensor: Tensor
+    plain: list[Tensor]
+    views: list[Tensor]
+    full: FlatBuffer | None
+    flats: list[Tensor]
+    holders: tuple[int, int]
+
+
+class GradientStorage:
+    """Where ``.grad`` of a group's shards lives: memory that it has from the first gradient to ``zero_grad()``.
 
     Attributes:
         tensor: The memory, laid out as the master is: a slice of :attr:`full`, or memory of its own.
@@ -50,9 +109,9 @@ class Home:
         plain: The same views as plain tensors.
         as_part: Makes a gradient (of a shard), of which other ranks hold other parts, one that refuses norms.
         is_apart: ``.grad`` never lives in the buffer that is reduced.
-        full: The group's own full-size gradient buffer, where it has one.
-        is_kept: The memory stays allocated from step to step.
-        is_lent: ``.grad`` lives in borrowed buffers (the optimizer steps inside backward).
+        full: The group's own full-size gradient buffer, where ``.grad`` lives in one.
+        flats: Views over several parameters, which are ``.grad`` of flat ones.
+        is_lent: ``.grad`` is there for one update alone (the optimizer steps inside backward).
     """
 
     def __init__(self, group: Group, as_part: Callable[[Tensor, Tensor | None], Tensor]) -> None:
@@ -62,19 +121,35 @@ class Home:
         self.tensor: Tensor | None = None
         self.views: list[Tensor] = []
         self.plain: list[Tensor] = []
-        self.full: Tensor | None = None
-        self.is_kept = True
+        self.full: FlatBuffer | None = None
+        self.flats: list[Tensor] = []
         self.is_lent = False
-        self._key: Hashable = None  # of a buffer in the pool, where the sum has another dtype than ``.grad``
-        self._lent: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._lent: tuple[Tensor, list[Tensor]] | None = None
+        self._kept: _Kept | None = None
 
     def make(self, *, is_filled: bool = True) -> Tensor:
-        """The memory, allocated at the first call; not filled where a whole sum is about to be written to it."""
+        """The memory, allocated at the first call; zeros, unless a whole sum is about to be written to it."""
         if self.tensor is not None:
             return self.tensor
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return self._make(is_filled=is_filled)
+        self.tensor, self.plain, self.views, self.full, self.flats, self._holders = kept
+        allocate(self._memory)
+        if is_filled and self._memory is self.tensor:
+            self.tensor.zero_()
+        return self.tensor
+
+    @property
+    def _memory(self) -> Tensor:
+        """What :attr:`tensor` is all or a part of."""
+        assert self.tensor is not None
+        return self.tensor if self.full is None or self.is_apart else self.full.memory
+
+    def _make(self, *, is_filled: bool) -> Tensor:
         group, gradient = self.group, self.group.gradient
         if not gradient.is_pooled:
-            self.full = torch.zeros(gradient.layout.numel, dtype=group.reduce_dtype, device=group.device)
+            self.full = gradient.make_buffer()
         if self.full is None or self.is_apart:
             numel = gradient.layout.slice_numel(group.rank)
             if is_filled:
@@ -82,42 +157,60 @@ class Home:
             else:
                 self.tensor = torch.empty(numel, dtype=group.dtype, device=group.device)
         else:
-            self.tensor = self.full[gradient.layout.slice_of(group.rank)]
+            self.tensor = self.full.memory[gradient.layout.slice_of(group.rank)]
         self.plain = self.views = group.held_views(self.tensor)
         if group.facts.holds_part:
             self.views = [self.as_part(view, shard) for view, shard in zip(self.plain, group.shards, strict=True)]
+        self._holders = self._count_holders()
         return self.tensor
 
-    def free(self) -> None:
-        """Give the memory up."""
-        self.tensor = self.full = None
-        self.views = []
-        self.plain = []
+    def _count_holders(self) -> tuple[int, int]:
+        return torch_private.num_holders([self._memory, *self.plain, *self.views, *self.flats])
 
-    def lend(self, pool: GradientPool) -> None:
-        """Have ``.grad`` live in borrowed buffers from now on: the one that the sum is in or, for a cast, another."""
+    def hold(self, make: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """What ``make`` returns, and the caller holds as long as this object: the memory, a new view, known ones."""
+        if self.is_lent:
+            return make()
+        before = self._count_holders()
+        made = make()
+        self.flats.append(made[1])
+        after = self._count_holders()
+        self._holders = self._holders[0] + after[0] - before[0], self._holders[1] + after[1] - before[1]
+        return made
+
+    def free(self) -> None:
+        """Free the memory. Where the user holds a gradient, it is left to them, and made anew for the next one."""
+        if self.tensor is not None and not self.is_lent and self._count_holders() == self._holders:
+            free(self._memory)
+            self._kept = _Kept(self.tensor, self.plain, self.views, self.full, self.flats, self._holders)
+        self.tensor = self.full = None
+        self.views, self.plain, self.flats = [], [], []
+
+    def lend(self) -> None:
+        """Have ``.grad`` live from now on where the sum is or, where it is cast, in memory that is freed after it."""
         self.is_lent = True
         self.free()
-        if self.group.reduce_dtype is not self.group.dtype:
-            numel = self.group.reduce_layout.slice_numel(self.group.rank)
-            self._key = ("home", size_class(numel), self.group.dtype)
-            pool.announce(self._key, numel)
 
-    def borrow(self, result: Tensor, pool: GradientPool) -> None:
-        """Take the buffer in which ``.grad`` lives for one update."""
-        home = result if self._key is None else pool.take(self._key, self.group.dtype, self.group.device)
-        key = torch_private.storage_identity(home)
-        if key not in self._lent:  # a rank's place in a buffer is always the same
-            self._lent[key] = home, self.group.held_views(home)
-        self.tensor, self.plain = self._lent[key]
+    @property
+    def _is_cast(self) -> bool:
+        return self.group.reduce_dtype is not self.group.dtype
+
+    def borrow(self, result: Tensor) -> None:
+        """Have ``.grad`` live in ``result``, the sum, for one update; where it is cast, beside it."""
+        if self._lent is None:  # a rank's place in the buffer of a group is always the same
+            memory = torch.empty(len(result), dtype=self.group.dtype, device=result.device) if self._is_cast else result
+            self._lent = memory, self.group.held_views(memory)
+        elif self._is_cast:
+            allocate(self._lent[0])
+        self.tensor, self.plain = self._lent
         self.views = self.plain  # the optimizer alone sees them
 
-    def give_back(self, pool: GradientPool) -> None:
+    def give_back(self) -> None:
         """End :meth:`borrow`: ``.grad`` is taken off the shards."""
         for shard in self.group.shards:
             shard.grad = None
-        if self.tensor is not None and self._key is not None:
-            pool.give(self._key, self.tensor)
+        if self.tensor is not None and self._is_cast:
+            free(self.tensor)
         self.free()
 
 
@@ -126,9 +219,8 @@ class Gradient:
 
     Attributes:
         layout: Flat layout of the full-size buffer.
-        home: Where ``.grad`` lives.
-        pool_key: Class of buffers in the pool.
-        is_pooled: The full-size buffer is borrowed. Else one rank holds all of it, and ``.grad`` lies in the buffer.
+        storage: Where ``.grad`` lives.
+        is_pooled: The full-size buffer is there during a backward alone. Else ``.grad`` lies in it.
         result: Where the sum under way arrives.
         has_added: A reduced gradient was added to what an earlier backward had left in ``.grad``.
     """
@@ -137,26 +229,27 @@ class Gradient:
         facts = group.facts
         self.group = group
         self.layout = facts.reduce_layout
-        self.home = Home(group, as_part)
-        self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype, facts.is_expert)
+        self.storage = GradientStorage(group, as_part)
+        self._kind: Hashable = (group.dtypes, facts.is_expert)
+        self._num_bytes = self.layout.numel * group.reduce_dtype.itemsize
         self.is_pooled = facts.pools_gradients
         self.divide_by(facts.num_ranks)
         # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
         self._is_elsewhere = [
             held.numel == 0 < spec.numel for held, spec in zip(group.held, group.layout.params, strict=True)
         ]
-        self._views: dict[int, BufferViews] = {}  # of every buffer that has been used, by its id
         first_flag = self.layout.data_numel(self.layout.place(group.rank))
         self._flags = slice(first_flag, first_flag + len(group.shards))  # in what this rank gets of a sum
-        self._local: BufferViews | None = None
-        self._borrowed: Tensor | None = None
+        self._local: FlatBuffer | None = None
+        self._scratch: FlatBuffer | None = None  # which has memory during a backward alone
         self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
         self._shown: dict[int, Tensor] = {}  # views of ``_local`` that are .grad of full parameters
         self._used: list[bool] = []
         self.result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
         self.partial_store: Tensor | None = None  # where that lies if it cannot lie where ``.grad`` does
-        self._doubtful: list[int] = []  # parameters of which only the flags in ``home`` say whether a rank used them
+        self._maybe_unused: list[int] = []  # only the flags in ``storage`` say whether a rank used them
+        self._is_borrowing = False
         self.has_added = False
 
     @property
@@ -167,7 +260,7 @@ class Gradient:
     @property
     def has_sums(self) -> bool:
         """Some ``.grad`` is there from an earlier backward, to be added to."""
-        if self._doubtful:
+        if self._maybe_unused:
             return True
         with torch_private.without_torch_function():
             for shard in self.group.shards:
@@ -177,18 +270,24 @@ class Gradient:
 
     @property
     def held_buffers(self) -> tuple[Tensor | None, ...]:
-        """What this object keeps for good: where ``.grad`` lives, and sums that wait. Borrowed ones are not."""
-        return self.home.tensor, self.home.full, self.partial_store
+        """Where ``.grad`` lives, and sums that wait."""
+        return self.storage.tensor, None if self.storage.full is None else self.storage.full.memory, self.partial_store
 
     @property
-    def lies_in_slot(self) -> bool:
-        """Some gradient is memory of a slot of the unit: a function has returned a view of a parameter as gradient."""
-        slots = {torch_private.storage_identity(g.gathered) for g in self.group.unit.groups if g.slot is not None}
-        grads = (full.grad for full in self.group.fulls)
-        return any(
-            grad is not None and grad.layout is torch.strided and torch_private.storage_identity(grad) in slots
-            for grad in grads
-        )
+    def scratch(self) -> Tensor | None:
+        """The full-size buffer that has memory during a backward alone."""
+        return None if self._scratch is None else self._scratch.memory
+
+    @property
+    def lies_in_parameters(self) -> bool:
+        """Some gradient is memory of the unit's parameters: a function has returned a view of one as gradient."""
+        groups = self.group.unit.groups
+        gathered = [group.gathered.untyped_storage().data_ptr() for group in groups if group.is_allocated]
+        for full in self.group.unsharded:  # a plain loop: once for each parameter in each step
+            grad = full.grad
+            if grad is not None and grad.layout is torch.strided and grad.untyped_storage().data_ptr() in gathered:
+                return not grad.is_meta
+        return False
 
     def divide_by(self, num_ranks: int) -> None:
         """Divide sums by ``num_ranks`` from now on."""
@@ -196,27 +295,16 @@ class Gradient:
 
     # -- empty -> local
 
-    def collect_one(self, index: int, pool: GradientPool) -> None:
-        """Move the gradient of one parameter into the flat buffer and free it."""
-        full = self.group.fulls[index]
-        if full.grad is None or self._shown:  # the hook that calls this also fires for an undefined gradient
-            return
-        views = self._begin(pool)
-        targets, sources = views.by_param[index], self._cut(index, full.grad)
-        full.grad = None
-        _each(torch._foreach_add_ if self._written[index] else torch._foreach_copy_, targets, sources)
-        self._written[index] = True
-
-    def collect(self, pool: GradientPool) -> None:
+    def collect(self, memory: GradientMemory) -> None:
         """Move what gradients there are on the full parameters into the flat buffer, and free them."""
-        views, written = self._begin(pool), self._written
+        views, written = self._begin(memory), self._written
         if not any(written) and self._collect_all(views):
             return
         copy_to: list[Tensor] = []
         copies: list[Tensor] = []
         add_to: list[Tensor] = []
         terms: list[Tensor] = []
-        for index, full in enumerate(self.group.fulls):
+        for index, full in enumerate(self.group.unsharded):
             grad = full.grad
             if grad is None or grad is self._shown.get(index):
                 continue
@@ -230,15 +318,15 @@ class Gradient:
         _each(torch._foreach_add_, add_to, terms)
         _each(torch._foreach_copy_, copy_to, copies)
 
-    def _collect_all(self, views: BufferViews) -> bool:
+    def _collect_all(self, views: FlatBuffer) -> bool:
         """As :meth:`collect` where every parameter has its first gradient, as in nearly every backward; else False."""
-        fulls = self.group.fulls
-        grads = [grad for full in fulls if (grad := full.grad) is not None and grad.layout is torch.strided]
-        if len(grads) < len(fulls):
+        unsharded = self.group.unsharded
+        grads = [grad for full in unsharded if (grad := full.grad) is not None and grad.layout is torch.strided]
+        if len(grads) < len(unsharded):
             return False
-        for full in fulls:
+        for full in unsharded:
             full.grad = None
-        self._written = [True] * len(fulls)
+        self._written = [True] * len(unsharded)
         for index in views.divided:  # the last one first
             grads[index : index + 1] = self._cut(index, grads[index])
         _each(torch._foreach_copy_, views.every, grads)
@@ -254,28 +342,28 @@ class Gradient:
             return  # a gradient has the dtype of its parameter
         for index, views in enumerate(self._local.by_param):
             if self._written[index] and index not in self._shown and index not in self._local.divided:
-                self._shown[index] = group.fulls[index].grad = views[0]
+                self._shown[index] = group.unsharded[index].grad = views[0]
 
     def _hide(self) -> None:
         for index in self._shown:
-            self.group.fulls[index].grad = None
+            self.group.unsharded[index].grad = None
         self._shown.clear()
 
-    def local_views(self, index: int, pool: GradientPool) -> list[Tensor]:
+    def local_views(self, index: int, memory: GradientMemory) -> list[Tensor]:
         """This rank's gradient of one parameter, to be changed there, in the :meth:`parts` of the flat buffer.
 
         Where there is none yet it is -0.0 from now on.
         """
-        self.collect(pool)
-        views = self._begin(pool).by_param[index]
+        self.collect(memory)
+        views = self._begin(memory).by_param[index]
         if not self._written[index]:
             _fill_with_nothing(views)
             self._written[index] = True
         return views
 
-    def add(self, index: int, grad: Tensor, pool: GradientPool) -> None:
+    def add(self, index: int, grad: Tensor, memory: GradientMemory) -> None:
         """Add to this rank's gradient of one parameter, which came otherwise than through the full parameter."""
-        _each(torch._foreach_add_, self.local_views(index, pool), self._cut(index, grad))
+        _each(torch._foreach_add_, self.local_views(index, memory), self._cut(index, grad))
 
     def has_collected(self, index: int) -> bool:
         """Whether sums of earlier microbatches have a gradient of parameter ``index``, and ``.grad`` would show it."""
@@ -286,28 +374,33 @@ class Gradient:
         """Drop what earlier microbatches have collected for parameter ``index``."""
         self._written[index] = False
         if self._shown.pop(index, None) is not None:
-            self.group.fulls[index].grad = None
+            self.group.unsharded[index].grad = None
         if self._partial is not None:
             self._used[index] = False
             self.group.held_view(index, self._partial).zero_().neg_()
             self._flags_in(self._partial)[index] = 0
 
-    def _begin(self, pool: GradientPool) -> BufferViews:
-        """Have a buffer to collect in; returns its views."""
+    def make_buffer(self) -> FlatBuffer:
+        """A full-size buffer, with memory."""
+        return FlatBuffer(self.layout, self.group.reduce_dtype, self.group.device)
+
+    def _begin(self, memory: GradientMemory) -> FlatBuffer:
+        """Have a buffer to collect in."""
         if self._local is not None:
             return self._local
-        home = self.home
+        home = self.storage
         if self.is_pooled or home.is_lent or (not home.is_apart and self.has_sums):
-            buffer = self._borrowed = pool.take(self.pool_key, self.group.reduce_dtype, self.group.device)
+            memory.take(self._kind, self._num_bytes)
+            if self._scratch is None:
+                self._scratch = self.make_buffer()
+            allocate(self._scratch.memory)
+            self._is_borrowing = True
+            self._local = self._scratch
         else:
             home.make()
-            buffer = home.full
-        assert buffer is not None
-        views = self._views.get(id(buffer))
-        if views is None:
-            views = self._views[id(buffer)] = BufferViews(self.layout, buffer, pool)
-        self._local = views
-        return views
+            self._local = home.full
+        assert self._local is not None
+        return self._local
 
     def _cut(self, index: int, grad: Tensor) -> list[Tensor]:
         """The gradient in the parts in which the flat buffer holds it."""
@@ -329,29 +422,29 @@ class Gradient:
 
     # -- local -> reducing
 
-    def reduce(self, pool: GradientPool, *, is_last: bool = True) -> Handle:
+    def reduce(self, memory: GradientMemory, *, is_last: bool = True) -> Handle:
         """Complete the local gradients and issue their reduction.
 
         A missing gradient travels as -0.0, the exact identity of addition, with 0 as its flag.
 
         Args:
-            pool: Where the buffer was borrowed.
+            memory: Counts the buffers in use.
             is_last: Later microbatches do not add to it: the sum goes on over ``dp_replicate`` where there is one.
 
         Collective:
             As ``Form.reduce``. Then, when the handle advances, all-reduce on ``dp_replicate`` of what the rank holds.
         """
         group = self.group
-        views = self._begin(pool)
+        views = self._begin(memory)
         self._hide()
-        views.set_flags(self._written)
+        views.set_flags(self._written, memory)
         if not all(self._written):
             _fill_with_nothing(
                 [t for i, is_there in enumerate(self._written) if not is_there for t in views.by_param[i]]
             )
         if views.gaps:
             torch._foreach_zero_(views.gaps)
-        buffer = views.buffer[: self.layout.numel]
+        buffer = views.memory
         self._local = None
         partial, self._partial = self._partial, None
         if partial is None:
@@ -368,12 +461,12 @@ class Gradient:
         if replicate is None:
             return group.form.arrive(group, inside)
         if partial is not None or not is_last:
-            return Chain(inside, lambda: self._add_up(replicate, pool, partial, is_last=is_last))
-        is_home = self.result is self.home.tensor
+            return Chain(inside, lambda: self._add_up(replicate, memory, partial, is_last=is_last))
+        is_home = self.result is self.storage.tensor
 
         def arrived() -> None:
             if is_home:
-                self._give_back(pool)  # the sum is not in the borrowed buffer
+                self._give_back(memory)  # the sum is not in the borrowed buffer
 
         return replicate.follow(inside, lambda: self._go_across(replicate), arrived)
 
@@ -381,22 +474,22 @@ class Gradient:
         """Where the sum over ``dp_shard`` goes: straight to where ``.grad`` lives if that is free, else in place."""
         if not self.group.facts.row.shards_optimizer:
             return buffer
-        is_free = not (self.home.is_lent or self.home.is_apart or self.has_sums)
+        is_free = not (self.storage.is_lent or self.storage.is_apart or self.has_sums)
         if self.is_pooled and is_free and partial is None:
-            return self.home.make(is_filled=False)
+            return self.storage.make(is_filled=False)
         return buffer[self.layout.slice_of(self.group.rank)]
 
-    def _add_up(self, replicate: Comm, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:
+    def _add_up(self, replicate: Comm, memory: GradientMemory, partial: Tensor | None, *, is_last: bool) -> Handle:
         """The sum inside the group is there: add it to that of earlier microbatches; go on over the groups at last."""
         result = self.result
         assert result is not None
         if partial is not None:
             result = partial.add_(result)
-        elif result is not self.home.tensor:
+        elif result is not self.storage.tensor:
             if self.partial_store is None:
                 self.partial_store = torch.empty_like(result)
             result = self.partial_store.copy_(result)
-        self._give_back(pool)  # the sum has left the borrowed buffer
+        self._give_back(memory)  # the sum has left the borrowed buffer
         if not is_last:
             self._partial, self.result = result, None
             return Done()
@@ -411,42 +504,41 @@ class Gradient:
 
     def free(self) -> None:
         """Free what ``.grad`` lived in, once it is gone."""
-        home = self.home
-        if home.is_kept or home.tensor is None or home.is_lent or self.is_local or self.has_sums:
+        home = self.storage
+        is_kept = self.group.facts.is_offloaded  # pinned memory is dear to allocate
+        if is_kept or home.tensor is None or home.is_lent or self.is_local or self.has_sums:
             return
-        if home.full is not None:
-            self._views.pop(id(home.full), None)
         home.free()
 
     # -- reducing -> empty
 
-    def finish(self, pool: GradientPool) -> None:
+    def finish(self, memory: GradientMemory) -> None:
         """Put the reduced gradients on the shards: set where there was none, add where there was one.
 
         A parameter that no rank used is left alone. Whether another rank used one that this rank did not, the header
-        tells, on the device. The host does not wait for it: it asks at the end of backward (:func:`settle`).
+        tells, on the device. The host does not wait for it: it asks at the end of backward (:func:`read_unused_flags`).
         """
-        result, home = self.result, self.home
+        result, home = self.result, self.storage
         if result is None:
             return  # it waits for the last microbatch
         if home.is_lent:
-            home.borrow(result, pool)
+            home.borrow(result)
         is_home = result.data_ptr() == home.make().data_ptr()
-        if self._doubtful or not is_home:
+        if self._maybe_unused or not is_home:
             self.group.form.wait_for_host()  # the host is about to read it, where it is there
-        if self._doubtful:  # the second reduction of one backward
-            settle([self])
+        if self._maybe_unused:  # the second reduction of one backward
+            read_unused_flags([self])
         self._put(result, is_home=is_home)
         self.result = None
         if home.is_lent:
-            settle([self])  # the optimizer steps now
+            read_unused_flags([self])  # the optimizer steps now
         else:
-            self._give_back(pool)
+            self._give_back(memory)
 
     @torch_private.on_plain_tensors
     def _put(self, result: Tensor, *, is_home: bool) -> None:
         """Put what was reduced on the shards, as far as the host knows that some rank has used them."""
-        group, used, home = self.group, self._used, self.home
+        group, used, home = self.group, self._used, self.storage
         assert home.tensor is not None
         views = home.plain if is_home else group.held_views(result)
         flags = self._flags_in(result)
@@ -466,8 +558,8 @@ class Gradient:
             if used[index]:
                 shard.grad = home.views[index]
             else:
-                self._doubtful.append(index)
-        if self._doubtful and not is_home:
+                self._maybe_unused.append(index)
+        if self._maybe_unused and not is_home:
             self._flags_in(home.tensor).copy_(flags)
 
     def _flags_in(self, reduced: Tensor) -> Tensor:
@@ -475,46 +567,42 @@ class Gradient:
         return reduced[self._flags]
 
     @property
-    def doubtful_flags(self) -> Tensor | None:
+    def unread_flags(self) -> Tensor | None:
         """The flags that the host has yet to read, if there are any."""
-        return self._flags_in(self.home.make()) if self._doubtful else None
+        return self._flags_in(self.storage.make()) if self._maybe_unused else None
 
     @torch_private.on_plain_tensors
     def show_used(self, flags: Sequence[float]) -> None:
-        """Set ``.grad`` of the doubtful parameters that other ranks have used; ``flags`` as :attr:`doubtful_flags`."""
-        for index in self._doubtful:
+        """Set ``.grad`` of the parameters that other ranks alone have used; ``flags`` as :attr:`unread_flags`."""
+        for index in self._maybe_unused:
             if flags[index] > 0:
-                self.group.shards[index].grad = self.home.views[index]
-        self._doubtful = []
+                self.group.shards[index].grad = self.storage.views[index]
+        self._maybe_unused = []
 
     # -- .grad in borrowed buffers
 
-    def lend_home(self, pool: GradientPool) -> None:
-        """Have ``.grad`` live in borrowed buffers from now on, from :meth:`finish` to :meth:`release_home`."""
-        self.home.lend(pool)
-        self._views.clear()
+    def release_storage(self, memory: GradientMemory) -> None:
+        """Take ``.grad`` off the shards and free what it lived in (after :meth:`GradientStorage.lend`)."""
+        self.storage.give_back()
+        self._give_back(memory)
 
-    def release_home(self, pool: GradientPool) -> None:
-        """Take ``.grad`` off the shards and give back the buffers that it lived in."""
-        self.home.give_back(pool)
-        self._give_back(pool)
-
-    def drop(self, pool: GradientPool) -> None:
+    def drop(self, memory: GradientMemory) -> None:
         """Forget gradients that are not on the shards: a backward failed, or ``zero_grad()`` has dropped them."""
         self._shown.clear()
-        for full in self.group.fulls:
+        for full in self.group.unsharded:
             full.grad = None
         self._written = [False] * len(self._written)
         self._local = self.result = self._partial = None
-        self._doubtful = []
-        if self.home.is_lent:
-            self.home.give_back(pool)
-        self._give_back(pool)
+        self._maybe_unused = []
+        if self.storage.is_lent:
+            self.storage.give_back()
+        self._give_back(memory)
 
-    def _give_back(self, pool: GradientPool) -> None:
-        if self._borrowed is not None:
-            pool.give(self.pool_key, self._borrowed)
-            self._borrowed = None
+    def _give_back(self, memory: GradientMemory) -> None:
+        if self._is_borrowing and self._scratch is not None:
+            self._is_borrowing = False
+            free(self._scratch.memory)
+            memory.give(self._kind, self._num_bytes)
 
 
 def _fill_with_nothing(tensors: list[Tensor]) -> None:
@@ -535,11 +623,11 @@ def _each(change: Callable[..., object], targets: list[Tensor], sources: list[Te
             change([target for target, _ in pairs], [source for _, source in pairs])
 
 
-def settle(gradients: Iterable[Gradient]) -> None:
+def read_unused_flags(gradients: Iterable[Gradient]) -> None:
     """Read for which parameters other ranks have sent gradients, and set ``.grad`` there: with one wait a device."""
     asking: dict[torch.device, list[tuple[Gradient, Tensor]]] = {}
     for gradient in gradients:
-        flags = gradient.doubtful_flags
+        flags = gradient.unread_flags
         if flags is not None:
             asking.setdefault(flags.device, []).append((gradient, flags))
     for found in asking.values():
@@ -561,38 +649,46 @@ def _of_rows(buffer: Tensor, rows: Sequence[Rows]) -> list[Tensor]:
     return [buffer.as_strided((r.count, r.numel), (r.step, 1), first + r.offset) for r in rows]
 
 
-class BufferViews:
-    """Views of one full-size buffer, made once: where each gradient goes, the gaps, and the flags.
+def allocate(flat: Tensor) -> None:
+    """Have memory for ``flat``, which :func:`free` has taken away, with any content."""
+    flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+
+
+def free(flat: Tensor) -> None:
+    """Give the memory of ``flat`` back to torch's allocator. The tensor and its views stay, without content."""
+    flat.untyped_storage().resize_(0)
+
+
+class FlatBuffer:
+    """A full-size buffer and its views, made once: where each gradient goes, the gaps, and the flags.
 
     Attributes:
-        buffer: The buffer.
+        memory: The buffer. Its memory may be freed and allocated again.
         by_param: The views of each parameter: one in its shape, or one for each of its rows in ``layout``.
         every: All of them, in order.
         divided: Numbers of the parameters that have rows or nothing, the last one first.
         gaps: What no gradient is written to.
     """
 
-    def __init__(self, layout: ReduceLayout, buffer: Tensor, pool: GradientPool) -> None:
+    def __init__(self, layout: ReduceLayout, dtype: torch.dtype, device: torch.device) -> None:
         params = layout.group.params
-        self.buffer = buffer
+        self.memory = torch.empty(layout.numel, dtype=dtype, device=device)
         self.divided = [index for index in reversed(range(len(params))) if layout.is_divided(index)]
-        self.by_param = [_views(buffer, layout, index, rows) for index, rows in enumerate(layout.rows)]
+        self.by_param = [_views(self.memory, layout, index, rows) for index, rows in enumerate(layout.rows)]
         self.every = [view for held in self.by_param for view in held]
-        self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
-        self._headers = _of_rows(buffer, layout.header_rows)
-        key = len(params), self._headers[0].shape[-1] if self._headers else 0, buffer.dtype
-        self._all_used = pool.constant(key, lambda: self._flags([True] * len(params)))
+        self.gaps = [self.memory[start:stop] for start, stop in layout.gaps]
+        self._headers = _of_rows(self.memory, layout.header_rows)
 
-    def set_flags(self, used: list[bool]) -> None:
+    def set_flags(self, used: list[bool], memory: GradientMemory) -> None:
         """Write the headers: 1 for each parameter that this rank's backward used."""
-        flags = self._all_used if all(used) else self._flags(used)
+        if not self._headers:
+            return  # every slice is empty
+        key = len(used), self._headers[0].shape[-1], self.memory.dtype
+        flags = memory.constant(key, lambda: self._flags(used)) if all(used) else self._flags(used)
         for header in self._headers:
-            assert flags is not None
             header.copy_(flags)
 
-    def _flags(self, used: list[bool]) -> Tensor | None:
-        if not self._headers:
-            return None  # every slice is empty
+    def _flags(self, used: list[bool]) -> Tensor:
         header = self._headers[0]
         flags = [float(is_used) for is_used in used] + [0.0] * (header.shape[-1] - len(used))
         # From pinned memory the copy is enqueued; the host does not wait.

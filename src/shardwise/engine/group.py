@@ -2,7 +2,9 @@
 
 Each parameter has two objects. The *shard* is the Parameter that the model had before: between steps it is in the
 module, the optimizer holds it, and its data is a view of this rank's flat master. The *full* one replaces it in the
-module while the unit computes: it lies in the gathered buffer, set there once and never moved.
+module while the unit computes: it lies in the gathered buffer, set there once and never moved. The buffer is the
+group's own. It has memory from :meth:`Group.allocate` to :meth:`Group.release` alone; what autograd saved of it in
+forward finds its data there again in backward.
 
 How a shard is held, how it becomes the gathered buffer and how gradients are summed is the job of the group's *form*.
 The plain one is here: the master in its own dtype on the device that computes. ``forms`` has the others.
@@ -11,8 +13,9 @@ The plain one is here: the master in its own dtype on the device that computes. 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,6 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Done, Handle
 from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.engine.gradient import Gradient
-from shardwise.engine.pool import Slot
 from shardwise.spec.errors import StateError
 from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout, contiguous_stride
@@ -68,7 +70,7 @@ class Form:
             group.master.copy_(flat)
 
     def start(self, group: Group, engine: Engine) -> None:
-        """The engine is being built: announce buffers to its pools."""
+        """The engine is being built: announce what it needs."""
 
     def gather(self, group: Group) -> Handle:
         """Fill the gathered buffer from the masters of all ranks.
@@ -135,13 +137,15 @@ class Group:
         dtypes: Of master, computing and reduction.
         device: Where the unit computes.
         shards: The original Parameter objects.
-        fulls: Their stand-ins in the gathered buffer.
+        unsharded: Their stand-ins in the gathered buffer.
         master: This rank's flat slice of the parameters; the whole of them where the optimizer is replicated.
         replica: The gathered buffer, where parameters are replicated.
         held: The piece of each parameter that the master holds.
         views: One view of the master for each parameter.
-        slot: Where the gathered buffer lies; ``None``: in the replica.
         gathered: The gathered buffer.
+        is_allocated: It has memory.
+        is_standing: It has memory for good.
+        is_resident: Parameters are replicated: whole ones, as the unit computes with them, are never released.
         own: This rank's part of the gathered buffer.
         is_copied: The master has to be copied into the gathered buffer.
         needs_refresh: The gathered buffer is not the master itself: changes of the master have to be brought there.
@@ -167,8 +171,10 @@ class Group:
         self.dtypes = tuple(torch_dtype(name or facts.master_dtype) for name in names)
         self.device = shards[0].device
         self.shards = list(shards)
-        self.fulls: list[nn.Parameter] = []
-        self.slot: Slot | None = None
+        self.unsharded: list[nn.Parameter] = []
+        self.is_allocated = True
+        self.is_resident = facts.is_resident
+        self.is_standing = facts.is_resident or facts.is_alone
         self.replica: Tensor | None = None
         self.epoch = -1
         layout = facts.layout
@@ -221,13 +227,8 @@ class Group:
         return self.facts.master_numel(self.rank)
 
     @property
-    def uses_slot(self) -> bool:
-        """Whole parameters, as the unit computes with them, are there only while it computes."""
-        return not self.facts.is_resident
-
-    @property
     def is_alone(self) -> bool:
-        """One rank's slice is the whole, in the form in which the unit computes: its slot is the master itself."""
+        """One rank's slice is the whole, in the form in which the unit computes: the master is the gathered buffer."""
         return self.facts.is_alone
 
     @property
@@ -236,7 +237,7 @@ class Group:
         return self.facts.is_apart
 
     @property
-    def standing(self) -> Tensor | None:
+    def resident_buffer(self) -> Tensor | None:
         """Where the whole group lies for good; ``None`` where it is gathered from nothing."""
         return self.master if self.is_alone else self.replica
 
@@ -256,7 +257,7 @@ class Group:
 
         Where parameters are replicated in the master's own dtype, the master is a slice of the replica, or all of it.
         """
-        if self.uses_slot:
+        if not self.is_resident:
             return self.form.make_master(self)
         self.replica = torch.zeros(self.layout.numel, dtype=self.compute_dtype, device=self.device)
         self._fill(self.replica, self.layout.whole)
@@ -316,8 +317,8 @@ class Group:
     def follow_trained(self) -> None:
         """Have the full parameters require grad where the shards do now; autograd asks them when backward ends."""
         trained = [shard.requires_grad for shard in self.shards]
-        if trained != [full.requires_grad for full in self.fulls]:
-            for full, is_trained in zip(self.fulls, trained, strict=True):
+        if trained != [full.requires_grad for full in self.unsharded]:
+            for full, is_trained in zip(self.unsharded, trained, strict=True):
                 full.requires_grad_(is_trained)
 
     @torch_private.on_plain_tensors
@@ -347,39 +348,58 @@ class Group:
 
     # -- the gathered buffer
 
-    def use_slot(self, slot: Slot | None) -> None:
-        """Make the full parameters in ``slot`` (``None``: in the replica), or move them there."""
-        self.slot = slot
-        if slot is None:
-            assert self.replica is not None
-            self.gathered = self.replica
-        else:
-            self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
+    def make_unsharded(self) -> None:
+        """Make the full parameters: views of the gathered buffer, which has no memory yet, or has it for good."""
+        if self.unsharded:
+            return  # made by an engine of a part of the model (sw.fully_shard)
+        standing, layout = self.resident_buffer, self.layout
+        if standing is None:
+            standing = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
+        self.gathered = standing
         is_apart, row = self.is_apart, self.row
-        self.own = self.gathered[self.layout.slice_of(self.rank)] if row.shards_optimizer else self.gathered
+        self.own = self.gathered[layout.slice_of(self.rank)] if row.shards_optimizer else self.gathered
         self.is_copied = (row.shards_parameters or is_apart) and not self.is_alone
         self.needs_refresh = row.shards_optimizer or is_apart
-        storage, is_new = self.gathered.untyped_storage(), not self.fulls
-        for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
-            # set_ gives a version counter of its own: refilling the slot does not trip autograd's check.
+        storage = self.gathered.untyped_storage()
+        for shard, spec, offset in zip(self.shards, layout.params, layout.offsets, strict=True):
+            # set_ gives a version counter of its own: gathering anew does not trip autograd's check.
             tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
             tensor.set_(storage, offset, spec.shape, spec.strides)
-            if is_new:
-                full = nn.Parameter(tensor, requires_grad=self.shards[index].requires_grad)
-                full.__dict__.update(self.shards[index].__dict__)
-                self.fulls.append(full)
-            else:
-                self.fulls[index].data = tensor
+            full = nn.Parameter(tensor, requires_grad=shard.requires_grad)
+            full.__dict__.update(shard.__dict__)
+            self.unsharded.append(full)
+        self.release()
+
+    def allocate(self) -> int:
+        """Have memory for the gathered buffer, with any content. Returns the bytes that are new."""
+        if self.is_allocated:
+            return 0
+        self.is_allocated = True
+        num_bytes = self.layout.numel * self.gathered.itemsize
+        self.gathered.untyped_storage().resize_(num_bytes)
+        return num_bytes
+
+    def poison(self) -> None:
+        """Fill the gathered buffer, which is about to be gathered, with what spoils every result."""
+        if self.gathered.is_floating_point():
+            self.gathered.fill_(math.nan)
+
+    def release(self) -> int:
+        """Give the memory of the gathered buffer back to torch's allocator, unless it is there for good.
+
+        Full parameters stay. Reading one raises torch's "data is not allocated yet". Returns the bytes that are freed.
+        """
+        if not self.is_allocated or self.is_standing:
+            return 0
+        self.is_allocated = False
+        self.gathered.untyped_storage().resize_(0)
+        return self.layout.numel * self.gathered.itemsize
+
+    def learn(self, **facts: Any) -> None:
+        """Replace some of the facts."""
+        self.facts = dataclasses.replace(self.facts, **facts)
 
     def relabel(self, layout: GroupLayout) -> None:
         """Take a layout that differs in names only."""
-        self.facts = dataclasses.replace(self.facts, layout=layout)
+        self.learn(layout=layout)
         self.gradient.layout = ReduceLayout(layout, self.reduce_layout.num_slices)
-
-    def release(self, *, poison: bool) -> None:
-        """Give the slot back. With ``poison`` its content is overwritten with NaN, so that a stale use shows."""
-        if self.slot is None or self.slot.owner is not self:
-            return
-        if poison and self.compute_dtype.is_floating_point and not self.is_alone:
-            self.gathered.fill_(float("nan"))
-        self.slot.owner = None

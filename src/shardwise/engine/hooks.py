@@ -1,4 +1,4 @@
-"""What torch calls: around forward, when backward reaches a call, at its end; and whom the engine calls: observers."""
+"""What torch calls: around forward, when backward reaches a call, and at its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,11 @@ from torch.profiler import record_function
 
 from shardwise import torch_private
 from shardwise.spec.errors import Uncopyable
-from shardwise.spec.order import Entry
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
     from shardwise.engine.unit import Member, Unit
-
-_O = TypeVar("_O", bound="Observer")
-_F = TypeVar("_F", bound=Any)
 
 
 class Ticket:
@@ -56,7 +52,7 @@ class Ticket:
         """Backward has reached the call."""
         engine, unit = self._engine(), self._unit()
         if engine is not None and unit is not None:
-            engine.on_ticket(self, unit)
+            engine.pre_backward(self, unit)
 
     def leave(self, unit: Unit) -> None:
         """This call of ``unit`` is not outstanding any longer."""
@@ -111,26 +107,26 @@ class AfterForward(BeforeForward):
             or output._base is not None  # noqa: SLF001
             or output.layout is not torch.strided
         ):
-            output = without_slots(self.unit, output)
+            output = without_parameters(self.unit, output)
         self.engine.after_forward(self.unit, self.member, output)
         return output
 
 
-def without_slots(unit: Unit, output: object) -> object:
+def without_parameters(unit: Unit, output: object) -> object:
     """``output`` of a call of ``unit`` with copies of the unit's own parameters, and of views of them.
 
-    They lie in a slot, which other units use as soon as this one is released. Where parameters are replicated they stay
-    where they are; a parameter itself becomes a view, on which a ticket can be put.
+    Their memory is freed as soon as the unit is released. Where parameters are replicated they stay; a parameter itself
+    becomes a view, on which a ticket can be put.
     """
-    uses_slot = {torch_private.storage_identity(group.gathered): group.uses_slot for group in unit.groups}
+    is_resident = {torch_private.storage_identity(group.gathered): group.is_resident for group in unit.groups}
 
     def change(tensor: Tensor) -> Tensor:
-        is_in_slot = uses_slot.get(torch_private.storage_identity(tensor))
-        if is_in_slot:
+        stays = is_resident.get(torch_private.storage_identity(tensor))
+        if stays is False:
             return tensor.clone()
-        return tensor.view_as(tensor) if is_in_slot is not None and tensor.is_leaf else tensor
+        return tensor.view_as(tensor) if stays and tensor.is_leaf else tensor
 
-    return replace_tensors(output, change) if uses_slot else output
+    return replace_tensors(output, change) if is_resident else output
 
 
 def gradient_hook(method: Callable[[Group, int], None], group: Group, index: int) -> Callable[[Tensor], None]:
@@ -230,7 +226,7 @@ def label(what: str, unit: str) -> AbstractContextManager[Any]:
     """A range of the profile inside the context: ``shardwise::gather [blocks.3]``. Nothing where no profiler runs.
 
     ``gather`` (its issue), ``wait`` (for a gather; on a GPU the compute stream waits), ``forward`` (of the unit),
-    ``backward`` (enters the unit: finalises others, waits for its parameters), ``reduce`` (its issue).
+    ``backward`` (enters the unit: reduces others, waits for its parameters), ``reduce`` (its issue).
     """
     # torch asks its own flag before it names ranges of its optimizers; there is no public way to ask.
     is_profiled = profiler._is_profiler_enabled  # noqa: SLF001
@@ -249,147 +245,3 @@ def end(labels: list[AbstractContextManager[Any]]) -> None:
     """End the range that was begun last, if there is one."""
     if labels:
         labels.pop().__exit__(None, None, None)
-
-
-# -- what attaches to an engine
-
-
-class Observer:
-    """Attaches to an engine from outside: told of the moments of a step that its class overrides.
-
-    An observer may raise, communicate (on all ranks alike) and change ``.grad``; it must not gather or release. It must
-    not hold the engine by a strong reference for longer than a step.
-
-    Attributes:
-        updates_in_backward: It lets optimizers step when a group's gradients are reduced.
-        is_stepping: One of these steps right now.
-        num_terms: Ranks over which means are taken, where it knows better.
-    """
-
-    updates_in_backward = False
-    is_stepping = False
-    num_terms: int | None = None
-
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:
-        """An outermost forward is about to begin, through ``entry``. ``engine.forward.trains`` is known."""
-
-    def forward_ended(self, engine: Engine) -> None:
-        """The outermost forward has ended, by return or exception."""
-
-    def before_gather(self, engine: Engine, unit: Unit, group: Group, *, is_kept: bool) -> None:
-        """The all-gather of a group is about to be issued; ``is_kept``: of what was kept over a few neighbours."""
-
-    def backward_begins(self, engine: Engine) -> None:
-        """Backward has reached its first unit."""
-
-    def before_reduce(self, engine: Engine, unit: Unit) -> None:
-        """The gradients of a unit are collected; their reductions are about to be issued."""
-
-    def reduced(self, engine: Engine, unit: Unit, group: Group) -> None:
-        """A reduction of a group has been waited for. After the last of a step its gradients are on its shards."""
-
-    def backward_ended(self, engine: Engine) -> None:
-        """A backward is over. Where it synchronised, every unit's gradients are on their shards."""
-
-    # -- calls of the user
-
-    def before_call(self, engine: Engine, call: str) -> None:
-        """The user has called the function ``call`` (``"sw.save"``, ...) between steps: may refuse it."""
-
-    def before_values(self, engine: Engine, call: str) -> None:
-        """``call`` (``"a forward"``, ``"sw.save()"``, ...) is about to use the parameters' values: may refuse it."""
-
-    def before_state(self, engine: Engine) -> None:
-        """The state of the whole model is about to be read: make equal over the ranks what should be."""
-
-    def before_step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step, outside of backward."""
-
-
-class Observers:
-    """The observers of an engine. For each moment a tuple of the methods that listen: empty, it costs nothing.
-
-    Attributes:
-        all: The observers, in the order in which they are told.
-    """
-
-    def __init__(self) -> None:
-        self.all: tuple[Observer, ...] = ()
-        self._resting: tuple[Observer, ...] = ()
-        self._sort()
-
-    def add(self, observer: Observer, *, is_first: bool = False) -> None:
-        """Have an observer told from now on, after the others or before them."""
-        self.all = (observer, *self.all) if is_first else (*self.all, observer)
-        self._sort()
-
-    def remove(self, observer: Observer) -> None:
-        """Undo :meth:`add`."""
-        self.all = tuple(other for other in self.all if other is not observer)
-        self._sort()
-
-    def rest(self, observer: Observer) -> None:
-        """Tell an observer nothing more while steps are alike."""
-        self._resting += (observer,)
-        self._sort()
-
-    def wake(self) -> None:
-        """Undo every :meth:`rest`: this step is unlike those before (a new way into the model, another path)."""
-        if self._resting:
-            self._resting = ()
-            self._sort()
-
-    def find(self, kind: type[_O]) -> _O | None:
-        """The observer of a class, if there is one."""
-        return next((observer for observer in self.all if isinstance(observer, kind)), None)
-
-    def _sort(self) -> None:
-        self._awake = [each for each in self.all if not any(each is resting for resting in self._resting)]
-        self.forward_begins = self._listening(lambda each: each.forward_begins)
-        self.forward_ended = self._listening(lambda each: each.forward_ended)
-        self.before_gather = self._listening(lambda each: each.before_gather)
-        self.backward_begins = self._listening(lambda each: each.backward_begins)
-        self.before_reduce = self._listening(lambda each: each.before_reduce)
-        self.reduced = self._listening(lambda each: each.reduced)
-        self.backward_ended = self._listening(lambda each: each.backward_ended)
-        self.before_call = self._listening(lambda each: each.before_call)
-        self.before_values = self._listening(lambda each: each.before_values)
-        self.before_state = self._listening(lambda each: each.before_state)
-        self.before_step = self._listening(lambda each: each.before_step)
-
-    def _listening(self, method_of: Callable[[Observer], _F]) -> tuple[_F, ...]:
-        """The methods of those observers that do something at a moment."""
-        return tuple(
-            method
-            for method in map(method_of, self._awake)
-            if getattr(type(method.__self__), method.__name__) is not getattr(Observer, method.__name__)
-        )
-
-
-class Step:
-    """What lies between two updates of the parameters: here one forward and one backward.
-
-    Attributes:
-        skips_hooks: All units are gathered and in their modules and stay so: the hooks return at once.
-        holds: What is gathered stays so, and in its modules, while :meth:`keeps` says so.
-        entry: The way into the model that the next forward takes; ``None``: the module that is called.
-        ends_with_backward: The end of a backward waits for all reductions.
-    """
-
-    skips_hooks = False
-    holds = False
-    entry: Entry | None = None
-    ends_with_backward = True
-
-    def keeps(self, unit: Unit) -> bool:  # noqa: ARG002
-        """Whether a unit stays gathered though nothing computes with it now."""
-        return False
-
-    def leave(self, engine: Engine, unit: Unit) -> None:
-        """A backward that does not synchronise has left ``unit``, and collected its gradients."""
-
-    def refuse(self, what: str) -> None:
-        """Refuse what must not happen inside the step."""
-
-    def refuse_grad(self) -> None:
-        """Refuse a forward with grad, where the hooks are skipped."""

@@ -66,7 +66,7 @@ class Owner:
         given: Names of parameters in whose place ``torch.func.functional_call`` has put other tensors for this call.
     """
 
-    __slots__ = ("flat_weights", "fulls", "given", "is_guarded", "module", "parameters", "path", "shards")
+    __slots__ = ("flat_weights", "given", "is_guarded", "module", "parameters", "path", "shards", "unsharded")
 
     def __init__(self, module: nn.Module, path: str, shards: dict[str, nn.Parameter]) -> None:
         self.module = weakref.ref(module)
@@ -76,7 +76,7 @@ class Owner:
         )  # the dict, not the module: a unit must not keep its module alive
         self.shards = shards
         self.is_guarded = False  # its state_dict and the like refuse
-        self.fulls: dict[str, nn.Parameter] = {}
+        self.unsharded: dict[str, nn.Parameter] = {}
         self.given: frozenset[str] = frozenset()
         # RNNs read their weights from a list of their own.
         self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
@@ -103,7 +103,7 @@ class Owner:
                 " sw.load_full_state_dict()."
             )
         for name in names:
-            given, shape = self.parameters[name], list(self.fulls[name].shape)
+            given, shape = self.parameters[name], list(self.unsharded[name].shape)
             if given is None or list(given.shape) != shape:
                 raise StateError(
                     f"torch.func.functional_call() gave {title!r} a value of shape"
@@ -124,14 +124,14 @@ Guards = Sequence[tuple[MutableMapping[int, Callable[..., object]], Callable[...
 class Member:
     """One module of a unit. It holds the full parameters while it computes, and the shards while its neighbours do."""
 
-    __slots__ = ("__weakref__", "guards", "is_swapped", "module", "num_frames", "owners", "path")
+    __slots__ = ("__weakref__", "guards", "module", "num_frames", "owners", "path", "uses_unsharded")
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.module = weakref.ref(module)
         self.owners: list[Owner] = []
         self.guards: Guards = ()
-        self.is_swapped = False
+        self.uses_unsharded = False
         self.num_frames = 0  # forward calls under way
 
     def set_guards(self, guards: Guards) -> None:
@@ -139,28 +139,28 @@ class Member:
         for hooks, _ in self.guards:
             hooks.pop(_GUARD, None)
         self.guards = guards
-        if not self.is_swapped:
+        if not self.uses_unsharded:
             for hooks, guard in self.guards:
                 hooks[_GUARD] = guard
 
-    def swap_in(self) -> None:
+    def use_unsharded(self) -> None:
         """Put the full parameters into the modules, and take the guards off."""
-        if self.is_swapped:
+        if self.uses_unsharded:
             return
         for owner in self.owners:
             if not all(map(operator.is_, map(owner.parameters.get, owner.shards), owner.shards.values())):
                 owner.take_given()  # may raise: the module then keeps what the user has put into it
-        self.is_swapped = True
+        self.uses_unsharded = True
         for owner in self.owners:
-            owner.put(owner.fulls)
+            owner.put(owner.unsharded)
         for hooks, _ in self.guards:
             hooks.pop(_GUARD, None)
 
-    def swap_out(self) -> None:
+    def use_sharded(self) -> None:
         """Put the shards back into the modules, and the guards on."""
-        if not self.is_swapped:
+        if not self.uses_unsharded:
             return
-        self.is_swapped = False
+        self.uses_unsharded = False
         for owner in self.owners:
             owner.put(owner.shards)
             owner.given = frozenset()
@@ -215,7 +215,7 @@ class Unit:
         recomputed_in: A module around it whose forward is run again in backward.
         ahead: Units that are gathered ahead while this one computes, in forward and in backward.
         is_resident: Its parameters are replicated and never released.
-        has_swapped_in: All members together have swapped in, and none has swapped out since.
+        all_use_unsharded: All members together hold the unsharded parameters, and none has put its shards back.
         shows_logical_state: The modules hold whole tensors: ``state_dict()`` and the like are right.
         whole: How ``sw.full_parameters`` shows the unit, or has another rank show it; ``None``: it does not.
         is_unused: Gathered, or being gathered, and nothing has been computed with it since.
@@ -240,7 +240,7 @@ class Unit:
         self.inner_size = inner_size if reshards else None
         self.is_resident = False
         self.state = State.SHARDED
-        self.has_swapped_in = False
+        self.all_use_unsharded = False
         self.handles: list[Handle] = []
         self.calls = CallCounts()
         self.shows_logical_state = False
@@ -276,9 +276,9 @@ class Unit:
         return {id(shard) for owner in inside for shard in owner.shards.values()}
 
     @property
-    def is_swapped(self) -> bool:
+    def uses_unsharded(self) -> bool:
         """Some member holds the full parameters."""
-        return any(member.is_swapped for member in self.members)
+        return any(member.uses_unsharded for member in self.members)
 
     def move_to(self, state: State) -> None:
         """Change the state."""
@@ -286,19 +286,24 @@ class Unit:
             raise StateError(f"unit {self.name!r} cannot go from {self.state} to {state}: this is a bug in shardwise.")
         self.state = state
 
-    def swap_in(self) -> None:
-        """Put the full parameters into the modules of all members."""
-        if self.has_swapped_in:
-            return
-        self.has_swapped_in = True
-        for member in self.members:
-            member.swap_in()
+    def use(self) -> None:
+        """Its parameters are about to be computed with."""
+        self.is_unused = False
+        self.use_unsharded()
 
-    def swap_out(self) -> None:
-        """Put the shards back into the modules of all members."""
-        self.has_swapped_in = False
+    def use_unsharded(self) -> None:
+        """Put the full parameters into the modules of all members."""
+        if self.all_use_unsharded:
+            return
+        self.all_use_unsharded = True
         for member in self.members:
-            member.swap_out()
+            member.use_unsharded()
+
+    def use_sharded(self) -> None:
+        """Put the shards back into the modules of all members."""
+        self.all_use_unsharded = False
+        for member in self.members:
+            member.use_sharded()
 
     def clear_frames(self) -> None:
         """No forward call is under way any more."""

@@ -21,7 +21,6 @@ before it frees what the copy reads or writes. On any other device copies are ma
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -31,14 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
+from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer
 from shardwise.features.recompute import choose_modules, enclosing
 from shardwise.features.safety import SavedTensors
 from shardwise.forms.ignored import ignored_of
-from shardwise.spec.errors import PlanError, StateError, Uncopyable
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.order import Entry
 from shardwise.spec.policies import ActivationOffloadPolicy
+from shardwise.spec.replacement import Replacement
 
 
 def find(
@@ -86,7 +86,7 @@ def install(
     found = find(model, units, policy, recomputed)
     offload = ActivationOffload(policy, tuple(found), device)
     for module in found.values():
-        module.__dict__["forward"] = _Offloaded(module, offload)
+        _Offloaded(module, offload).install()
     return offload
 
 
@@ -118,7 +118,7 @@ class ActivationOffload(Observer):
         """Parameters lie where the engine has them."""
         held = [*(group.gathered for group in engine.groups), *ignored_of(engine).parameters.values()]
         self._stays = frozenset(map(torch_private.storage_identity, held))
-        self._checked = engine.observers.find(SavedTensors)
+        self._checked = engine.extras.find(SavedTensors)
 
     # -- forward
 
@@ -372,23 +372,17 @@ class HostMemory:
             self._unused_bytes -= oldest.numel()
 
 
-class _Offloaded(Uncopyable):
-    """Stands for a module's ``forward``."""
-
+class _Offloaded(Replacement):
     def __init__(self, module: nn.Module, offload: ActivationOffload) -> None:
-        self._module = weakref.ref(module)
-        self._own = module.__dict__.get("forward")  # a recomputed one, or somebody else's
+        super().__init__(module)
         self._offload = offload
-        self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, offload = self._module(), self._offload
-        assert module is not None
-        forward = self._own or type(module).forward.__get__(module)
+        offload = self._offload
         if not torch.is_grad_enabled() or offload.is_open or torch_private.current_backward() != -1:
-            return forward(*args, **kwargs)
+            return self.own(*args, **kwargs)
         try:
             with offload.begin():
-                return forward(*args, **kwargs)
+                return self.own(*args, **kwargs)
         finally:
             offload.end()

@@ -8,15 +8,13 @@ one. Compiling the model as a whole instead would trace the engine, with a graph
 from __future__ import annotations
 
 import functools
-import inspect
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.spec.errors import Uncopyable
+from shardwise.spec.replacement import Replacement
 
 
 def compile_units(model: nn.Module, units: Mapping[str, nn.Module]) -> tuple[str, ...]:
@@ -26,7 +24,7 @@ def compile_units(model: nn.Module, units: Mapping[str, nn.Module]) -> tuple[str
     """
     innermost = {name: unit for name, unit in units.items() if not any(other.startswith(f"{name}.") for other in units)}
     for module in innermost.values() if units else (model,):
-        module.__dict__["forward"] = _Compiled(module)
+        _Compiled(module).install()
     return tuple(innermost) if units else ("",)
 
 
@@ -35,18 +33,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
-class _Compiled(Uncopyable):
-    """Stands for a module's ``forward``. Its reference to the module is weak: deleting the model frees its memory."""
-
+class _Compiled(Replacement):
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        own = module.__dict__.get("forward")  # somebody else's replacement of the class's method
-        self._replaced = torch.compile(own) if own is not None else None
-        self._of_class = _compiled(type(module).forward) if own is None else None
-        self.__signature__ = inspect.signature(module.forward)
+        super().__init__(module)
+        if self._replaced is not None:
+            self._replaced = torch.compile(self._replaced)
+        self._of_class = _compiled(type(module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._of_class is None:
-            assert self._replaced is not None
+        if self._replaced is not None:
             return self._replaced(*args, **kwargs)
-        return self._of_class(self._module(), *args, **kwargs)
+        return self._of_class(self.module, *args, **kwargs)

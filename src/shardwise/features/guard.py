@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
-from shardwise.engine.hooks import Observer, without_slots
+from shardwise.engine.attach import Observer
+from shardwise.engine.hooks import without_parameters
 from shardwise.forms.attachment import mark_of
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.order import Entry
+from shardwise.spec.replacement import Replacement
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -77,7 +79,7 @@ def install_guards(root: nn.Module, engine: Engine) -> None:
     for module in root.modules():
         for name in _REBUILDS.keys() - module.__dict__.keys():
             if callable(getattr(type(module), name, None)):
-                module.__dict__[name] = _RebuildGuard(module, engine.units[0], name)
+                _RebuildGuard(module, engine.units[0], name).install()
 
 
 def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
@@ -190,13 +192,13 @@ class _EntryGuard(Uncopyable):
 
     def __call__(self, module: nn.Module, _args: object) -> None:
         engine, unit = self._engine(), self._unit()
-        if engine is None or unit is None or unit.is_swapped:
+        if engine is None or unit is None or unit.uses_unsharded:
             return
         engine.before_forward(unit, unit.members[0], self._path)
 
         def leave(_module: nn.Module, _args: object, output: object) -> object:
             handle.remove()
-            output = without_slots(unit, output)
+            output = without_parameters(unit, output)
             engine.after_forward(unit, unit.members[0], output, self._path)
             return output
 
@@ -272,50 +274,47 @@ def _guard_containers(root: nn.Module, members: Sequence[tuple[Unit, Member]]) -
 def _guard_state(module: nn.Module, unit: Unit, path: str) -> None:
     _guard_state_dicts(module, [unit], path)
     if "_apply" not in module.__dict__:
-        module.__dict__["_apply"] = _GuardedApply(module, unit)
+        _GuardedApply(module, unit).install()
 
 
-class _RebuildGuard(Uncopyable):
-    """Stands for a method of a module that makes new weights from what the parameters are."""
+class _RebuildGuard(Replacement):
+    """A method of a module that makes new weights from what the parameters are."""
 
     def __init__(self, module: nn.Module, root: Unit, name: str) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module, name)
         self._root = weakref.ref(root)
-        self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, root = self._module(), self._root()
-        assert module is not None
-        advice, works_on_wholes = _REBUILDS[self._name]
+        root = self._root()
+        advice, works_on_wholes = _REBUILDS[self.method]
         if root is not None and not (works_on_wholes and root.shows_logical_state):
             raise StateError(
-                f"{self._name}() of {type(module).__name__}, which is parallelized: it would make new weights from this"
-                f" rank's shards.\n  {advice}"
+                f"{self.method}() of {type(self.module).__name__}, which is parallelized: it would make new weights"
+                f" from this rank's shards.\n  {advice}"
             )
-        return getattr(type(module), self._name)(module, *args, **kwargs)
+        return self.own(*args, **kwargs)
 
 
-class _GuardedApply(Uncopyable):
-    """Stands for ``module._apply``, through which ``.to()``, ``.half()``, ``.cuda()`` and the like go."""
+class _GuardedApply(Replacement):
+    """``module._apply``, through which ``.to()``, ``.half()``, ``.cuda()`` and the like go."""
 
     def __init__(self, module: nn.Module, unit: Unit) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module, "_apply")
         self._unit = weakref.ref(unit)
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - torch's signature
-        module, unit = self._module(), self._unit()
-        assert module is not None
+        unit = self._unit()
         if unit is not None:
             for group in unit.groups:
                 probe = torch.empty(0, dtype=group.dtype, device=group.master.device)
                 result = fn(probe)
                 if result.dtype != probe.dtype or result.device != probe.device:
                     raise StateError(
-                        f"{type(module).__name__} is parallelized: its parameters cannot go from {probe.dtype} on"
+                        f"{type(self.module).__name__} is parallelized: its parameters cannot go from {probe.dtype} on"
                         f" {probe.device} to {result.dtype} on {result.device}.\n"
                         "  Convert or move the model before sw.parallelize()."
                     )
-        return torch_private.apply_of(module)(fn, recurse)
+        return self.own(fn, recurse)
 
 
 def refuse_wrappers(root: nn.Module) -> None:
@@ -332,7 +331,7 @@ class InsideDDP(Observer):
         if any(mark_of(parameter) is not None for parameter in torch_private.parameters_of_ddp_forward()):
             root = engine.units[0].members[0].module()
             _refuse_ddp(type(root).__name__)
-        engine.observers.rest(self)
+        engine.extras.rest(self)
 
 
 def _refuse_ddp(name: str) -> NoReturn:

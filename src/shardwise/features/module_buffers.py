@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
+from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer
 from shardwise.features.batch_norm import SyncBatchNorm
 from shardwise.spec.order import Entry
 from shardwise.spec.traffic.data import BUFFERS, BufferMessage
@@ -59,8 +59,8 @@ class BufferSync(Observer):
             As :meth:`sync`, if one is due, unless microbatches are being accumulated.
         """
         if not self._held:
-            engine.observers.rest(self)
-        elif not engine.parameters_are_unchanged:
+            engine.extras.rest(self)
+        elif not engine.window.is_open:
             self.begin(engine)
 
     def begin(self, engine: Engine) -> None:
@@ -73,7 +73,7 @@ class BufferSync(Observer):
             self.sync()
         self.is_due = (engine.forward.trains or self.has_holder_in_training) and bool(self._held)
 
-    def before_state(self, engine: Engine) -> None:  # noqa: ARG002
+    def sync_now(self) -> None:
         """Have the buffers equal over the ranks now.
 
         Collective:
@@ -180,6 +180,6 @@ def begin(engine: Engine) -> None:
     Collective:
         As :meth:`BufferSync.sync`, if one is due. All ranks must call.
     """
-    buffers = engine.observers.find(BufferSync)
+    buffers = engine.extras.find(BufferSync)
     if buffers is not None:
         buffers.begin(engine)

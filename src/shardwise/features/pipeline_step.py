@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
+from shardwise.engine.attach import Step
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer, Step
 from shardwise.engine.unit import State, Unit
 from shardwise.features.module_buffers import begin
 from shardwise.forms.attachment import mark_of
-from shardwise.forms.waiting import waiting_sums
+from shardwise.forms.waiting import WaitingSums
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import stage_entry
 
@@ -91,8 +91,8 @@ class PipelineStep(Step):
         self._due = self._of_stage(stage)
         for unit in tuple(self._due):
             if compute is not None:
-                compute([full for group in unit.groups for full in group.fulls])
-            self._engine.finalise(unit)
+                compute([full for group in unit.groups for full in group.unsharded])
+            self._engine.post_backward(unit)
 
     def collect(self) -> None:
         """Add what gradients there are on full parameters to those of earlier microbatches."""
@@ -113,12 +113,12 @@ class PipelineStep(Step):
             before()
             for unit in reversed(engine.units):
                 if unit not in self._reduced:
-                    engine.finalise(unit)
+                    engine.post_backward(unit)
             engine.finish_reductions()
 
     def _of_stage(self, stage: int) -> deque[Unit]:
         return deque(
-            unit for unit in reversed(units_of_stages(self._engine).get(stage, ())) if unit not in self._reduced
+            unit for unit in reversed(self._engine.extras.take(StageUnits).get(stage, ())) if unit not in self._reduced
         )
 
 
@@ -128,46 +128,40 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
 
     Collective:
         With grad: the reduction of every unit, last unit first. In the last backward of a stage those that belong to it
-        alone, at the end the others. Not where ``syncs_gradients`` is off.
+        alone, at the end the others. Not where the window does not synchronise.
     """
     _refuse_observers(engine)
-    engine.settle("sw.train_step")
-    sums = waiting_sums(engine)
+    engine.require_idle("sw.train_step")
+    sums = engine.extras.take(WaitingSums)
     sums.hide(engine)
-    engine.forward.trains = torch.is_grad_enabled()
-    syncs = engine.syncs_gradients
-    if not engine.parameters_are_unchanged:
-        begin(engine)
-        engine.refresh()
-        engine.parameters_are_unchanged = True
+    window, syncs = engine.window, engine.window.syncs
+    synchronises = syncs and torch.is_grad_enabled()
+    engine.open_window(begin)
     had_sums = any(group.gradient.is_local for group in engine.groups)
-    engine.step = opened = PipelineStep(engine, last, synchronises=syncs and torch.is_grad_enabled())
-    engine.syncs_gradients = False
+    opened = PipelineStep(engine, last, synchronises=synchronises)
     try:
-        yield opened
-        engine.step, engine.syncs_gradients = Step(), syncs
+        window.sync(is_last=False)  # no backward in it is the last one: what is reduced, and when, the step says
+        with window.run(opened):
+            yield opened
+        window.sync(is_last=syncs)
         for unit in engine.units:
             if unit.state is State.UNSHARDED:
                 engine.reshard(unit)
-        if syncs and torch.is_grad_enabled():
+        if synchronises:
             opened.reduce(before_reduction)
     except BaseException:
-        engine.parameters_are_unchanged = False
-        for unit in engine.units:
-            unit.swap_out()
-        if opened.has_gradients or engine.reducing:
-            # Nobody waits here, as peers may be waiting for this rank in turn: the next call drops what is there.
-            engine.backward.is_under_way, engine.backward.had_sums = True, had_sums
+        # Nobody waits here, as peers may be waiting for this rank in turn: the next call drops what is there.
+        engine.interrupt(has_gradients=opened.has_gradients, had_sums=had_sums)
         raise
     finally:
-        engine.step, engine.syncs_gradients = Step(), syncs
+        window.sync(is_last=syncs)
     if syncs or not torch.is_grad_enabled():
-        engine.parameters_are_unchanged = False
+        window.close()
     sums.show(engine)
 
 
 def _refuse_observers(engine: Engine) -> None:
-    if any(observer.updates_in_backward for observer in engine.observers.all):
+    if any(observer.updates_in_backward for observer in engine.extras.observers):
         raise StateError(
             "a pipeline step adds up the gradients of its microbatches: sw.optimizer_in_backward() does not go with"
             " it.\n  Leave it out, or set pp=1."
@@ -196,17 +190,8 @@ class ConstantParameters(Step):
             self.refuse("a forward with grad")
 
 
-class StageUnits(Observer):
-    """The stages of a pipeline on this rank."""
-
-    def __init__(self, units: Mapping[int, Sequence[Unit]]) -> None:
-        self.units = units
-
-
-def units_of_stages(engine: Engine) -> Mapping[int, Sequence[Unit]]:
+class StageUnits(dict[int, Sequence[Unit]]):
     """The units that belong to one stage of a pipeline alone, by stage; empty without a pipeline."""
-    stages = engine.observers.find(StageUnits)
-    return {} if stages is None else stages.units
 
 
 @contextlib.contextmanager
@@ -220,22 +205,20 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
     Collective:
         An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
     """
-    engine.settle(call)
+    engine.require_idle(call)
     if not all(_can_stay(unit) for unit in engine.units):
         yield
         return
-    was_open = engine.parameters_are_unchanged
-    if not was_open:
-        begin(engine)
-    engine.refresh()
-    engine.parameters_are_unchanged = True
+    was_open = engine.window.is_open
+    engine.open_window(begin)
     try:
         for unit in engine.units:
             _put(engine, unit)
-        engine.step = ConstantParameters(call)
-        yield
+        with engine.window.run(ConstantParameters(call)):
+            yield
     finally:
-        engine.step, engine.parameters_are_unchanged = Step(), was_open
+        if not was_open:
+            engine.window.close()
         for unit in engine.units:
             _take_back(engine, unit)
 
@@ -252,12 +235,11 @@ def _is_whole(unit: Unit) -> bool:
 def _put(engine: Engine, unit: Unit) -> None:
     if unit.is_resident or not _is_whole(unit):
         engine.unshard(unit)
-        unit.is_unused = False
-    unit.swap_in()
+    unit.use()
 
 
 def _take_back(engine: Engine, unit: Unit) -> None:
-    unit.swap_out()
+    unit.use_sharded()
     if unit.state is State.UNSHARDED:
         engine.reshard(unit)
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer, replace_tensors
+from shardwise.engine.hooks import replace_tensors
 from shardwise.forms.buffers import cast_buffer
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import PlanError
@@ -50,26 +50,21 @@ def resolve(policy: PrecisionPolicy, device: torch.device) -> PrecisionPolicy:
     return dataclasses.replace(policy, param_dtype=chosen)
 
 
-class NarrowMasters(Observer):
-    """Says at the first step of an optimizer that it updates 16-bit parameters in 16 bit.
+def tell_of_narrow_masters(engine: Engine, _optimizer: torch.optim.Optimizer) -> None:
+    """Say at the first step of an optimizer that it updates 16-bit parameters in 16 bit.
 
     ``from_pretrained`` of transformers gives parameters in the dtype of the folder's files, often bf16; mixed precision
     of other libraries would raise them to fp32.
     """
-
-    def before_step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
-        """Say it, and leave."""
-        engine.observers.remove(self)
-        dtypes = {
-            group.facts.master_dtype for unit in engine.units for group in unit.groups if group.facts.is_trainable
-        }
-        for dtype in sorted(dtypes & {"bf16", "fp16"}):
-            tell_once(
-                f"parameters are {dtype} and are updated in {dtype}, in which small updates are lost. For fp32 masters"
-                " load the model with dtype=torch.float32, or set"
-                f' mp_policy=sw.PrecisionPolicy("{dtype}", master_dtype="fp32").'
-                f' Where {dtype} is meant, master_dtype="{dtype}" says so'
-            )
+    engine.extras.before_step.remove(tell_of_narrow_masters)
+    dtypes = {group.facts.master_dtype for group in engine.groups if group.facts.is_trainable}
+    for dtype in sorted(dtypes & {"bf16", "fp16"}):
+        tell_once(
+            f"parameters are {dtype} and are updated in {dtype}, in which small updates are lost. For fp32 masters"
+            " load the model with dtype=torch.float32, or set"
+            f' mp_policy=sw.PrecisionPolicy("{dtype}", master_dtype="fp32").'
+            f' Where {dtype} is meant, master_dtype="{dtype}" says so'
+        )
 
 
 class Policies:

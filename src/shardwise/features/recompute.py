@@ -2,15 +2,14 @@
 
 What is wrapped is the module's ``forward``, not the module: names and classes stay, and the hooks around it (gathers,
 casts, tickets) run once. When backward reaches the module's outputs its ticket has brought the unit's parameters back;
-the recomputation finds them there. It gathers only the units inside the module, which stay until their own backward:
-they never share a slot (:func:`enclosing`). Running statistics of batch norms are those of one run, as is dropout.
+the recomputation finds them there. It gathers only the units inside the module (:func:`enclosing`), which stay until
+their own backward. Running statistics of batch norms are those of one run, as is dropout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise import torch_private
 from shardwise.features.wrap import find_units
-from shardwise.spec.errors import PlanError, StateError, Uncopyable
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.policies import RecomputePolicy, WrapPolicy
+from shardwise.spec.replacement import Replacement
 
 #: Operators by family. Which of them an attention or a product becomes depends on device, dtype and torch's version.
 _FAMILIES: dict[str, tuple[str, ...]] = {
@@ -75,7 +75,7 @@ def install(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputeP
     if policy is not None:
         context_fn = _context_fn(policy)
         for module in found.values():
-            module.__dict__["forward"] = _Recomputed(module, context_fn)
+            _Recomputed(module, context_fn).install()
     return tuple(found)
 
 
@@ -130,27 +130,20 @@ _TWICE = {
 }
 
 
-class _Recomputed(Uncopyable):
-    """Stands for a module's ``forward``."""
-
+class _Recomputed(Replacement):
     def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
-        self._module = weakref.ref(module)
-        self._own = module.__dict__.get("forward")  # somebody else's replacement of the class's method
+        super().__init__(module)
         norms = [weakref.ref(m) for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
         self._context_fn = functools.partial(_keeping_statistics, norms, context_fn) if norms else context_fn
-        self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None
-        forward = self._own or type(module).forward.__get__(module)
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        args, kwargs = _without_caches(module, args, kwargs)
+            return self.own(*args, **kwargs)
+        args, kwargs = _without_caches(self.module, args, kwargs)
 
         # The keywords go through as an argument: there torch looks for the devices whose generators it has to keep.
         def run(keywords: dict[str, Any], *positional: Any) -> Any:
-            return forward(*positional, **keywords)
+            return self.own(*positional, **keywords)
 
         return checkpoint(run, kwargs, *args, use_reentrant=False, context_fn=self._context_fn)
 

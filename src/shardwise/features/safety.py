@@ -1,13 +1,13 @@
-"""What finds values that would be silently wrong: saved tensors whose slot holds another unit, foreign backwards.
+"""What finds reads of parameters that are not there: saved tensors of a unit that is released, foreign backwards.
 
-A slot is refilled by other units, and autograd's own version check does not see that. In the normal course of things
-the ticket of a unit brings its data back before its backward reads it. A value that leaves a unit otherwise than
-through its outputs (hidden in an opaque object, stored on a module, used by the loss) is read with no ticket before it.
+In the normal course of things the ticket of a unit brings its data back before its backward reads it. A value that
+leaves a unit otherwise than through its outputs (hidden in an opaque object, stored on a module, used by the loss) is
+read with no ticket before it.
 
-So saved tensors that lie in a slot are recorded with their group, and where the slot holds something else when they are
-read, the unit is brought back first. That costs tens of microseconds per block: it is on until a pass has been recorded
-without a change of the order of units, stays on for a model that ever needed it, and always while debugging or where
-slots are freed (``keep_buffers=False``).
+So saved tensors that are memory of parameters are recorded with their group, and where that is released when they are
+read, the unit is gathered first. That costs tens of microseconds per block: it is on until a pass has been recorded
+without a change of the order of units, and stays on for a model that ever needed it. A read that
+comes later finds no memory: torch raises an error in a matrix product, and an element-wise kernel ends the process.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from torch import Tensor
 
 from shardwise import torch_private
 from shardwise.engine import engine as heart
+from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.hooks import Observer
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import Entry
 
 
 @contextlib.contextmanager
 def checks(*, is_enabled: bool = True) -> Iterator[None]:
-    """Inside, released slots are filled with NaN and saved tensors are checked in every step. Slow."""
-    before, heart.poisons_slots = heart.poisons_slots, is_enabled
+    """Inside, what is about to be gathered is filled with NaN, and saved tensors are checked in every step. Slow."""
+    before, heart.is_checking = heart.is_checking, is_enabled
     try:
         yield
     finally:
-        heart.poisons_slots = before
+        heart.is_checking = before
 
 
 class SavedTensors(Observer):
@@ -57,29 +57,31 @@ class SavedTensors(Observer):
         self.pack: Callable[[Tensor], Any] | None = None
         self.unpack: Callable[[Any], Tensor] | None = None
 
-    def _is_on(self, engine: Engine) -> bool:
-        """Whether the next forward that trains is watched: always where a slot that is not in use has no memory."""
-        is_needed = self.num_healed > 0 or not self._is_settled
-        return heart.poisons_slots or is_needed or not engine.options.keeps_buffers
+    @property
+    def _is_on(self) -> bool:
+        """Whether the next forward that trains is watched."""
+        return heart.is_checking or self.num_healed > 0 or not self._is_settled
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
         """Watch what is saved, if need be: always on a way into the model that has not been taken before."""
-        if not engine.forward.trains or not engine.slots.slots or self._context is not None:
+        if not engine.forward.trains or self._context is not None:
             return
-        if engine.orders.gathers.is_recorded and not self._is_on(engine):
+        if engine.orders.forward_order.is_recorded and not self._is_on:
             return
         if torch_private.has_saved_tensor_hooks():
             return  # somebody outside the model has plans for its saved tensors; ours would take their place
         owners = {
-            torch_private.storage_identity(slot.buffer): slot for slot in engine.slots.slots if slot.buffer is not None
+            torch_private.storage_identity(group.gathered): weakref.ref(group)
+            for group in engine.groups
+            if group.resident_buffer is None
         }
+        if not owners:
+            return
         me, engine_ref = weakref.ref(self), weakref.ref(engine)
 
         def pack(tensor: Tensor) -> Tensor | tuple[Tensor, weakref.ref[Group]]:
-            slot = owners.get(torch_private.storage_identity(tensor))
-            if slot is None or slot.owner is None:
-                return tensor
-            return tensor, weakref.ref(slot.owner)
+            group_ref = owners.get(torch_private.storage_identity(tensor))
+            return tensor if group_ref is None else (tensor, group_ref)
 
         def unpack(packed: Tensor | tuple[Tensor, weakref.ref[Group]]) -> Tensor:
             if isinstance(packed, Tensor):
@@ -105,18 +107,17 @@ class SavedTensors(Observer):
         num_changes = sum(1 + order.num_changes for order in engine.orders.backward.values())
         self._is_settled = num_changes == self._changes_seen
         self._changes_seen = num_changes
-        if not self._is_on(engine):
-            engine.observers.rest(self)
+        if not self._is_on:
+            engine.extras.rest(self)
 
     def check(self, engine: Engine, group: Group) -> None:
         """A saved tensor of ``group`` is about to be read: have its data there."""
-        slot = group.slot
-        if slot is None or (slot.owner is group and not group.unit.handles):
+        if group.is_allocated and not group.unit.handles:
             return
         if torch_private.current_backward() == -1:
             raise StateError(f"saved tensors of unit {group.unit.name!r} can be read only inside backward().")
         self.num_healed += 1
-        engine.observers.wake()
+        engine.extras.wake()
         engine.heal(group.unit)
 
 
@@ -129,7 +130,7 @@ class ForeignBackwards(Observer):
     def backward_begins(self, engine: Engine) -> None:
         """Refuse it."""
         if not torch_private.is_in_distributed_autograd() or threading.get_ident() == engine.forward.thread:
-            engine.observers.rest(self)
+            engine.extras.rest(self)
             return
         text = (
             "dist_autograd.backward() reached a parallelized model: it keeps gradients in its context, where they are"

@@ -91,7 +91,6 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
             f"{call} works on shards, but sw.full_parameters() shows whole parameters now.\n"
             "  Call it outside; inside, use module.state_dict() and the parameters themselves."
         )
-    engine.announce(call)
     return engine
 
 

@@ -11,7 +11,6 @@ its place in the optimizer for good, with views of its state.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +66,7 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             is_decayed = decay is None or bool(decay(spec.name, shard))
             kinds.append(int(not is_decayed) if shard.requires_grad else None)
-        group.facts = dataclasses.replace(group.facts, flat_kinds=tuple(kinds))
+        group.learn(flat_kinds=tuple(kinds))
         for kind in range(2):
             is_there[kind] = is_there[kind] or kind in kinds
             groups[kind] += _of_group(group, kind)
@@ -209,16 +208,19 @@ class FlatParameter(Uncopyable, nn.Parameter):
         group = self.group
         if group is None:
             return None
-        home = group.gradient.home.make()
-        views = group.gradient.home.views
+        home = group.gradient.storage.make()
+        views = group.gradient.storage.views
         if self._home is not None and self._home[0] is home:
             return self._home
-        flat = home[self.span.start : self.span.stop]
-        flat = group.gradient.home.as_part(flat, None) if group.facts.holds_part else flat
-        found = home, flat, [views[piece.index] for piece in self.span.pieces]
-        if group.gradient.home.is_kept:
-            self._home = found
-        return found
+        held = group.gradient.storage
+
+        def cut() -> tuple[Tensor, Tensor, list[Tensor]]:
+            flat = home[self.span.start : self.span.stop]
+            flat = held.as_part(flat, None) if group.facts.holds_part else flat
+            return home, flat, [views[piece.index] for piece in self.span.pieces]
+
+        self._home = held.hold(cut)
+        return self._home
 
 
 torch_private.allow_foreach(FlatParameter)

@@ -3,7 +3,7 @@
 At a gather the master is copied into this rank's slice of the gathered buffer, from where the all-gather takes it; a
 reduced gradient is copied from the device's buffer to the host's. On CUDA each direction has a stream of its own:
 
-* up: after everything that the compute stream had been given (the slot is free then); the all-gather waits for it.
+* up: after everything that the compute stream had been given; the all-gather waits for it.
 * down: after the reduction; the compute stream waits for it before the buffer is used again.
 
 The host waits for a copy where it reads what was copied: at the end of backward, because the optimizer is about to read
@@ -98,11 +98,12 @@ class OnHost(Around):
         """Join the model's transfers, with a buffer on the device for a master that has to be cast there."""
         super().start(group, engine)
         self._packed = packed_pool(engine, "reduce")
-        transfers = engine.shared.get(Transfers)
+        transfers = engine.extras.find(Transfers)
         if transfers is None:
-            transfers = engine.shared[Transfers] = Transfers(group.device)
-            engine.host_waits += (transfers.synchronise,)
-        self.transfers: Transfers = transfers
+            transfers = Transfers(group.device)
+            engine.extras.add(transfers)
+            engine.extras.host_waits.append(transfers.synchronise)
+        self.transfers = transfers
         if group.facts.needs_stage:
             transfers.stage(group.master)
 
@@ -126,7 +127,7 @@ class OnHost(Around):
     def arrive(self, group: Group, reduction: Handle) -> Handle:
         """Have the sum sent to the host as soon as it is there."""
         gradient = group.gradient
-        sum_on_device, home = gradient.result, gradient.home.make()
+        sum_on_device, home = gradient.result, gradient.storage.make()
         assert sum_on_device is not None
         gradient.result = home
         if group.reduce_dtype is not group.dtype or gradient.has_sums:

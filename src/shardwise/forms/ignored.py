@@ -94,7 +94,7 @@ NOTHING = Ignored()
 
 def ignored_of(engine: Engine) -> Ignored:
     """What the engine leaves alone."""
-    return engine.shared.get(Ignored, NOTHING)
+    return engine.extras.find(Ignored) or NOTHING
 
 
 def find_ignored(model: nn.Module, entries: Iterable[Any]) -> Ignored:

@@ -1,12 +1,13 @@
 """Packed forms: int8 blocks and 16 bit (``spec.quantize``), held, gathered or summed.
 
-A gather is received in buffers that all units share, and unpacked into the unit's slot. Gradients are packed by every
+A gather is received in buffers that all units share, and unpacked into the unit's memory. Gradients are packed by every
 rank, each part sent to the rank that adds it up, and added in fp32, in rank order, the rank's own as they would have
 been sent: the result does not depend on who adds up what, and is the same under every strategy.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import sys
@@ -110,7 +111,7 @@ class Packed(Form):
 class Frozen(Packed):
     """Frozen linear weights, held as int8 blocks or in 16 bit: the optimizer never touches them.
 
-    They are unpacked into a slot, in the compute dtype, while their unit computes: also where parameters are
+    They are unpacked in the compute dtype, while their unit computes: also where parameters are
     replicated, whose ranks hold all of the packed bytes and unpack without a message. Between steps such a parameter
     shows its codes: a view of int8 (bf16) elements of the master.
     """
@@ -202,7 +203,14 @@ class _Then(Handle):
 
 def packed_pool(engine: Engine, purpose: str) -> PackedPool:
     """The packed buffers of a model for one purpose, ``gather`` or ``reduce``."""
-    return engine.shared.setdefault(("packed", purpose), PackedPool())
+    return engine.extras.take(_Pools)[purpose]
+
+
+class _Pools(collections.defaultdict[str, "PackedPool"]):
+    """The pools of a model, by purpose."""
+
+    def __init__(self) -> None:
+        super().__init__(PackedPool)
 
 
 class PackedPool:
@@ -257,7 +265,7 @@ class PackedPool:
 # block boundaries. 127 * (1 / 127) is exactly 1 in fp32 and fp64: reading gives back the largest value as it was.
 
 
-#: Elements that are worked on at a time: temporaries stay in a CPU's cache, and small beside a slot on a GPU.
+#: Elements that are worked on at a time: temporaries stay in a CPU's cache, and small beside a unit on a GPU.
 _CHUNK_NUMEL = {"cpu": 1 << 15, "cuda": 1 << 22}
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
+from shardwise.engine.attach import Observer
 from shardwise.engine.group import Group
-from shardwise.engine.hooks import Observer
 from shardwise.forms.attachment import Mark, mark_of
 from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shardwise import torch_private
+from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.hooks import Observer
 from shardwise.spec.errors import StateError
 
 
@@ -36,7 +36,7 @@ class WaitingSums(Observer):
 
     def backward_ended(self, engine: Engine) -> None:
         """Show stand-ins where sums wait."""
-        if not engine.syncs_gradients:
+        if not engine.window.syncs:
             self.show(engine)
 
     def show(self, engine: Engine) -> None:
@@ -57,24 +57,16 @@ class WaitingSums(Observer):
             stand_ins.drop_zeroed(engine)
 
 
-def waiting_sums(engine: Engine) -> WaitingSums:
-    """The observer of sums that wait, added where there was none."""
-    found = engine.observers.find(WaitingSums)
-    if found is None:
-        engine.observers.add(found := WaitingSums())
-    return found
-
-
-def set_gradient_sync(engine: Engine, *, is_enabled: bool) -> None:
-    """Say whether the backwards from now on are the last ones of their step."""
+def set_gradient_sync(engine: Engine, *, is_enabled: bool, mode: str | None = None) -> None:
+    """Say whether the backwards from now on are the last ones of their step; ``mode`` as of the engine's window."""
     if not is_enabled:
-        waiting_sums(engine)
-    engine.syncs_gradients = is_enabled
+        engine.extras.take(WaitingSums)
+    engine.window.sync(is_last=is_enabled, mode=mode)
 
 
 def drop_zeroed(engine: Engine) -> None:
     """Drop the sums of accumulated microbatches for which ``zero_grad()`` was called since the last backward."""
-    sums = engine.observers.find(WaitingSums)
+    sums = engine.extras.find(WaitingSums)
     if sums is not None:
         sums.drop_zeroed(engine)
 
@@ -120,7 +112,7 @@ class _StandIns:
             shard.grad = before.zero_()
         elif group.gradient.has_collected(index):
             zeros = torch.zeros_like(shard)
-            shard.grad = group.gradient.home.as_part(zeros, shard) if group.facts.holds_part else zeros
+            shard.grad = group.gradient.storage.as_part(zeros, shard) if group.facts.holds_part else zeros
         else:
             shard.grad = None
 

@@ -174,8 +174,9 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
 
     Returns:
         ``parameters`` (masters and replicas), ``gradients`` (``.grad`` and sums that wait for their reduction),
-        ``optimizer`` (state of ``optimizers``), ``gathered`` (slots), ``reduce`` (buffers in which gradients are
-        collected and received) and ``host`` (the offloaded part of the first three, and buffers for activations).
+        ``optimizer`` (state of ``optimizers``), ``gathered`` (buffers of gathered units), ``reduce`` (buffers in which
+        gradients are collected and received) and ``host`` (the offloaded part of the first three, and buffers for
+        activations).
     """
     seen: set[int] = set()
 
@@ -199,25 +200,25 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
         for value in held.values():
             if isinstance(value, Tensor):
                 state[is_offloaded] += (torch_private.wrapped_tensors(value) or {"": value}).values()
-    transfers = engine.shared.get(Transfers)
+    transfers = engine.extras.find(Transfers)
     stages = transfers.stages if transfers is not None else ()
     kept = [held for group in groups for held in group.form.buffers()]
 
     def of(category: str) -> list[Tensor]:
         return [tensor for other, tensor in kept if other == category]
 
-    activations = engine.observers.find(ActivationOffload)
-    host = take([*state[True], *(t for g in offloaded for t in (g.master, g.gradient.home.tensor)), *of("host")])
+    activations = engine.extras.find(ActivationOffload)
+    host = take([*state[True], *(t for g in offloaded for t in (g.master, g.gradient.storage.tensor)), *of("host")])
     return {
         "parameters": take([*(t for group in groups for t in (group.master, group.replica)), *of("parameters")])
         + take(ignored),
         "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers)
         + take(parameter.grad for parameter in ignored),
         "optimizer": take(state[False]),
-        "gathered": take([*(slot.buffer for slot in engine.slots.slots), *stages])
+        "gathered": take([*(group.gathered for group in groups if group.resident_buffer is None), *stages])
         + take(of("gathered"))
         + packed_pool(engine, "gather").total_bytes,
-        "reduce": engine.gradients.total_bytes
+        "reduce": take(group.gradient.scratch for group in groups)
         + packed_pool(engine, "reduce").total_bytes
         + sum(comm.held_bytes for comm in engine.comms),
         "host": host + (activations.host.num_bytes if activations is not None else 0),

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
-from shardwise.engine.hooks import Observer
+from shardwise.engine.attach import Observer
 from shardwise.forms import flat_parameters, part
 from shardwise.forms.attachment import mark_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of
@@ -80,7 +80,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     is_inside_backward = False
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     for engine in engines:
-        if any(observer.updates_in_backward for observer in engine.observers.all):
+        if any(observer.updates_in_backward for observer in engine.extras.observers):
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
             if found_inf is not None:
                 raise StateError(
@@ -92,7 +92,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 continue
         engine.wait_for_host()  # masters on the host are about to be written
         _check_moment(engine, has_closure=has_closure)
-        for tell in engine.observers.before_step:
+        for tell in tuple(engine.extras.before_step):
             tell(engine, optimizer)
     if not is_inside_backward and _seen.get(optimizer) != (content := content_of(optimizer)):
         _check_bits(optimizer)
@@ -130,7 +130,7 @@ def _check_moment(engine: Engine, *, has_closure: bool) -> None:
         raise StateError(
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )
-    engine.step.refuse("optimizer.step()")
+    engine.window.step.refuse("optimizer.step()")
     if not has_closure:
         refuse_sums(engine, "optimizer.step()")
 
@@ -145,7 +145,7 @@ def _step_ends(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> No
 
 def _is_stepping(engine: Engine) -> bool:
     """The step comes from inside backward."""
-    return any(observer.is_stepping for observer in engine.observers.all)
+    return any(observer.is_stepping for observer in engine.extras.observers)
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
@@ -270,10 +270,10 @@ class Added(Observer):
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
         """Look for them, in the first forward of each kind."""
-        is_new = engine.forward.trains and not engine.orders.gathers.is_recorded
+        is_new = engine.forward.trains and not engine.orders.forward_order.is_recorded
         if is_new and not torch_private.is_in_functional_call():  # inside of one the values are the caller's
             _refuse_added(engine)
-        engine.observers.rest(self)
+        engine.extras.rest(self)
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
@@ -284,7 +284,7 @@ def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda 
     root = engine.units[0].members[0].module()
     if root is None or engine.comms.world.size == 1:
         return
-    known = {id(p) for group in engine.groups for p in (*group.shards, *group.fulls)}
+    known = {id(p) for group in engine.groups for p in (*group.shards, *group.unsharded)}
     names = {name for group in engine.groups for spec in group.layout.params for name in (spec.name, *spec.aliases)}
     for name, parameter in root.named_parameters():
         is_ours = id(parameter) in known or parameter in ignored_of(engine)

@@ -12,7 +12,6 @@ for good. What a group gains depends on where its optimizer works:
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import inspect
 import threading
 from collections import Counter
@@ -24,8 +23,8 @@ import torch
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.engine.gradient import settle
-from shardwise.engine.hooks import Observer
+from shardwise.engine.attach import Observer
+from shardwise.engine.gradient import read_unused_flags
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of, split
 from shardwise.forms.ignored import ignored_of
@@ -82,21 +81,21 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
             " last.\n  Call optimizer.step() after sw.train_step(), or set pp=1."
         )
     _check(engine, optimizers)
-    engine.observers.add(UpdateInBackward(engine, optimizers))
+    engine.extras.add(UpdateInBackward(engine, optimizers))
     for group in engine.groups:
         if not group.facts.is_offloaded:
-            group.facts = dataclasses.replace(group.facts, updates_in_backward=True)
+            group.learn(updates_in_backward=True)
 
 
 def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] | None:
     """What updates the model inside backward; ``None`` where nothing does."""
-    found = engine.observers.find(UpdateInBackward)
+    found = engine.extras.find(UpdateInBackward)
     return None if found is None else found.optimizers
 
 
 def refuse(engine: Engine, call: str) -> None:
     """Refuse what needs all gradients at once."""
-    if engine.observers.find(UpdateInBackward) is not None:
+    if engine.extras.find(UpdateInBackward) is not None:
         raise StateError(
             f"{call} needs the gradients of the whole model, but sw.optimizer_in_backward() updates each unit as soon"
             f" as its own are there.\n  Leave {call} out, or step after backward."
@@ -110,7 +109,7 @@ def refuse_sums(engine: Engine, call: str) -> None:
 
 
 def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    if engine.observers.find(UpdateInBackward) is not None:
+    if engine.extras.find(UpdateInBackward) is not None:
         raise StateError("the model is updated inside backward already.\n  Call sw.optimizer_in_backward() once.")
     for optimizer in optimizers:
         if isinstance(optimizer, Muon):
@@ -180,26 +179,27 @@ class UpdateInBackward(Observer):
             torch_private.take_scale_as_attribute(optimizer)
         for group in engine.groups:
             if not group.facts.is_offloaded:
-                group.gradient.lend_home(engine.gradients)
-        engine.host_waits += (self.wait,)
+                group.gradient.storage.lend()
+        engine.extras.host_waits.append(self.wait)
+        engine.extras.guards.append(self.refuse_mixed)
 
     def reduced(self, engine: Engine, unit: Unit, group: Group) -> None:
         """Update the parameters of a group that have a gradient, and let the gradients go."""
-        if not engine.syncs_gradients:
+        if not engine.window.syncs:
             return
         if group.facts.is_offloaded:
             self._on_host.append(self._thread.submit(self._update_on_host, group, torch.get_num_threads()))
         else:
             self._update(group)
-            group.gradient.release_home(engine.gradients)
-        unit.updated_in = engine.backward.generation
+            group.gradient.release_storage(engine.gradients)
+        engine.mark_updated(unit)
 
     def backward_ended(self, engine: Engine) -> None:
         """What is gathered is out of date."""
-        if engine.syncs_gradients:
+        if engine.window.syncs:
             engine.invalidate()
 
-    def before_values(self, engine: Engine, call: str) -> None:  # noqa: ARG002
+    def refuse_mixed(self, engine: Engine, call: str) -> None:  # noqa: ARG002
         """Refuse ``call`` after a backward that raised when it had updated some units."""
         self.wait()
         backward = engine.backward
@@ -227,7 +227,7 @@ class UpdateInBackward(Observer):
             if torch.get_num_threads() != num_threads:
                 torch.set_num_threads(num_threads)
             group.form.wait_for_host()
-            settle([group.gradient])
+            read_unused_flags([group.gradient])
             self._update(group)
         finally:
             for shard in group.shards:

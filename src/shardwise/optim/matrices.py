@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm
+from shardwise.comm.dtype import copy_shared
 from shardwise.comm.rows import exchange_rows
-from shardwise.spec.extent import Extent, shared
+from shardwise.spec.extent import Extent
 from shardwise.spec.layout import contiguous_stride
 
 #: The ranges of matrices that one rank holds, by the matrices' names.
@@ -125,7 +126,7 @@ class Exchange:
         for rank, names in enumerate(self._from_senders):
             for name in names:
                 extent = self._matrices[name].holders[rank]
-                self._copy(extent, arrived[place : place + extent.numel], self._matrices[name].whole, wholes[name])
+                copy_shared(extent, arrived[place : place + extent.numel], self._matrices[name].whole, wholes[name])
                 place += extent.numel
         return {name: self._view(name, flat) for name, flat in wholes.items()}
 
@@ -142,7 +143,7 @@ class Exchange:
                 matrix = self._matrices[name]
                 flat, extent = self._flat(name, wholes[name].to(dtype)), matrix.holders[rank]
                 part = flat.new_empty(extent.numel)
-                self._copy(matrix.whole, flat, extent, part)
+                copy_shared(matrix.whole, flat, extent, part)
                 rows.append(part)
         arrived = exchange_rows(
             _packed(rows, dtype, self._comm.device),
@@ -174,12 +175,6 @@ class Exchange:
         flat = matrix.new_empty(matrix.numel())
         self._view(name, flat).copy_(matrix)
         return flat
-
-    @staticmethod
-    def _copy(source: Extent, content: Tensor, target: Extent, out: Tensor) -> None:
-        for block in shared(source, target):
-            to = out.as_strided(block.shape, block.target_stride, out.storage_offset() + block.target)
-            to.copy_(content.as_strided(block.shape, block.source_stride, content.storage_offset() + block.source))
 
 
 def _packed(rows: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

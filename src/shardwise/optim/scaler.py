@@ -71,7 +71,6 @@ class GradScaler(torch.amp.GradScaler):
         for engine in engines:
             refuse(engine, "sw.GradScaler")
             refuse_sums(engine, "sw.GradScaler's unscale_()")
-            engine.announce("sw.GradScaler")
             for group in engine.groups:
                 if group.dtype is torch.float16 and group.wants_gradients and not allow_fp16:
                     raise StateError(

@@ -180,8 +180,7 @@ class Pipelined(Uncopyable):
         model.__dict__[_KEY] = self
         self._parameters = tuple(model.parameters())
         engine = engine_of(model, "sw.parallelize")
-        units = {stage: tuple(self._own_units(engine, stage)) for stage in self.stages}
-        engine.observers.add(StageUnits(units))
+        engine.extras.add(StageUnits((stage, tuple(self._own_units(engine, stage))) for stage in self.stages))
 
     def _own_units(self, engine: Engine, stage: int) -> Iterator[Unit]:
         """The units whose parameters no stage but ``stage`` uses, on any rank."""

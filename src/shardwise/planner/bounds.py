@@ -49,7 +49,7 @@ class MemoryBound:
         block, inputs = self._live(candidate)
         row = PRESETS[candidate.strategy]
         unit = (
-            (1 if candidate.has_one_slot else 2) * self._item * block
+            (1 if candidate.gathers_late else 2) * self._item * block
             if row.shards_parameters and not is_whole(candidate)
             else 0.0
         )

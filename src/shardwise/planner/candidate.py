@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
         in_backward: Units are updated inside backward.
         releases_units: A pipeline releases units after each use, instead of keeping them for the step.
         offloads_activations: What forward leaves for backward is kept on the host.
-        has_one_slot: Units are gathered when they are needed, one at a time.
+        gathers_late: Units are gathered when they are needed, none ahead.
     """
 
     layout: Layout
@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     in_backward: bool = False
     releases_units: bool = False
     offloads_activations: bool = False
-    has_one_slot: bool = False
+    gathers_late: bool = False
 
     def plan(self, workload: Workload, fixed: Mapping[str, Any]) -> ParallelPlan:
         """The plan as users write it, with every degree filled in."""
@@ -77,8 +77,8 @@ class Candidate(NamedTuple):
             values["reshard_after_forward"] = True
         if self.offloads_activations:
             values.setdefault("offload_activations", True)
-        if self.has_one_slot:
-            values["gathered_slots"] = 1
+        if self.gathers_late:
+            values |= {"forward_prefetch": 0, "backward_prefetch": 0}
         return ParallelPlan(**values)
 
     def workload(self, workload: Workload) -> Workload:
@@ -219,5 +219,5 @@ def saves_less(a: Candidate, b: Candidate) -> bool:
         and a.in_backward <= b.in_backward
         and a.releases_units <= b.releases_units
         and a.offloads_activations <= b.offloads_activations
-        and a.has_one_slot <= b.has_one_slot
+        and a.gathers_late <= b.gathers_late
     )

@@ -52,8 +52,8 @@ def title(made: Estimate) -> str:
         words.append("offload" if plan.offload.parameters else "offload-states")
     if plan.activation_offload is not None:
         words.append("offload-activations")
-    if plan.num_slots == 1:
-        words.append("one-slot")
+    if plan.prefetch == (0, 0):
+        words.append("no-prefetch")
     if made.workload.in_backward:
         words.append("in-backward")
     return " ".join(words)

@@ -15,7 +15,6 @@ from shardwise.planner.device import BESIDE
 from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
 from shardwise.planner.stage import Chain, Stage, stages
 from shardwise.planner.states import Parameters, Rules, States, held_matrices, states
-from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import Block, ModelShape
 
@@ -109,7 +108,6 @@ def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
         offload=plan.offload,
         quantization=plan.quantization,
         optimizer_tensors=workload.optimizer_tensors,
-        num_slots=plan.num_slots,
         prefetch=plan.prefetch,
         num_gradient_buffers=plan.gradient_buffers,
         accumulation=_accumulation(plan, workload),
@@ -187,7 +185,7 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
         parts=tuple(_parts(stage, found, blocks, inputs, around)),
         head=ending,
         rules=rules,
-        keeps_buffers=held is not None or keeps_buffers(rules.device_type, wanted=plan.keep_buffers),
+        is_constant=held is not None,
         num_microbatches=num_microbatches(plan, workload),
         update_bytes=_update_bytes(found, rules, held, sum(count * held_matrices(unit, rules) for count, unit in runs)),
     )

@@ -56,7 +56,7 @@ class Rank:
         parts: The units in the order of forward.
         head: The head and the loss; ``None``: another rank has them.
         rules: How units are held.
-        keeps_buffers: Slots, gradient buffers and gradients stay allocated from step to step.
+        is_constant: What is gathered, gradient buffers and gradients stay allocated, as in another framework.
         num_microbatches: Microbatches of a step.
         update_bytes: What the optimizer holds besides while it updates.
     """
@@ -66,7 +66,7 @@ class Rank:
     parts: tuple[Part, ...]
     head: HeadSaved | None
     rules: Rules
-    keeps_buffers: bool
+    is_constant: bool
     num_microbatches: int = 1
     update_bytes: float = 0.0
 
@@ -150,7 +150,7 @@ class Rank:
                 behind = part.count - 1 - index  # units of this part whose backward is over
                 ahead = unit if index else following
                 prefetched = 0.0
-                if ahead is not None and shards and rules.num_slots != 1:
+                if ahead is not None and shards:
                     prefetched = ahead.gathered * min(rules.prefetch[1], place + index)
                 left = below - behind * part.kept  # of this unit and those before it
                 left += beside - part.kept  # now without this one's own, but with what comes back for the next
@@ -193,7 +193,7 @@ class Rank:
         self, gathered: float, gradients: float, reduce: float, activations: float, logits: float = 0.0
     ) -> Bytes:
         held = self.states.footprint
-        if self.keeps_buffers:
+        if self.is_constant:
             gathered, reduce, gradients = held.gathered, held.reduce, max(gradients, held.gradients)
         elif activations:
             gathered += self.states.landing

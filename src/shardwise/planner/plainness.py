@@ -38,7 +38,7 @@ def plainness(candidate: Candidate) -> tuple[int, ...]:
         sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep)),
         _OFFLOADS.index(candidate.offload),
         int(candidate.offloads_activations),
-        int(candidate.has_one_slot),
+        int(candidate.gathers_late),
         int(candidate.in_backward),
         2 * is_pipeline + (layout.cp > 1),
         _place(candidate.strategy, _KNOWN_IN_PIPELINES if is_pipeline else _KNOWN),

@@ -123,7 +123,7 @@ class _Family(NamedTuple):
 
 
 #: What is tried where no plan fits, one after the other: fields of a candidate, and of the plan.
-_RESORTS = {"offloads_activations": "offload_activations", "has_one_slot": "gathered_slots"}
+_RESORTS = {"offloads_activations": "offload_activations", "gathers_late": "backward_prefetch"}
 
 
 class _Search:
@@ -137,7 +137,7 @@ class _Search:
         self.num_estimates = self.num_memory = 0
         self._resorts = {
             "offloads_activations": bool(fixed.get("offload_activations", False)),
-            "has_one_slot": fixed.get("gathered_slots") == 1,
+            "gathers_late": fixed.get("backward_prefetch") == 0,
         }
         self.least_bytes = MemoryBound(shape, cluster, workload)
         self.least_time = TimeBound(shape, cluster, workload, fixed)
@@ -148,8 +148,8 @@ class _Search:
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
         roomy, tight, kinds = self._explored()
-        for resort in ("offloads_activations", "has_one_slot"):
-            if roomy.found or tight.found or _RESORTS[resort] in self.fixed:
+        for resort, field in _RESORTS.items():
+            if roomy.found or tight.found or field in self.fixed:
                 continue
             self._resorts[resort] = True  # nothing else makes it fit
             roomy, tight, kinds = self._explored()
@@ -177,8 +177,8 @@ class _Search:
         if self._resorts["offloads_activations"]:
             found = [choice for choice in found if choice.recompute != "selective"]
         is_away = self._resorts["offloads_activations"]
-        has_one_slot = self._resorts["has_one_slot"] and PRESETS[base.strategy].shards_parameters
-        return [choice._replace(offloads_activations=is_away, has_one_slot=has_one_slot) for choice in found]
+        gathers_late = self._resorts["gathers_late"] and PRESETS[base.strategy].shards_parameters
+        return [choice._replace(offloads_activations=is_away, gathers_late=gathers_late) for choice in found]
 
     def _families(self) -> tuple[list[_Family], dict[str, Candidate]]:
         """What may fit, and for each kind the base that holds the least with all memory saved."""
@@ -295,7 +295,7 @@ class _Pass:
             in_backward=False,
             releases_units=False,
             offloads_activations=False,
-            has_one_slot=False,
+            gathers_late=False,
         )
         fitting = self._fitting.setdefault(base, [])
         if any(saves_less(other, candidate) for other in fitting) or not self._fits(candidate):

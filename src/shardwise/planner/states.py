@@ -1,8 +1,8 @@
 """What a rank keeps of a model's units between and during steps, from the expressions that the engine's tests assert.
 
 A stage of the model is the root (embedding, head) and runs of equal units. Of each run a few units are enough:
-``spec.memory.footprint`` grows by the same bytes for every further one, because a pool's slots and buffers are used in
-turn (``tests/planner/test_states.py`` compares with all units).
+``spec.memory.footprint`` grows by the same bytes for every further one, because only a few are gathered or reduced at
+once (``tests/planner/test_states.py`` compares with all units).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.spec.chain import Mergeable, default_limit, merge
 from shardwise.spec.facts import GroupFacts
@@ -20,7 +20,7 @@ from shardwise.spec.memory.footprint import (
     Replicas,
     footprint,
     packed_buffer_bytes,
-    slots_per_class,
+    reduce_bytes,
     stage_bytes,
 )
 from shardwise.spec.placement import PRESETS, Placements
@@ -80,9 +80,8 @@ class Rules:
         offload: What is kept on the host.
         quantization: What is held or sent in fewer bytes.
         optimizer_tensors: State tensors per parameter.
-        num_slots: Slots with which units of every size take turns; 0: each size has its own.
         prefetch: How many units are gathered ahead in forward and in backward.
-        num_gradient_buffers: Most gradient buffers for each size class.
+        num_gradient_buffers: Most gradient buffers in use at once.
         accumulation: How microbatches are added up; ``None``: there is one.
         is_pipeline: Units stay gathered until the last microbatch's backward.
         merge_limit: As ``ParallelPlan.merge_limit``.
@@ -104,7 +103,6 @@ class Rules:
     offload: OffloadPolicy | None = None
     quantization: Quantization = NO_QUANTIZATION
     optimizer_tensors: float = 2
-    num_slots: int = 0
     prefetch: tuple[int, int] = (1, 1)
     num_gradient_buffers: int = 2
     accumulation: str | None = None
@@ -155,8 +153,8 @@ class States:
         footprint: The most of each category, as ``spec.memory.footprint`` says.
         root: The root unit.
         units: The other units, in order.
-        landing: Bytes of the device's buffers for masters from the host before their cast, and of the buffers in which
-            packed gathers are received.
+        landing: Bytes of the device's buffers for masters from the host before their cast, of the buffers in which
+            packed gathers are received, and of those in which this library receives sums.
     """
 
     footprint: Footprint
@@ -175,7 +173,7 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
         rules: How they are placed.
     """
     of_root, placed = _placed(root, merged_runs(root, runs, rules), rules)
-    few = max(slots_per_class(rules.num_slots, max(rules.prefetch)), rules.num_gradient_buffers) + 2
+    few = max(1 + max(rules.prefetch), rules.num_gradient_buffers) + 2
     if rules.receives and rules.num_gradient_buffers > 2:  # receive buffers are then made in turns that never settle
         few = max((run.count for run in placed), default=0)
     least = [min(run.count, few) for run in placed]
@@ -191,7 +189,9 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
         footprint=held,
         root=_unit(1, 0, root, of_root, depth=0),
         units=tuple(_unit(run.count, run.blocks, run.unit, run.rules, depth=1) for run in placed),
-        landing=stage_bytes(groups, rank=0) + packed_buffer_bytes(groups),
+        landing=stage_bytes(groups, rank=0)
+        + packed_buffer_bytes(groups)
+        + _received_bytes(_every_group(ends, placed, least), rules),
     )
 
 
@@ -256,22 +256,12 @@ def merged_runs(root: Parameters, runs: Runs, rules: Rules) -> tuple[tuple[int, 
 def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Sequence[int]) -> Footprint:
     """The footprint of the root and of so many units of each run."""
     rules = root[1]
-    groups = list(_groups(*root, unit=0))
-    for run, count in zip(runs, counts, strict=True):
-        first = _groups(run.unit, run.rules, unit=1)
-        number = groups[-1].unit if groups else 0
-        for index in range(count):
-            groups += [replace(group, unit=number + 1 + index) for group in first]
     held = footprint(
-        groups,
+        _every_group(root, runs, counts),
         rank=0,
-        num_gradient_buffers=rules.num_gradient_buffers,
         optimizer_tensors=rules.optimizer_tensors,
         has_receive_buffers=rules.receives,
-        replicas=Replicas(rules.num_replicas, is_deferred=rules.accumulation == "defer_replicate")
-        if rules.is_replicated
-        else None,
-        accumulations=() if rules.accumulation is None else (rules.accumulation,),
+        **_reductions(rules),
     )
     for (unit, how), count in zip((root, *((run.unit, run.rules) for run in runs)), (1, *counts), strict=True):
         spared = count * item_bytes(how.master_dtype) * held_matrices(unit, how)
@@ -279,6 +269,36 @@ def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Seq
         category = "host" if is_offloaded else "optimizer"
         held = replace(held, **{category: getattr(held, category) - spared})
     return held
+
+
+def _every_group(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Sequence[int]) -> list[GroupFacts]:
+    groups = list(_groups(*root, unit=0))
+    for run, count in zip(runs, counts, strict=True):
+        first = _groups(run.unit, run.rules, unit=1)
+        number = groups[-1].unit if groups else 0
+        for index in range(count):
+            groups += [replace(group, unit=number + 1 + index) for group in first]
+    return groups
+
+
+def _reductions(rules: Rules) -> dict[str, Any]:
+    """How gradients are reduced, for ``spec.memory.footprint``."""
+    is_deferred = rules.accumulation == "defer_replicate"
+    return {
+        "num_gradient_buffers": rules.num_gradient_buffers,
+        "replicas": Replicas(rules.num_replicas, is_deferred=is_deferred) if rules.is_replicated else None,
+        "accumulations": () if rules.accumulation is None else (rules.accumulation,),
+    }
+
+
+def _received_bytes(groups: Sequence[GroupFacts], rules: Rules) -> int:
+    """Bytes of the buffers in which sums are received, where this library adds them up."""
+    if not rules.receives:
+        return 0
+    both = (
+        reduce_bytes(groups, rank=0, has_receive_buffers=receives, **_reductions(rules)) for receives in (True, False)
+    )
+    return next(both) - next(both)
 
 
 def held_matrices(unit: Parameters, rules: Rules) -> int:
@@ -338,7 +358,6 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
         is_offloaded=is_offloaded,
         keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(row),
         ep=ep,
-        num_slots=rules.num_slots,
         num_ahead=max(rules.prefetch),
     )
 

@@ -383,7 +383,6 @@ class Timing:
             reshards_after_forward=False if self.plan.reshard_after_forward is False else None,
             num_microbatches=self.num_microbatches,
             accumulation=self._accumulation,
-            num_slots=self.plan.num_slots,
             prefetch=self.plan.prefetch,
             num_gradient_buffers=self.plan.gradient_buffers,
             slowdown=self._slowdown,

@@ -148,7 +148,6 @@ def simulate_step(
     reshards_after_forward: bool | None = None,
     num_microbatches: int = 1,
     accumulation: str = "sharded",
-    num_slots: int = 0,
     prefetch: tuple[int, int] = (1, 1),
     num_gradient_buffers: int = 2,
     optimizer_s: float = 0.0,
@@ -163,7 +162,6 @@ def simulate_step(
         num_microbatches: Forwards and backwards before the optimizer's step.
         accumulation: ``"sharded"``: every backward reduces; ``"unsharded"``: the last one alone; ``"defer_replicate"``:
             every backward, on ``dp_replicate`` the last one alone.
-        num_slots: As in ``EngineOptions``; with 1 no unit is gathered while another one computes.
         prefetch: As in ``EngineOptions``.
         num_gradient_buffers: As in ``EngineOptions``.
         optimizer_s: The optimizer's step after the last backward, and what else follows it.
@@ -187,7 +185,6 @@ def simulate_step(
             num_left=0 if has_replicas else num_gradient_buffers - 2,
             reduces=is_last or accumulation != "unsharded",
             is_first_of_window=is_first,
-            has_one_slot=num_slots == 1,
             ahead=prefetch,
         )
         is_gathered = row.shards_optimizer and (row.shards_parameters or is_first)
@@ -208,7 +205,6 @@ def chain_moments(
     num_left: int,
     reduces: bool,
     is_first_of_window: bool,
-    has_one_slot: bool = False,
     ahead: tuple[int, int] = (1, 1),
 ) -> tuple[Moment, ...]:
     """The moments of a microbatch of a root (unit 0) and a chain of units in it."""
@@ -220,7 +216,6 @@ def chain_moments(
             is_released=releases and unit > 0,
             is_freed=shards_parameters,
             is_trained=unit in trained,
-            only_slots=frozenset({("slot",)} if has_one_slot and releases and unit > 0 else ()),
         )
         for unit in range(num_units)
     }

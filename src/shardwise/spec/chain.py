@@ -62,8 +62,8 @@ def default_limit(total_bytes: int, *, device_type: str = "cpu", num_ranks: int 
 def merge(units: Sequence[Mergeable], limit: int) -> list[tuple[str, ...]]:
     """The names of the units to merge, each unit in exactly one tuple, in order.
 
-    Runs of neighbours are cut into as few parts of at most ``limit`` bytes as they need, of about equal size: units of
-    one size share slots.
+    Runs of neighbours are cut into as few parts of at most ``limit`` bytes as they need, of about equal size: the
+    largest decides how much memory gathered units take.
     """
     merged: list[tuple[str, ...]] = []
     start = 0

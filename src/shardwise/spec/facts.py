@@ -52,7 +52,6 @@ class GroupFacts:
         ep: Ranks that hold different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
         num_ranks: Ranks over whose batches gradients are averaged.
         holds_part: Other ranks hold other parts of the model's gradients, of this group's or of other parameters.
-        num_slots: Slots with which groups of every size take turns; 0: each size has its own.
         num_ahead: Most units that are gathered ahead of their turn.
     """
 
@@ -76,7 +75,6 @@ class GroupFacts:
     ep: int = 1
     num_ranks: int = 1
     holds_part: bool = False
-    num_slots: int = 0
     num_ahead: int = 1
 
     def place(self, rank: int) -> int:
@@ -90,7 +88,7 @@ class GroupFacts:
 
     @property
     def is_expert(self) -> bool:
-        """Whether fewer ranks share the group than others; its slots and buffers lie beside those of other groups."""
+        """Whether fewer ranks share the group than others."""
         return self.ep > 1
 
     @property
@@ -125,7 +123,7 @@ class GroupFacts:
 
     @property
     def is_resident(self) -> bool:
-        """Whether parameters are replicated and never released, and so need no slot."""
+        """Whether parameters are replicated and never released."""
         return not self.row.shards_parameters and self.held_as is None
 
     def master_numel(self, rank: int) -> int:
@@ -197,13 +195,8 @@ class GroupFacts:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one rank's slice is the whole group as the unit computes with it: no slot is needed."""
+        """Whether one rank's slice is the whole group as the unit computes with it: nothing is gathered."""
         return self.row.shards_parameters and self.layout.size == 1 and not self.is_apart
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether the group shares its slot with others."""
-        return self.reshards and self.depth > 0 and not (self.is_resident or self.is_alone)
 
     @property
     def reduce_layout(self) -> ReduceLayout:
@@ -249,15 +242,6 @@ class UnitFacts:
         """Whether gradients are reduced."""
         return any(group.is_trainable for group in self.groups)
 
-    @cached_property
-    def only_slots(self) -> frozenset[tuple[object, ...]]:
-        """Kinds of groups that have one slot between them, which the unit needs."""
-        return frozenset(
-            (group.depth, group.compute_dtype or group.master_dtype, group.is_trainable, group.axis)
-            for group in self.groups
-            if group.num_slots == 1 and group.takes_turns
-        )
-
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -273,12 +257,9 @@ class EngineOptions:
             says (ddp and zero1 keep local sums, the others reduce every time).
         defers_replicate: Reduce every backward inside its group of ``dp_shard``; inside ``gradient_sync(model, False)``
             not over ``dp_replicate``.
-        num_slots: Slots with which gathered units of every size take turns; 0: each size has as many as ``prefetch``
-            needs, at least two.
         prefetch: How many units are gathered ahead in forward and in backward.
-        num_gradient_buffers: Full-size gradient buffers per size class: two let a reduction run while the next unit's
-            gradients are collected.
-        keeps_buffers: Slots, gradient buffers and what ``.grad`` lives in stay allocated from step to step.
+        num_gradient_buffers: Most full-size gradient buffers in use at once: n > 2 let n - 2 reductions run while the
+            next unit's gradients are collected.
         recompute: What is computed again in backward; ``None``: nothing.
         activation_offload: What of forward is kept on the host for backward; ``None``: nothing.
         merge_limit: Small units are merged up to this many bytes of parameters; ``None``: as ``spec.chain`` says.
@@ -291,10 +272,8 @@ class EngineOptions:
     granularity: Granularity = ELEMENT
     accumulates_sharded: bool | None = None
     defers_replicate: bool = False
-    num_slots: int = 0
     prefetch: tuple[int, int] = (1, 1)
     num_gradient_buffers: int = 2
-    keeps_buffers: bool = True
     recompute: RecomputePolicy | None = None
     activation_offload: ActivationOffloadPolicy | None = None
     merge_limit: int | None = 0
@@ -313,8 +292,3 @@ class EngineOptions:
             return "defer_replicate"
         is_sharded = row.pools_gradients if self.accumulates_sharded is None else self.accumulates_sharded
         return "sharded" if is_sharded else "unsharded"
-
-
-def keeps_buffers(device_type: str, *, wanted: str | bool) -> bool:
-    """Whether ``ParallelPlan.keep_buffers`` keeps them where units compute on a device of this type."""
-    return device_type == "cpu" if isinstance(wanted, str) else wanted

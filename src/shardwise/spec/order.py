@@ -149,7 +149,7 @@ class AgreedOrder:
         """Units that a pass may come to and that have no place in the order."""
         return self._expected.difference(self._order)
 
-    def reach(self, unit: int) -> Iterable[int]:
+    def advance_to(self, unit: int) -> Iterable[int]:
         """Move to the next place of ``unit``; returns the units that were skipped, in order, which the caller visits.
 
         A unit that is not in the rest of the order is negotiated, or without peers inserted here.
@@ -318,7 +318,7 @@ class AgreedOrder:
         """Whether ``unit`` came into the order in this pass."""
         return unit in self._newcomers
 
-    def rest(self) -> Iterator[int]:
+    def finish(self) -> Iterator[int]:
         """End the pass; returns the units that were not reached, in order, which the caller visits."""
         if self._cursor < len(self._order):
             self._change()
@@ -439,8 +439,8 @@ class Paths:
         evaluation: Of gathers in others; only to prefetch.
         backward: Of the units that backward enters.
         entry: The way in of the newest outermost forward.
-        gathers: In force in it.
-        entries: In force in the newest backward.
+        forward_order: In force in it.
+        backward_order: In force in the newest backward.
     """
 
     def __init__(
@@ -453,8 +453,8 @@ class Paths:
         self.evaluation = Orders(lambda _entry: AgreedOrder())
         self.backward = Orders(lambda entry: AgreedOrder(peers(entry)[1], expected(entry), changed, is_backward=True))
         self.entry = ROOT_ENTRY
-        self.gathers = self.forward[ROOT_ENTRY]
-        self.entries = self.backward[ROOT_ENTRY]
+        self.forward_order = self.forward[ROOT_ENTRY]
+        self.backward_order = self.backward[ROOT_ENTRY]
 
     @property
     def all(self) -> tuple[Orders, ...]:
@@ -464,12 +464,12 @@ class Paths:
     def enter(self, entry: Entry, *, trains: bool) -> None:
         """An outermost forward begins."""
         self.entry = entry
-        self.gathers = (self.forward if trains else self.evaluation)[entry]
+        self.forward_order = (self.forward if trains else self.evaluation)[entry]
 
     def enter_backward(self, entry: Entry, *, anew: bool) -> None:
         """The backward of such a forward begins; with ``anew`` the ranks negotiate it."""
-        self.entries = self.backward[entry]
-        self.entries.start(anew=anew)
+        self.backward_order = self.backward[entry]
+        self.backward_order.start(anew=anew)
 
     def has_backward(self, index: int) -> bool:
         """Whether backward has entered the unit of this number in some step."""

@@ -114,18 +114,14 @@ class ParallelPlan:
             this many bytes of parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB (on CUDA 1 MiB a rank
             if that is more), and at most an eighth of the model (``spec.chain``). ``False``: every unit by itself.
         forward_prefetch: How many units are gathered ahead of their turn in forward, in the order that the first step
-            has recorded. ``"auto"``: one, or where ``gathered_slots`` is a number, as many as have a slot. More hide
-            slow gathers behind several small units; each one ahead takes the memory of one more gathered unit.
+            has recorded. ``"auto"``: one. More hide slow gathers behind several small units; each one ahead takes the
+            memory of one more gathered unit. 0 takes the least memory, and every gather is waited for.
         backward_prefetch: The same in backward.
-        gathered_slots: How many slots gathered units take turns with. ``"auto"``: for each size of unit one more than
-            are gathered ahead. A number: so many for units of every size, as large as the largest unit that has a turn;
-            1 takes the least memory, and every gather is waited for.
-        gradient_buffers: Number of full-size gradient buffers for each size of unit. With n, the gradients of a unit
-            are collected while those of the n - 1 units before are being reduced; 1 takes the least memory.
-        keep_buffers: ``True``: memory of gathered units, gradient buffers and gradients stays allocated from step to
-            step. ``False``: it returns to torch's allocator when it is empty, so that activations can use it.
-            ``sw.dry_run`` then tells the peak; ``sw.summary`` tells the peak of each category. ``"auto"``: ``True`` on
-            the CPU, where fresh pages take time; ``False`` on a GPU, whose allocator keeps what is freed.
+        gathered_slots: Of earlier versions. A number n means ``forward_prefetch`` and ``backward_prefetch`` of n - 1.
+        gradient_buffers: Most full-size gradient buffers in use at once. With 1 or 2 the reduction of the unit before
+            is waited for when backward leaves a unit, before its gradients are collected; with n > 2 those of n - 2
+            more units may still be on their way.
+        keep_buffers: Of earlier versions, without effect: memory is freed when it is not in use.
         sync: Where ranks have different weights: ``"warn"`` sends rank 0's and warns once, ``"error"`` refuses,
             ``"rank0"`` sends rank 0's; the other ranks may then hold meta tensors.
         sync_buffers: What happens to buffers that each rank has changed, such as running statistics of batch norm,
@@ -216,6 +212,19 @@ class ParallelPlan:
             if note is not None:
                 self._set(name, value)
                 notes.append(note)
+        if is_positive(self.gathered_slots):
+            is_packed = self.quantize_frozen != "none" or self.quantized_gather != "none"
+            ahead = min(int(self.gathered_slots) - 1, 1 if is_packed else self.gathered_slots)
+            notes.append(
+                f"gathered_slots={self.gathered_slots} is forward_prefetch={ahead} and backward_prefetch={ahead}"
+            )
+            self._set("gathered_slots", "auto")
+            for name in ("forward_prefetch", "backward_prefetch"):
+                if getattr(self, name) == "auto":
+                    self._set(name, ahead)
+        if isinstance(self.keep_buffers, bool):
+            notes.append(f"keep_buffers={self.keep_buffers} has no effect: memory is freed when it is not in use")
+            self._set("keep_buffers", "auto")
         self._set("_notes", tuple(notes))
 
     def _check_degrees(self) -> None:
@@ -250,20 +259,14 @@ class ParallelPlan:
                 f"merge_units={self.merge_units!r}: expected 'auto', False or a number of bytes.\n"
                 "  Use False to keep every unit by itself."
             )
-        if not (self.gathered_slots == "auto" or is_positive(self.gathered_slots)):
-            raise PlanError(
-                f"gathered_slots={self.gathered_slots!r}: expected 'auto' or a positive integer.\n"
-                "  Leave it at 'auto', or use 1 for the least memory."
-            )
+        for name in ("gathered_slots", "keep_buffers"):
+            if getattr(self, name) != "auto":
+                raise PlanError(f"{name}={getattr(self, name)!r}: this field has no effect any more.\n  Leave it out.")
         self._check_prefetch()
         if not is_positive(self.gradient_buffers):
             raise PlanError(
                 f"gradient_buffers={self.gradient_buffers!r}: expected a positive integer.\n"
                 "  Use 2, or 1 for the least memory."
-            )
-        if not (isinstance(self.keep_buffers, bool) or self.keep_buffers == "auto"):
-            raise PlanError(
-                f"keep_buffers={self.keep_buffers!r}: expected 'auto', True or False.\n  Leave it at 'auto'."
             )
         if not isinstance(self.compile, bool):
             raise PlanError(f"compile={self.compile!r}: expected True or False.\n  Leave it at False.")
@@ -435,21 +438,11 @@ class ParallelPlan:
                 )
             if value == "auto" or value < 2:
                 continue
-            if 0 < self.num_slots <= value:
-                raise PlanError(
-                    f"{name}={value} with gathered_slots={self.num_slots}: the unit that computes and each one ahead"
-                    f" need a slot.\n  Leave gathered_slots at 'auto', or set gathered_slots={value + 1}."
-                )
             if self._gathers_packed:
                 raise PlanError(
                     f"{name}={value} with quantized parameters: packed gathers use one receive buffer in turn.\n"
                     f"  Leave {name} at 'auto', or quantized_gather and quantize_frozen at 'none'."
                 )
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that gathered units of every size take turns with; 0: each size has its own."""
-        return 0 if isinstance(self.gathered_slots, str) else self.gathered_slots
 
     @property
     def _gathers_packed(self) -> bool:
@@ -458,9 +451,8 @@ class ParallelPlan:
     @property
     def prefetch(self) -> tuple[int, int]:
         """How many units are gathered ahead in forward and in backward."""
-        default = 1 if self._gathers_packed else max(self.num_slots - 1, 1)
         forward, backward = self.forward_prefetch, self.backward_prefetch
-        return default if isinstance(forward, str) else forward, default if isinstance(backward, str) else backward
+        return 1 if isinstance(forward, str) else forward, 1 if isinstance(backward, str) else backward
 
     def mesh(self, world_size: int, local_size: int | None = None) -> Mesh:
         """The mesh of this plan.

@@ -457,10 +457,10 @@ class OffloadPolicy:
     ====================  ===========================  ======================================  ===================
     group of a unit       on the host                  on the device                           sent to the device
     ====================  ===========================  ======================================  ===================
-    trained, sharded      master, gradients, state     slot and gradient buffer while it runs  master, each gather
+    trained, sharded      master, gradients, state     gathered and gradient buffer, running   master, each gather
     parameters=False      the same                     also the shard, in the compute dtype    master, once a step
     trained, replicated   master, gradients, state     replica; gradient buffer                master, once a step
-    frozen, sharded       shard                        slot while it runs                      shard, each gather
+    frozen, sharded       shard                        gathered buffer while it runs           shard, each gather
     ====================  ===========================  ======================================  ===================
 
     Every reduced gradient is sent to the host.

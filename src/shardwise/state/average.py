@@ -124,7 +124,7 @@ class ExponentialMovingAverage:
         if self._is_in:
             raise StateError(f"{call} inside swapped_in(): the model holds the average.\n  Call it outside.")
         engine = engine_of(model, call)
-        engine.settle(call)
+        engine.require_idle(call)
         return engine
 
     def _pairs(self) -> Iterator[tuple[Group, Tensor]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json
-from shardwise.comm.dtype import memory_order, torch_dtype
+from shardwise.comm.dtype import copy_shared, memory_order, torch_dtype
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent, describe_cuts, packed, shared, tiling_problems, unpacked
 from shardwise.spec.layout import contiguous_stride
@@ -326,13 +326,6 @@ def empty(extent: Extent, device: torch.device | None = None, dtype: torch.dtype
     """Memory for a whole logical tensor with its strides, by default on the CPU and in its dtype."""
     stride = extent.stride or contiguous_stride(extent.shape)
     return torch.empty_strided(extent.shape, stride, dtype=dtype or torch_dtype(extent.dtype), device=device)
-
-
-def copy_shared(source: Extent, content: Tensor, target: Extent, into: Tensor) -> None:
-    """Copy the elements that two ranges of one tensor share, between the flat tensors that hold them."""
-    for block in shared(source, target):
-        there = content.as_strided(block.shape, block.source_stride, content.storage_offset() + block.source)
-        into.as_strided(block.shape, block.target_stride, into.storage_offset() + block.target).copy_(there)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

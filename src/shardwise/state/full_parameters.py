@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Done, Handle
 from shardwise.comm.control import all_gather_json
+from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
-from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit
 from shardwise.forms.attachment import engine_of, mark_of
 from shardwise.forms.inner import Around
@@ -155,9 +155,9 @@ def _check_layout(units: Sequence[tuple[Engine, Unit]]) -> None:
 def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: Whole) -> list[tuple[Engine, Unit]]:
     """The units that are not whole yet."""
     for engine, unit in units:
-        engine.settle("sw.full_parameters()")
+        engine.require_idle("sw.full_parameters()")
         outer = unit.whole
-        if outer is None and unit.is_swapped:
+        if outer is None and unit.uses_unsharded:
             raise StateError(
                 f"sw.full_parameters(): unit {unit.name!r} was gathered by hand.\n  Call its reshard() first."
             )
@@ -177,7 +177,9 @@ def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: Whole) -> list[tupl
 def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cpu: bool) -> Iterator[_Shown]:
     """Gather groups and show them, one after the other, or with ``rank0_only`` all of them on rank 0."""
     is_root = engine.comms.world.rank == 0
-    apart = [group for group in groups if group.standing is None or group.is_apart] if mode.is_on_root_only else []
+    apart: list[Group] = []
+    if mode.is_on_root_only:
+        apart = [group for group in groups if group.resident_buffer is None or group.is_apart]
     wholes: dict[Group, Tensor] = {}
     views: dict[str, Tensor] = {}
     if is_root:
@@ -197,7 +199,7 @@ def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cp
 
 def _gathered(group: Group) -> Tensor:
     """The whole group in its master's dtype, on every rank."""
-    comm, standing = group.comms.gather, group.standing
+    comm, standing = group.comms.gather, group.resident_buffer
     if standing is not None and not group.is_apart:
         # With rank0_only as well: a gather to one rank would leave the replicas of the others behind.
         if group.row.shards_optimizer:
@@ -272,12 +274,12 @@ class _RefusesTraining(Observer):
 def _refuse_training(engines: Sequence[Engine], mode: Whole) -> Iterator[None]:
     observer = _RefusesTraining(mode)
     for engine in engines:
-        engine.observers.add(observer, is_first=True)
+        engine.extras.add(observer, is_first=True)
     try:
         yield
     finally:
         for engine in engines:
-            engine.observers.remove(observer)
+            engine.extras.remove(observer)
 
 
 class _Shown:
@@ -297,7 +299,7 @@ class _Shown:
         unit.whole = mode
         if whole is None:
             return
-        standing = group.standing
+        standing = group.resident_buffer
         is_standing = standing is not None and _address(whole) == _address(standing)
         if offload_to_cpu:
             whole = whole.cpu()
@@ -334,8 +336,8 @@ class _Shown:
         for shard, view in zip(group.shards, self.views.values(), strict=False):
             if shard.data_ptr() != view.data_ptr() and shard.shape == view.shape:
                 view.copy_(shard.data)
-        if group.standing is not None and self._saved is not None and not keeps:
-            group.standing.copy_(self._saved)
+        if group.resident_buffer is not None and self._saved is not None and not keeps:
+            group.resident_buffer.copy_(self._saved)
         for shard, grad, view in zip(group.shards, self._grads, group.views, strict=False):
             shard.grad = None
             shard.data = view

@@ -19,7 +19,6 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.hooks import Observer
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.buffers import saved_dtypes
 from shardwise.forms.ignored import ignored_of
@@ -194,7 +193,7 @@ def _whole_tensors_in(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[d
             unit.shows_logical_state = False
             for member in unit.members:
                 for owner in member.owners:
-                    owner.parameters.update(owner.fulls if member.is_swapped else owner.shards)
+                    owner.parameters.update(owner.unsharded if member.uses_unsharded else owner.shards)
 
 
 def _in_module_order(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,7 +277,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     values = _by_first_name(reports, state)
     scatter(comms.world, holdings, reports, values, names)
     load_extra_state(model, extra, is_stage=comms.pp is not None)
-    unfilled = engine.observers.find(Unfilled)
+    unfilled = engine.extras.find(Unfilled)
     if unfilled is not None:
         unfilled.fill(names)
     engine.invalidate()
@@ -348,7 +347,7 @@ def load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: bo
             module.set_extra_state(state[key])
 
 
-class Unfilled(Observer):
+class Unfilled:
     """The tensors of a parallelized model that have no values yet."""
 
     def __init__(self, reason: str, names: Collection[frozenset[str]]) -> None:
@@ -359,7 +358,17 @@ class Unfilled(Observer):
         loaded = set(names)
         self._names = {each for each in self._names if not each & loaded}
 
-    def before_values(self, engine: Engine, call: str) -> None:  # noqa: ARG002
+    def attach(self, engine: Engine) -> None:
+        """Refuse, before anything else, what needs values."""
+        engine.extras.add(self)
+        engine.extras.guards.insert(0, self.refuse)
+
+    def detach(self, engine: Engine) -> None:
+        """All values have been loaded."""
+        engine.extras.remove(self)
+        engine.extras.guards.remove(self.refuse)
+
+    def refuse(self, engine: Engine, call: str) -> None:  # noqa: ARG002
         """Refuse ``call``, which needs values."""
         if self._names:
             first = min(name for each in self._names for name in each)

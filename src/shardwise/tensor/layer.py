@@ -6,7 +6,6 @@ Shape suffixes: ``B`` batch, ``T`` sequence, ``C`` hidden, ``E`` experts.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.spec.errors import Uncopyable
+from shardwise.spec.replacement import Replacement
 from shardwise.tensor.linear import ColumnPlan, Deferral, column_linear, is_transposed, linear_of
 from shardwise.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
 
 
-class ReplacedForward(Uncopyable, ABC):
+class ReplacedForward(Replacement, ABC):
     """A forward that communicates, installed on a module in place of its class's own.
 
     It reads parameters from the module at each call: between steps these are other objects (``engine.unit``).
@@ -30,18 +29,9 @@ class ReplacedForward(Uncopyable, ABC):
     comm: Any
 
     def __init__(self, module: nn.Module, name: str, comm: Comm | None) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.name = name
         self.comm = comm
-
-    @property
-    def module(self) -> Any:
-        """The module, which the caller of its forward holds."""
-        return self._module()
-
-    def install(self) -> None:
-        """Replace the module's forward."""
-        self.module.__dict__["forward"] = self
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -292,7 +292,7 @@ def _one_plan(
 
 def _adds_up_first(model: nn.Module) -> bool:
     """Whether microbatches are added up on each rank before they are reduced, as in the one process."""
-    return engine_of(model, "sw.parity").accumulation == "unsharded"
+    return engine_of(model, "sw.parity").window.mode == "unsharded"
 
 
 def _compare(name: str, size: int, expected: Run, got: Run, *, reader: int, rank: int) -> ParityRow:

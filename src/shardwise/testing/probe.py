@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.api.summary import predict, predict_activations, predict_trace, simulate, unit_facts
+from shardwise.api.summary import predict, predict_trace, simulate, unit_facts
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.group import Group
 from shardwise.engine.unit import State, Unit
@@ -40,7 +40,6 @@ from shardwise.sim.facts import UnitSeconds
 from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import UnitFacts
-from shardwise.spec.memory.activations import Activations
 from shardwise.spec.order import units_in
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
@@ -80,7 +79,7 @@ class Shard:
         spec, piece = group.layout.params[index], group.held[index]
         self.name, self.unit = spec.name, group.unit.name
         self.parameter: nn.Parameter = group.shards[index]
-        self.whole: nn.Parameter = group.fulls[index]
+        self.whole: nn.Parameter = group.unsharded[index]
         self.start, self.stop = piece.start, piece.stop
         self.shape, self.stride = spec.shape, spec.stride
         self._cuts = spec.slice
@@ -163,7 +162,7 @@ class UnitView:
     @property
     def shows_whole_parameters(self) -> bool:
         """The modules hold whole parameters at this moment."""
-        return self._unit.is_swapped
+        return self._unit.uses_unsharded
 
     @property
     def num_open_forwards(self) -> int:
@@ -238,7 +237,7 @@ class Probe:
     @property
     def accumulation(self) -> str:
         """How microbatches are added up: ``sharded``, ``unsharded`` or ``defer_replicate``."""
-        return self._engine.accumulation
+        return self._engine.window.mode
 
     # -- values
 
@@ -280,19 +279,24 @@ class Probe:
     @property
     def num_healed(self) -> int:
         """Tensors saved for backward whose data had to be brought back so far."""
-        net = self._engine.observers.find(safety.SavedTensors)
+        net = self._engine.extras.find(safety.SavedTensors)
         return 0 if net is None else net.num_healed
 
     @property
-    def slots(self) -> tuple[Tensor, ...]:
-        """The buffers that units are gathered into, one unit after the other, as far as they have been made."""
-        return tuple(slot.buffer for slot in self._engine.slots.slots if slot.buffer is not None)
+    def gathered_buffers(self) -> tuple[Tensor, ...]:
+        """The buffers that groups are gathered into. Each has memory while its unit is gathered."""
+        return tuple(group.gathered for group in self._engine.groups if group.resident_buffer is None)
+
+    @property
+    def replicas(self) -> tuple[Tensor, ...]:
+        """The buffers of whole parameters that are never released."""
+        return tuple(group.replica for group in self._engine.groups if group.replica is not None)
 
     @property
     def gradient_buffers(self) -> tuple[Tensor, ...]:
-        """The buffers in which whole units' gradients are collected and reduced, but for those in use now."""
-        unused = self._engine.gradients._free.values()  # noqa: SLF001
-        return tuple(buffer for buffers in unused for buffer in buffers)
+        """The buffers in which gradients of groups are collected and reduced, with memory meanwhile."""
+        buffers = (group.gradient.scratch for group in self._engine.groups)
+        return tuple(buffer for buffer in buffers if buffer is not None)
 
     @property
     def receive_buffers(self) -> tuple[Tensor, ...]:
@@ -317,17 +321,20 @@ class Probe:
         """Of the engine's own objects and buffers: once model and probe are gone, all of these are dead."""
         engine = self._engine
         masters = (group.master for group in engine.groups)
-        return [weakref.ref(held) for held in (engine, *engine.units, *engine.groups, *masters, *self.slots)]
+        return [weakref.ref(held) for held in (engine, *engine.units, *engine.groups, *masters, *self.gathered_buffers)]
 
     def held_bytes(self, *optimizers: torch.optim.Optimizer) -> dict[str, int]:
-        """Bytes of this rank's storages now, by category, each storage once.
+        """Bytes of this rank's storages now, by category, each storage once; gathered and reduced the most so far.
 
         Returns:
             ``parameters`` (what optimizers update, and what strategies keep whole), ``gradients`` (``.grad`` and sums
-            that wait), ``optimizer`` (of ``optimizers``), ``gathered`` (slots), ``reduce`` (buffers in which gradients
+            that wait), ``optimizer`` (of ``optimizers``), ``gathered``, ``reduce`` (buffers in which gradients
             are collected and received) and ``host`` (of the first three, what is offloaded).
         """
-        return held_bytes(self._engine, optimizers)
+        held, engine = held_bytes(self._engine, optimizers), self._engine
+        held["gathered"] += engine.gathered.most - engine.gathered.live
+        held["reduce"] += engine.gradients.most - engine.gradients.live
+        return held
 
     # -- what is sent
 
@@ -387,13 +394,9 @@ class Probe:
         """
         return predict(self._engine, optimizer_tensors=optimizer_tensors, num_microbatches=num_microbatches).as_dict()
 
-    def predicted_backward_bytes(self, activations: Activations) -> int:
-        """What a step holds at its peak besides :meth:`predicted_bytes`, by arithmetic.
-
-        Args:
-            activations: What the plain model holds in a forward and backward, and when each gradient is there.
-        """
-        return predict_activations(self._engine, activations)
+    def free_gradients(self) -> None:
+        """Free what ``.grad`` lived in, as the next forward would, once gradients are zeroed."""
+        self._engine.free_gradients()
 
     @property
     def peak_microbatches(self) -> int:

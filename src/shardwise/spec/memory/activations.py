@@ -1,36 +1,21 @@
 """The peak of a backward beside what the engine keeps: activations, and gradients that wait for the end of their unit.
 
-A gradient of at least :func:`eager_numel` elements is copied into the flat buffer, and freed, when autograd has made
-it. Smaller ones wait until backward leaves their unit, those of the root until the end of backward. Meanwhile
-activations are freed. With a(t) bytes of activations and w(t) bytes of waiting gradients, the peak is the largest a(t)
-+ w(t).
+Gradients are copied into a flat buffer, and freed, when backward leaves their unit, those of the root at the end of
+backward. Meanwhile activations are freed. With a(t) bytes of activations and w(t) bytes of waiting gradients, the peak
+is the largest a(t) + w(t).
 
-a(t) is that of the plain model, the same under every strategy: :class:`Activations` holds its peak between one gradient
-and the next. w(t) follows from shapes: it grows by each small gradient, and falls by those of a whole unit. With L
-equal units of w bytes and activations that fall from A in L equal parts, the peak is the larger of A and A (L - 1) / L
-+ w.
+a(t) is that of the plain model, the same under every strategy: :class:`Activations` holds its peak between one
+gradient and the next. w(t) follows from shapes: it grows by each gradient, and falls by those of a whole unit. With L
+equal units of w bytes and activations that fall from A in L equal parts, the peak is the larger of A and
+A (L - 1) / L + w.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwise.spec.facts import UnitFacts
-
-
-def eager_numel(device_type: str, *, keeps_buffers: bool = True) -> int:
-    """Elements of the smallest gradient that is copied as soon as autograd has made it.
-
-    A hook takes the host tens of microseconds; smaller gradients are copied together, by one foreach call at the end of
-    their unit. On the CPU a copy of 512 x 512 elements takes longer than the hook, on a GPU one of 8,192 x 8,192.
-    Without ``keep_buffers`` all are copied together, because the first copy would allocate the buffer of the whole
-    unit.
-    """
-    if not keeps_buffers:
-        return sys.maxsize
-    return 1 << 18 if device_type == "cpu" else 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +37,7 @@ class Activations:
         return max([self.last_bytes, *(num_bytes for _, num_bytes in self.arrivals)])
 
 
-def backward_bytes(activations: Activations, units: Iterable[UnitFacts], *, least_numel: int) -> int:
+def backward_bytes(activations: Activations, units: Iterable[UnitFacts]) -> int:
     """The largest sum of activations and of gradients that wait for the end of their unit, in bytes.
 
     Gradients of a unit are copied when backward enters a unit that neither encloses it nor lies in it; here that is
@@ -61,9 +46,8 @@ def backward_bytes(activations: Activations, units: Iterable[UnitFacts], *, leas
     Args:
         activations: Activations of the plain model.
         units: Units of the parallelized model.
-        least_numel: Elements of the smallest gradient that does not wait (:func:`eager_numel`).
     """
-    homes = _homes(units, least_numel)
+    homes = _homes(units)
     waiting: dict[int, int] = {}
     peak = 0
     for name, num_bytes in activations.arrivals:
@@ -85,11 +69,9 @@ class _Home:
     waiting_bytes: int
 
 
-def _homes(units: Iterable[UnitFacts], least_numel: int) -> Mapping[str, _Home]:
+def _homes(units: Iterable[UnitFacts]) -> Mapping[str, _Home]:
     return {
-        param.name: _Home(
-            group.unit, unit.family, group.gather_item_bytes * param.numel if param.numel < least_numel else 0
-        )
+        param.name: _Home(group.unit, unit.family, group.gather_item_bytes * param.numel)
         for unit in units
         for group in unit.groups
         if group.is_trainable

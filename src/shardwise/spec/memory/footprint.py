@@ -16,14 +16,14 @@ The first three columns are table 1 of ZeRO (arXiv 1910.02054: 2+2+12 bytes in m
 live units come on top. Exceptions:
 
 * With ``dp_replicate`` (``hsdp``), N is the number of ranks of one group.
-* Under ``ep`` the experts are counted separately: Ψ/ep elements on N/ep ranks, with slots and buffers of their own.
+* Under ``ep`` the experts are counted separately: Ψ/ep elements on N/ep ranks, with buffers of their own.
 * With ``reshard_after_forward=k`` zero3 holds another 4Ψ/k gathered.
 * Where the optimizer steps inside backward there are no gradients, and every row has the gradient buffers of zero3.
 * With several microbatches, ``unsharded`` accumulation needs full-size gradients (4Ψ) under zero2, shard_grad_op and
   zero3, and ``sharded`` accumulation needs gradient buffers under ddp and zero1.
 
-The functions here count what is held to the byte: padding, headers, slots of uneven units, and the receive buffers of
-sums over Gloo.
+The functions here count padding, headers and the receive buffers of sums over Gloo. What is gathered and what is on its
+way to a reduction has memory only while it is in use: these two columns are the most at one moment.
 """
 
 from __future__ import annotations
@@ -42,18 +42,8 @@ from shardwise.spec.layout import ParamSpec, flat_ranges
 StateBytes = Callable[[str, int, int], int]
 
 
-def slots_per_class(num_slots: int = 0, num_ahead: int = 1) -> int:
-    """Slots that gathered groups of a class take turns with: one computes, the others are gathered ahead.
-
-    Args:
-        num_slots: The plan's number; 0: as many as prefetching needs, at least two.
-        num_ahead: Most units gathered ahead.
-    """
-    return num_slots or 1 + max(num_ahead, 1)
-
-
 def size_class(numel: int) -> int:
-    """Groups whose sizes round to the same class share slots: sizes are rounded up to an eighth of a power of two."""
+    """Packed buffers whose sizes round to the same class are shared: up to an eighth of a power of two."""
     if numel <= 8:
         return numel
     step = 1 << ((numel - 1).bit_length() - 4)
@@ -62,14 +52,14 @@ def size_class(numel: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank, by category. They stay allocated from the second step on; activations come on top.
+    """Bytes on one rank, by category; activations come on top.
 
     Attributes:
         parameters: Masters, and replicas where parameters are replicated.
         gradients: Memory of ``.grad``, and full-size local sums where the strategy keeps them.
         optimizer: Optimizer state of the elements that this rank updates.
-        gathered: Slots for gathered units, and receive buffers of packed gathers.
-        reduce: Pooled full-size gradient buffers, and the receive buffers of the sums.
+        gathered: Gathered units, the most at one moment, and receive buffers of packed gathers.
+        reduce: Full-size gradient buffers in use, the most at one moment, and the receive buffers of the sums.
         host: Masters, gradients and optimizer state of what is offloaded; all other categories are on the device.
     """
 
@@ -119,7 +109,7 @@ def footprint(
         groups: Every group of the model.
         rank: Coordinate on ``dp_shard``; slices differ in how much of them is padding.
         backward_order: Unit numbers as backward enters them; by default the root, then the others from last to first.
-        num_gradient_buffers: Most gradient buffers for each size class.
+        num_gradient_buffers: Most gradient buffers in use at once.
         optimizer_tensors: State tensors per parameter, of its size and dtype: 2 for Adam, 1 for SGD with momentum, 0
             without momentum; or a function that says the bytes of each parameter's state.
         optimizer_scalar_bytes: Bytes of scalars per parameter: 4 for Adam's step counter.
@@ -194,38 +184,38 @@ def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
 
 
 def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0) -> int:
-    """Bytes of the slots: ``slots_per_class()`` for each (depth, size class, dtype, trainable, axis), used in turn.
+    """The most bytes of gathered parameters at one moment.
 
-    Where groups have a number of slots (``GroupFacts.num_slots``), those of every size take turns with so many.
-    A class has more slots where more of its groups are recomputed together. Slices that units keep over an inner group
-    of ranks after forward come on top.
+    Units that stay gathered until backward are there together. Of the others, of each depth, one computes while
+    ``num_ahead`` more travel; those of a recomputed module are there together, beside the unit that follows them, which
+    backward may not have left yet. Slices that units keep over an inner group of ranks after forward come on top.
     """
     total = 0
-    turns: dict[tuple[int, int, str, bool, str], list[int]] = {}
-    limits: dict[tuple[int, int, str, bool, str], int] = {}
-    together: Counter[tuple[tuple[int, int, str, bool, str], str | None]] = Counter()
+    turns: dict[int, dict[int, int]] = {}  # bytes by depth and unit
+    together: dict[tuple[int, str], list[int]] = {}
+    ahead = max((group.num_ahead for group in groups), default=0)
     for group in groups:
         if group.is_resident or group.is_alone:
             continue
-        numel, item = group.layout.numel, group.gather_item_bytes
-        limits[key := _slot_key(group)] = slots_per_class(group.num_slots, group.num_ahead)
-        together[key, group.recomputed_in] += 1
+        num_bytes = group.layout.numel * group.gather_item_bytes
         if group.inner_size:
-            total += group.inner_numel(group.place(rank)) * item
-        if not group.takes_turns:
-            total += numel * item
+            total += group.inner_numel(group.place(rank)) * group.gather_item_bytes
+        if not group.reshards or group.depth == 0:
+            total += num_bytes
             continue
-        turns.setdefault(key, []).append(numel * item)
-    for key, sizes in turns.items():
-        count = max([limits[key], *(n for (k, place), n in together.items() if k == key and place is not None)])
-        total += sum(max(sizes[turn::count]) for turn in range(min(count, len(sizes))))
+        units = turns.setdefault(group.depth, {})
+        units[group.unit] = units.get(group.unit, 0) + num_bytes
+        if group.recomputed_in is not None:
+            together.setdefault((group.depth, group.recomputed_in), []).append(group.unit)
+    for depth, units in turns.items():
+        order = sorted(units)
+        windows = [order[first : first + 1 + ahead] for first in range(len(order))]
+        for (at, _), recomputed in together.items():
+            if at == depth:
+                following = [unit for unit in order if unit > max(recomputed)][:1]
+                windows.append([*set(recomputed), *following])
+        total += max(sum(units[unit] for unit in window) for window in windows)
     return total
-
-
-def _slot_key(group: GroupFacts) -> tuple[int, int, str, bool, str]:
-    """Groups with the same key take turns with slots."""
-    size = 0 if group.num_slots else size_class(group.layout.numel)
-    return group.depth, size, group.compute_dtype or group.master_dtype, group.is_trainable, group.axis
 
 
 def packed_buffer_bytes(groups: Sequence[GroupFacts]) -> int:
@@ -265,11 +255,11 @@ def reduce_bytes(
     replicas: Replicas | None = None,
     accumulations: Collection[str] = (),
 ) -> int:
-    """Bytes of pooled gradient buffers and receive buffers, found by walking through the backwards of a step.
+    """The most bytes of gradient and receive buffers at one moment, found by walking through the backwards of a step.
 
-    A unit takes its buffer while its backward runs. At its end the reductions of earlier units enter their next phase,
-    and its own is issued; with n > 2 buffers, those of the n - 2 units just before stay under way. Steps are repeated
-    until no further buffer is made.
+    At the end of a unit's backward the reductions of earlier units enter their next phase, the unit takes its buffer,
+    and its own reduction is issued; with n > 2 buffers, those of the n - 2 units just before stay under way. Receive
+    buffers are kept. Steps are repeated until no further one is made.
     """
     trained = [group for group in groups if group.is_trainable]
     last_first = sorted({group.unit for group in trained}, reverse=True)
@@ -286,15 +276,14 @@ def reduce_bytes(
         before = walk.total_bytes
         for kind in [kind for way in accumulations or (None,) for kind in _BACKWARDS[way]]:
             for unit in [*(unit for unit in order if unit != 0), 0]:
-                walk.finalise([group for group in trained if group.unit == unit], kind)
+                walk.post_backward([group for group in trained if group.unit == unit], kind)
             walk.end()
-    homes: dict[tuple[int, str], int] = {}  # memory of .grad of one group while the optimizer updates it
-    for group in trained:
-        if group.updates_in_backward and group.reduces_cast:
-            numel = group.reduce_layout.slice_numel(group.place(rank))
-            key = size_class(numel), group.master_dtype
-            homes[key] = max(homes.get(key, 0), numel * group.item_bytes)
-    return walk.total_bytes + sum(homes.values())
+    homes = [  # memory of .grad of one group while the optimizer updates it
+        group.reduce_layout.slice_numel(group.place(rank)) * group.item_bytes
+        for group in trained
+        if group.updates_in_backward and group.reduces_cast
+    ]
+    return walk.total_bytes + max(homes, default=0)
 
 
 @dataclass(frozen=True)
@@ -347,8 +336,8 @@ class _UnderWay:
     Attributes:
         group: The group whose gradients are reduced.
         num_phases: Phases of the reduction.
-        is_borrowed: Whether its buffer belongs to the pool.
-        stays: Whether the sum stays in a borrowed buffer until the end.
+        is_borrowed: Whether its buffer is freed after it.
+        stays: Whether the sum stays in such a buffer until the end.
         phase: The current phase.
         received: Elements of the receive buffer in use; ``None``: there is none.
     """
@@ -362,7 +351,7 @@ class _UnderWay:
 
 
 class _Reductions:
-    """Counts the buffers that the reductions of backwards make; returned buffers are used again."""
+    """Counts the buffers that the reductions of backwards use. Receive and packed buffers are used again."""
 
     def __init__(
         self,
@@ -373,35 +362,38 @@ class _Reductions:
         has_receive_buffers: bool,
         replicas: Replicas | None,
     ) -> None:
-        self.total_bytes = 0
+        self._live_bytes = self._most_bytes = self._kept_bytes = 0
+        self._in_use: Counter[tuple[str | None, ...]] = Counter()
         self._rank = rank
         self._limit = limit
         self._has_receive_buffers = has_receive_buffers
         self._replicas = replicas
         self._under_way: list[_UnderWay] = []
-        self._free: Counter[tuple[int, str, str]] = Counter()
-        self._made: Counter[tuple[int, str, str]] = Counter()
-        self._pooled_bytes: dict[tuple[int, str, str], int] = {}
+        self._free: Counter[int] = Counter()  # packed buffers by size class
+        self._packed_bytes: dict[int, int] = {}
         # Elements of the receive buffers that are free, smallest first; each Comm has its own.
         self._receiving: dict[tuple[str, str], list[int]] = {}
         for group in groups:
-            key = self._pool_key(group)
-            size = group.reduce_layout.numel * group.reduce_item_bytes
-            self._pooled_bytes[key] = max(self._pooled_bytes.get(key, 0), size)
-            for packed_key, num_bytes in zip(self._packed_keys(group), self._packed_sizes(group), strict=True):
-                self._pooled_bytes[packed_key] = max(self._pooled_bytes.get(packed_key, 0), num_bytes)
+            for num_bytes in self._packed_sizes(group):
+                key = size_class(num_bytes)
+                self._packed_bytes[key] = max(self._packed_bytes.get(key, 0), num_bytes)
 
-    def finalise(self, groups: Sequence[GroupFacts], kind: _Backward) -> None:
-        """One unit takes its buffers, moves earlier reductions to their next phase, and issues its own."""
+    @property
+    def total_bytes(self) -> int:
+        """The most bytes at one moment so far."""
+        return self._kept_bytes + self._most_bytes
+
+    def post_backward(self, groups: Sequence[GroupFacts], kind: _Backward) -> None:
+        """One unit moves earlier reductions to their next phase, takes its buffers, and issues its own."""
+        if kind is not _Backward.LOCAL:
+            self._move_on(keep=0 if self._replicas is not None else self._limit - 2)
         for group in groups:
             if self._borrows(group, kind) and kind is not _Backward.HELD:
-                key = self._pool_key(group)
-                while not self._free[key] and self._made[key] >= self._limit and self._under_way:
+                while self._in_use[self._kind(group)] >= self._limit and self._under_way:
                     self._finish(self._under_way[0])
-                self._take(key)
+                self._use(group, 1)
         if kind is _Backward.LOCAL:
             return
-        self._move_on(num_kept=0 if self._replicas is not None else self._limit - 2)
         for group in groups:
             # A sum over dp_replicate is made in the memory of .grad. It is made in the pooled buffer where .grad has
             # another dtype, is on the host, will be in that buffer, or already holds the sum of earlier backwards.
@@ -411,17 +403,19 @@ class _Reductions:
             if group.reduced_as is None:
                 is_added = kind in {_Backward.ADDED, _Backward.DEFERRED}
                 self._receive(self._under_way[-1], received_numel(group, self._rank, is_added=is_added))
-            for key in self._packed_keys(group):
-                self._take(key)
+            for num_bytes in self._packed_sizes(group):
+                key = size_class(num_bytes)
+                self._kept_bytes += 0 if self._free[key] else self._packed_bytes[key]
+                self._free[key] = max(self._free[key] - 1, 0)
 
     def end(self) -> None:
         """End the backward: finish every reduction."""
         while self._under_way:
             self._move_on()
 
-    def _move_on(self, *, num_kept: int = 0) -> None:
-        """Move all reductions to their next phase, except those of the ``num_kept`` newest units."""
-        units = list(dict.fromkeys(reduction.group.unit for reduction in reversed(self._under_way)))[: max(num_kept, 0)]
+    def _move_on(self, *, keep: int = 0) -> None:
+        """Move all reductions to their next phase, except those of the ``keep`` newest units."""
+        units = list(dict.fromkeys(reduction.group.unit for reduction in reversed(self._under_way)))[: max(keep, 0)]
         for reduction in self._under_way.copy():
             if reduction.group.unit not in units:
                 self._advance(reduction)
@@ -432,7 +426,7 @@ class _Reductions:
 
     @staticmethod
     def _borrows(group: GroupFacts, kind: _Backward) -> bool:
-        """Whether gradients are collected in a buffer of the pool: always, or because .grad occupies its own."""
+        """Whether gradients are collected in a buffer that is freed: always, or because .grad occupies its own."""
         is_occupied = kind is _Backward.ADDED and not group.is_reduced_apart
         return group.pools_gradients or is_occupied
 
@@ -447,14 +441,14 @@ class _Reductions:
         """Return what the current phase has used, and begin the next phase, if there is one."""
         group, replicas = reduction.group, self._replicas
         if reduction.phase == 0:
-            self._free.update(self._packed_keys(group))
+            self._free.update(map(size_class, self._packed_sizes(group)))
         if reduction.received is not None:
             bisect.insort(self._receive_buffers(reduction), reduction.received)
             reduction.received = None
         reduction.phase += 1
         is_done = reduction.phase == reduction.num_phases
         if reduction.is_borrowed and (is_done if reduction.stays else reduction.phase == 1):
-            self._free[self._pool_key(group)] += 1
+            self._use(group, -1)
         if is_done:
             self._under_way.remove(reduction)
         elif reduction.phase == 1 and replicas is not None:
@@ -469,7 +463,7 @@ class _Reductions:
             return
         reduction.received = numel
         if self._has_receive_buffers:
-            self.total_bytes += (numel - free[-1] if free else numel) * item
+            self._kept_bytes += (numel - free[-1] if free else numel) * item
         if free:
             free.pop()
 
@@ -478,24 +472,21 @@ class _Reductions:
         dtype = reduction.group.reduce_dtype or reduction.group.master_dtype
         return self._receiving.setdefault((axis, dtype), [])
 
-    def _take(self, key: tuple[int, str, str]) -> None:
-        if self._free[key]:
-            self._free[key] -= 1
-        else:
-            self._made[key] += 1
-            self.total_bytes += self._pooled_bytes[key]
+    def _use(self, group: GroupFacts, change: int) -> None:
+        """A gradient buffer of a group is allocated (1) or freed (-1)."""
+        self._in_use[self._kind(group)] += change
+        self._live_bytes += change * group.reduce_layout.numel * group.reduce_item_bytes
+        self._most_bytes = max(self._most_bytes, self._live_bytes)
 
-    def _pool_key(self, group: GroupFacts) -> tuple[int, str, str]:
-        return size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype, group.axis
+    @staticmethod
+    def _kind(group: GroupFacts) -> tuple[str | None, ...]:
+        return group.master_dtype, group.compute_dtype, group.reduce_dtype, group.axis
 
     def _packed_sizes(self, group: GroupFacts) -> tuple[int, ...]:
         """Bytes of the buffers from which packed gradients are sent, and into which they are received."""
         if group.reduced_as is None:
             return ()
         return sum(group.summed_bytes), group.layout.size * group.summed_bytes[group.place(self._rank)]
-
-    def _packed_keys(self, group: GroupFacts) -> tuple[tuple[int, str, str], ...]:
-        return tuple((size_class(num_bytes), "packed", "") for num_bytes in self._packed_sizes(group))
 
 
 def received_numel(group: GroupFacts, rank: int, *, is_added: bool = False) -> int:

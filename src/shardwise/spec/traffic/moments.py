@@ -82,10 +82,6 @@ class UnitMoves(Protocol):
     def is_trained(self) -> bool:
         """Its gradients are reduced."""
 
-    @property
-    def only_slots(self) -> frozenset[tuple[object, ...]]:
-        """Kinds of memory of which there is one piece, which the unit needs while it computes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Moves:
@@ -98,7 +94,6 @@ class Moves:
     is_released: bool = True
     is_freed: bool = True
     is_trained: bool = True
-    only_slots: frozenset[tuple[object, ...]] = frozenset()
 
 
 class Walk:
@@ -149,7 +144,7 @@ class Walk:
                 self._resident.discard(left)
                 self._kept.add(left)
             self._need(unit)
-            self._prefetch(units_ahead(order[place + 1 :], self._units[unit].ahead[0]), [unit])
+            self._prefetch(units_ahead(order[place + 1 :], self._units[unit].ahead[0]))
             self._note(What.WAIT, unit)
             self._note(What.FORWARD, unit)
             left = unit
@@ -165,7 +160,7 @@ class Walk:
             self._need(unit)
             if unit not in self._entered:
                 self._entered.append(unit)
-            self._prefetch(units_ahead(later, self._units[unit].ahead[1]), [unit, *self._entered])
+            self._prefetch(units_ahead(later, self._units[unit].ahead[1]))
             self._note(What.WAIT, unit)
             self._recompute(unit)
             self._note(What.BACKWARD, unit)
@@ -199,12 +194,9 @@ class Walk:
                         self._need(unit)
                         self._note(What.WAIT, unit)
 
-    def _prefetch(self, units: Sequence[int], computing: Sequence[int]) -> None:
-        """Gather the units that come next, up to one whose only slot belongs to a unit that computes."""
+    def _prefetch(self, units: Sequence[int]) -> None:
+        """Gather the units that come next."""
         for unit in units:
-            wanted = self._units[unit].only_slots
-            if any(wanted & self._units[other].only_slots for other in computing if other != unit):
-                return
             self._need(unit)
 
     def _need(self, unit: int) -> None:

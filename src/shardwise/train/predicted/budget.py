@@ -163,14 +163,17 @@ def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device
         times *= 2
 
 
+_NO_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 0}
+
+
 def _last_resort(
     plan: ParallelPlan, options: dict[str, Any], workload: Workload, shape: ModelShape, device: Device
 ) -> Iterator[tuple[str, int]]:
     """What fits with everything that saves memory and goes to the host, the least of it that is enough."""
     words = "zero3, activation_checkpointing=full, micro_batch_size=1"
-    for field, value in (("offload_policy", "cpu"), ("offload_activations", True), ("gathered_slots", 1)):
-        options = {**options, field: value}
-        written = f"{field}={str(value).lower()}"
+    for fields in ({"offload_policy": "cpu"}, {"offload_activations": True}, _NO_PREFETCH):
+        options = {**options, **fields}
+        written = " and ".join(f"{field}={str(value).lower()}" for field, value in fields.items())
         needed = _attempt(workload, plan, options, shape, device)
         if needed is not None and needed <= device.memory_bytes:
             yield f"{words} and {written} together", needed

@@ -24,7 +24,6 @@ from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.spec.errors import ShardwiseError
-from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.memory.activations import Activations
 from shardwise.spec.memory.eight_bit import eight_bit_bytes
 from shardwise.spec.memory.footprint import StateBytes
@@ -138,8 +137,8 @@ def _state_bytes(section: OptimizerSection, engine: Engine, optimizer: torch.opt
 def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:
     """What only a dry run of the whole step tells, by category.
 
-    The activations of this rank's stages, as many microbatches as its schedule holds. Where buffers are not kept, also
-    what stays of them between steps: what is allocated in a step counts as activations.
+    What is allocated in a step, at its peak, with the activations of as many microbatches of this rank's stages as its
+    schedule holds.
     """
     batch, objective, plan = resolved.batch, objective_of(resolved.config), resolved.plan
     with torch.random.fork_rng(devices=[]):
@@ -156,9 +155,7 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
             if plan.pp > 1
             else min(batch.accumulation, 2),  # those between are alike
         )
-    is_kept = keeps_buffers(device.type, wanted=plan.keep_buffers)
-    names = ("activations",) if is_kept else ("gradients", "gathered", "reduce", "activations")
-    return {name: found.bytes_by_category[name] for name in names}
+    return {name: found.bytes_by_category[name] for name in ("gradients", "gathered", "reduce", "activations")}
 
 
 def measure_replicas(resolved: RunConfig, device: torch.device) -> Activations:

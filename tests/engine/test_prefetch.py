@@ -1,4 +1,4 @@
-"""``gathered_slots``: one slot, or slots that units of every size share; bits, and bytes as predicted."""
+"""How many units are gathered ahead: bits, messages, and bytes as predicted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing import probe, run_on_ranks
 from shardwise.testing.probe import checks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, sample
-from tests.common.ranks import on_ranks, refusal
+from tests.common.ranks import on_ranks
 
 
 class Uneven(Chain):
@@ -40,35 +40,36 @@ class Halves(nn.Module):
 PARTS = {"auto_wrap_policy": sw.wrap_by_name("blocks.*.small", "blocks.*.large")}
 
 
-def every_number_of_slots() -> None:
+def ahead(forward: int, backward: int) -> dict[str, object]:
+    return {"forward_prefetch": forward, "backward_prefetch": backward, "merge_units": False}
+
+
+def every_depth() -> None:
     with checks():
         for strategy in ("zero2", "zero3"):
-            options = {"forward_prefetch": 3, "backward_prefetch": 2, "merge_units": False, "keep_buffers": False}
-            compare_each(Uneven, plain_loss, (strategy,), steps=2, **options)
-            compare_each(Chain, plain_loss, (strategy,), steps=2, activation_checkpointing="full", **options)
-        for count, *kept in ((1, True, False), (2, False)):
-            for keeps in kept:
-                options = {"gathered_slots": count, "keep_buffers": keeps, "merge_units": False}
-                compare_each(Uneven, plain_loss, ("zero3",), steps=2, **options)
-                for way in ("none", sw.wrap_by_name("blocks.*")):
-                    compare_each(
-                        lambda: Chain(Halves),
-                        plain_loss,
-                        ("zero3",),
-                        steps=2,
-                        activation_checkpointing=way,
-                        **PARTS,
-                        **options,
-                    )
+            compare_each(Uneven, plain_loss, (strategy,), steps=2, **ahead(3, 2))
+            compare_each(Chain, plain_loss, (strategy,), steps=2, activation_checkpointing="full", **ahead(3, 2))
+        for depth in (0, 1):
+            compare_each(Uneven, plain_loss, ("zero3",), steps=2, **ahead(depth, depth))
+            for way in ("none", sw.wrap_by_name("blocks.*")):
+                compare_each(
+                    lambda: Chain(Halves),
+                    plain_loss,
+                    ("zero3",),
+                    steps=2,
+                    activation_checkpointing=way,
+                    **PARTS,
+                    **ahead(depth, depth),
+                )
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_any_number_of_slots_gives_the_same_bits(world: int) -> None:
-    run_on_ranks(every_number_of_slots, world)
+def test_any_depth_gives_the_same_bits(world: int) -> None:
+    run_on_ranks(every_depth, world)
 
 
 def trained(build: type[nn.Module], **options: object) -> tuple[nn.Module, list[tuple[object, ...]]]:
-    model = sw.parallelize(build(), sw.ParallelPlan(merge_units=False, **options))
+    model = sw.parallelize(build(), sw.ParallelPlan(**{"merge_units": False, **options}))
     for step in range(3):
         with sw.record_collectives(model) as events:
             model(sample(dist.get_rank(), step)).square().mean().backward()
@@ -79,44 +80,42 @@ def trained(build: type[nn.Module], **options: object) -> tuple[nn.Module, list[
 @on_ranks(2, 3)
 def test_bytes_and_the_order_of_messages_are_those_predicted() -> None:
     held, gathers = {}, {}
-    for slots in ("auto", 1, 2, 3):
-        model, events = trained(Uneven, gathered_slots=slots)
+    for depth in (0, 1, 2):
+        model, events = trained(Uneven, **ahead(depth, depth))
         seen = probe(model)
-        assert events == [tuple(event) for event in seen.predicted_collectives()], slots
-        assert sum(slot.nbytes for slot in seen.slots) == seen.predicted_bytes()["gathered"], slots
-        held[slots] = seen.predicted_bytes()["gathered"]
-        gathers[slots] = sorted(event for event in events if event[0] == "all_gather")
-        assert sw.summary(model).num_grown_slots == 0
-    assert held[1] < held[2] < held[3] < held["auto"]  # one, two, three of the largest, two of each size
-    assert all(found == gathers["auto"] for found in gathers.values())  # nothing is gathered more often
+        assert events == [tuple(event) for event in seen.predicted_collectives()], depth
+        assert seen.held_bytes()["gathered"] == seen.predicted_bytes()["gathered"], depth
+        held[depth] = seen.predicted_bytes()["gathered"]
+        gathers[depth] = sorted(event for event in events if event[0] == "all_gather")
+    assert held[0] < held[1] < held[2]
+    assert all(found == gathers[0] for found in gathers.values())  # nothing is gathered more often
 
 
 @on_ranks(2)
-def test_with_one_slot_a_unit_is_gathered_when_the_one_before_has_been_reduced() -> None:
+def test_without_prefetch_a_unit_is_gathered_when_the_one_before_has_been_reduced() -> None:
     orders = {}
-    for slots in (1, 2):
-        _, events = trained(Uneven, gathered_slots=slots)
-        orders[slots] = [(kind, unit) for kind, unit, *_ in events if unit in {"blocks.3", "blocks.4"}][2:]
-    assert orders[2].index(("all_gather", "blocks.3")) < orders[2].index(("reduce_scatter", "blocks.4"))
-    assert orders[1].index(("all_gather", "blocks.3")) > orders[1].index(("reduce_scatter", "blocks.4"))
+    for depth in (0, 1):
+        _, events = trained(Uneven, **ahead(depth, depth))
+        orders[depth] = [(kind, unit) for kind, unit, *_ in events if unit in {"blocks.3", "blocks.4"}][2:]
+    assert orders[1].index(("all_gather", "blocks.3")) < orders[1].index(("reduce_scatter", "blocks.4"))
+    assert orders[0].index(("all_gather", "blocks.3")) > orders[0].index(("reduce_scatter", "blocks.4"))
 
 
 @on_ranks(2)
-def test_units_inside_a_recomputed_module_have_a_slot_each_of_their_own_size() -> None:
+def test_units_inside_a_recomputed_module_are_there_together() -> None:
     recompute = {"activation_checkpointing": sw.wrap_by_name("blocks.*")}
-    model, _ = trained(lambda: Chain(Halves), gathered_slots=1, **PARTS, **recompute)
-    seen = probe(model)
-    sizes = sorted(slot.nbytes for slot in seen.slots)[-3:]
-    units = {unit.name: unit for unit in sw.summary(model).units}
-    numel = [units[f"blocks.0.{half}"].groups[0].numel * 4 for half in ("small", "large")]
-    assert sorted(numel) == [size for size in sizes if size in numel]
-    assert sum(slot.nbytes for slot in seen.slots) == seen.predicted_bytes()["gathered"]
+    seen = probe(trained(lambda: Chain(Halves), **PARTS, **recompute, **ahead(0, 0))[0])
+    assert seen.held_bytes()["gathered"] == seen.predicted_bytes()["gathered"]
 
 
-@pytest.mark.parametrize("value", [0, "one", 1.5, True])
-def test_what_is_no_number_of_slots_is_refused(value: object) -> None:
-    with pytest.raises(PlanError, match="gathered_slots="):
-        ParallelPlan(gathered_slots=value)
+def test_fields_of_earlier_versions_say_what_they_mean_now() -> None:
+    plan = ParallelPlan(gathered_slots=3, backward_prefetch=1, keep_buffers=True)
+    assert plan.prefetch == (2, 1)
+    assert any("gathered_slots=3 is forward_prefetch=2" in note for note in plan.notes)
+    assert any("keep_buffers=True has no effect" in note for note in plan.notes)
+    for fields in ({"gathered_slots": 0}, {"gathered_slots": "one"}, {"keep_buffers": "no"}):
+        with pytest.raises(PlanError, match=f"{next(iter(fields))}="):
+            ParallelPlan(**fields)
 
 
 # -- how many units are gathered ahead
@@ -168,16 +167,10 @@ def test_as_many_units_are_gathered_ahead_as_the_plan_says() -> None:
         seen = probe(model)
         trace = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in model.events]
         assert trace == [tuple(event) for event in seen.predicted_collectives()]
-        assert sum(slot.nbytes for slot in seen.slots) == seen.predicted_bytes()["gathered"]
+        assert seen.held_bytes()["gathered"] == seen.predicted_bytes()["gathered"]
         held[max(forward, backward)] = seen.predicted_bytes()["gathered"]
-        assert sw.summary(model).num_grown_slots == 0
     block = held[2] - held[1]
-    assert (held[0], held[3]) == (held[1], held[1] + 2 * block)
-    # Slots of all sizes together: all but one are for units ahead.
-    model = sw.parallelize(Watched(), sw.ParallelPlan(merge_units=False, gathered_slots=4))
-    for _ in range(2):
-        found = ahead_in(model)
-    assert found == (expected(3), expected(3))
+    assert (held[0], held[3]) == (held[1] - block, held[1] + 2 * block)
 
 
 @on_ranks(2)
@@ -197,7 +190,7 @@ def test_listed_modules_are_gathered_ahead() -> None:
     trace = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in model.events]
     seen = probe(model)
     assert trace == [tuple(event) for event in seen.predicted_collectives()]
-    assert sum(slot.nbytes for slot in seen.slots) == seen.predicted_bytes()["gathered"]
+    assert seen.held_bytes()["gathered"] == seen.predicted_bytes()["gathered"]
 
 
 @pytest.mark.parametrize("field", ["forward_prefetch", "backward_prefetch"])
@@ -205,14 +198,12 @@ def test_depths_that_cannot_be_honoured_are_refused(field: str) -> None:
     for value in (-1, "two", 1.5, True):
         with pytest.raises(PlanError, match=f"{field}="):
             ParallelPlan(**{field: value})
-    for options in ({"gathered_slots": 2}, {"quantized_gather": "int8"}):
-        with pytest.raises(PlanError, match=f"{field}=2 with"):
-            ParallelPlan(**{field: 2}, **options)
-    assert ParallelPlan(**{field: 2}, gathered_slots=3).prefetch == (2, 2)  # as the message says
+    with pytest.raises(PlanError, match=f"{field}=2 with"):
+        ParallelPlan(**{field: 2}, quantized_gather="int8")
 
 
 @on_ranks(2)
-def test_modules_may_be_listed_while_one_is_gathered_but_not_between_a_forward_and_its_backward() -> None:
+def test_modules_may_be_listed_while_one_is_gathered_and_between_a_forward_and_its_backward() -> None:
     model, rank = Chain(), dist.get_rank()
     for block in model.blocks:
         sw.fully_shard(block)
@@ -224,8 +215,7 @@ def test_modules_may_be_listed_while_one_is_gathered_but_not_between_a_forward_a
     blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
     loss = plain_loss(model, rank, 1)
     assert torch.equal(loss, plain_loss(Chain(), rank, 1))
-    text = refusal(StateError, blocks[1].set_modules_to_forward_prefetch, [blocks[2], blocks[3], blocks[4]])
-    assert text.startswith("3 units cannot be gathered ahead from now on: they need other slots")
+    blocks[1].set_modules_to_forward_prefetch([blocks[2], blocks[3], blocks[4]])
     loss.backward()
     blocks[1].set_modules_to_forward_prefetch([blocks[2], blocks[3], blocks[4]])
     assert torch.equal(plain_loss(model, rank, 2), plain_loss(Chain(), rank, 2))
