@@ -213,11 +213,10 @@ def _memory_remark(rows: Rows) -> str:
     return (
         "The targets of memory are for resident memory (RSS), which holds what Gloo allocates for its own collectives: "
         f"above the start zero3 {_mb(zero3['peak_rss_above_start_bytes'])}, FSDP2 "
-        f"{_mb(fsdp2['peak_rss_above_start_bytes'])}. Counted tensors, which leave that out, are more than FSDP2's: "
+        f"{_mb(fsdp2['peak_rss_above_start_bytes'])}. Counted tensors, which leave that out: "
         f"{_mb(zero3['peak_tensor_bytes'])} against {_mb(fsdp2['peak_tensor_bytes'])}. Beside shards and their "
-        f"optimizer state ({_mb(shards)}), zero3 keeps two slots of each size for gathered units "
-        f"({_mb(parts['gathered'])}), two gradient buffers and one receive buffer ({_mb(parts['reduce'])}) for the "
-        "whole run, where FSDP2 allocates them when it needs them; with one gradient buffer it is "
+        f"optimizer state ({_mb(shards)}), zero3 has gathered units ({_mb(parts['gathered'])}) and buffers for "
+        f"gradients and what is received ({_mb(parts['reduce'])}) at the peak; with one gradient buffer it is "
         f"{_mb(rows[ONE_BUFFER]['peak_tensor_bytes'])}."
     )
 

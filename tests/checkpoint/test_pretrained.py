@@ -286,6 +286,6 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(has_weights: bool,
     largest_unit = 4 * (4 * 256 * 256 + 3 * 256 * 688 + 2 * 256)
     for num_bytes, peak, left in run_on_ranks(peak_of_building, 4, str(tmp_path), "zero3"):
         assert num_bytes > 16 * largest_unit
-        assert peak <= num_bytes / 4 + 3.2 * largest_unit  # slots of two units are there when the last one is filled
+        assert peak <= num_bytes / 4 + 3.2 * largest_unit  # two units are there when the last one is filled
         assert peak < 0.5 * num_bytes
         assert left <= peak

@@ -1,4 +1,4 @@
-"""What is recomputed, as plain data; and the slots of units that are recomputed together."""
+"""What is recomputed, as plain data; and the memory of units that are recomputed together."""
 
 from __future__ import annotations
 

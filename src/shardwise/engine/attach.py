@@ -171,8 +171,8 @@ class Window:
     Attributes:
         mode: How gradients of several backwards are added up, in the plan's words.
         syncs: The next backward is the last one: gradients are reduced.
-        is_open: A backward that was not the last one has ended: the parameters are those of the forward before, and
-            what is gathered stays up to date.
+        is_open: The parameters are those of the forward before (a backward that was not the last one has ended, or a
+            step of several forwards is under way): what is gathered stays up to date.
         step: How forwards and backwards follow one another.
     """
 
@@ -186,6 +186,15 @@ class Window:
         """Say whether the backwards from now on are the last ones, and how those that are not are added up."""
         self.syncs = is_last
         self.mode = mode or self.mode
+
+    @contextlib.contextmanager
+    def without_last(self) -> Iterator[None]:
+        """No backward inside is the last one."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
 
     @contextlib.contextmanager
     def run(self, step: Step) -> Iterator[None]:

@@ -134,16 +134,14 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     engine.require_idle("sw.train_step")
     sums = engine.extras.take(WaitingSums)
     sums.hide(engine)
-    window, syncs = engine.window, engine.window.syncs
-    synchronises = syncs and torch.is_grad_enabled()
+    window = engine.window
+    synchronises = window.syncs and torch.is_grad_enabled()
     engine.open_window(begin)
     had_sums = any(group.gradient.is_local for group in engine.groups)
     opened = PipelineStep(engine, last, synchronises=synchronises)
     try:
-        window.sync(is_last=False)  # no backward in it is the last one: what is reduced, and when, the step says
-        with window.run(opened):
+        with window.without_last(), window.run(opened):  # what is reduced, and when, the step says
             yield opened
-        window.sync(is_last=syncs)
         for unit in engine.units:
             if unit.state is State.UNSHARDED:
                 engine.reshard(unit)
@@ -153,9 +151,7 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
         # Nobody waits here, as peers may be waiting for this rank in turn: the next call drops what is there.
         engine.interrupt(has_gradients=opened.has_gradients, had_sums=had_sums)
         raise
-    finally:
-        window.sync(is_last=syncs)
-    if syncs or not torch.is_grad_enabled():
+    if window.syncs or not torch.is_grad_enabled():
         window.close()
     sums.show(engine)
 

@@ -213,8 +213,9 @@ class ParallelPlan:
                 self._set(name, value)
                 notes.append(note)
         if is_positive(self.gathered_slots):
-            is_packed = self.quantize_frozen != "none" or self.quantized_gather != "none"
-            ahead = min(int(self.gathered_slots) - 1, 1 if is_packed else self.gathered_slots)
+            ahead = int(self.gathered_slots) - 1
+            if self.quantize_frozen != "none" or self.quantized_gather != "none":
+                ahead = min(ahead, 1)  # packed gathers use one buffer in turn
             notes.append(
                 f"gathered_slots={self.gathered_slots} is forward_prefetch={ahead} and backward_prefetch={ahead}"
             )
