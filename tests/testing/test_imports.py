@@ -74,7 +74,6 @@ READ_PRIVATE_NAMES = {
     "pipeline/trace.py",
     "tensor/agreement.py",
     "tensor/layer.py",
-    "testing/probe.py",
     "testing/settings.py",
 }
 

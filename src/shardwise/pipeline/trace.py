@@ -167,7 +167,9 @@ class Tracer:
             call.inputs |= found
         leaves, call.spec = tree_flatten(output)
         places = {id(each): Argument(place) for place, each in enumerate(arguments) if not _is_constant(each)}
-        call.leaves = [places.get(id(leaf), leaf.to("meta") if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
+        with self._marks.aside():  # detached: a flow is kept, and a graph would hold what the traced batch computed
+            kept = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        call.leaves = [places.get(id(leaf), keep) for leaf, keep in zip(leaves, kept, strict=True)]
         return call.give(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
 
     def _computed(self, module: StageModule, arguments: Sequence[Any], spec: TreeSpec) -> Any:
