@@ -74,7 +74,8 @@ def check(cases, pp, tp=1):
         for rank, results in enumerate(ranks):
             plan = plan_of(case, pp, tp)
             dry = sw.dry_run(lambda: build(pp), plan, world_size=pp * tp, rank=rank, batch=(tokens, tokens))
-            assert 0 <= results[place] - dry.peak_bytes <= 8, (case, rank)  # the mean of losses, in some schedules
+            # Gloo keeps 8 bytes for each peer: what the mean of the losses was received in.
+            assert 0 <= results[place] - dry.peak_bytes <= 8 * (pp * tp - 1), (case, rank)
 
 
 def test_two_stages_hold_what_their_dry_runs_say():
