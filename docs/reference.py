@@ -89,7 +89,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "parity",
     ),
     "Predict": ("dry_run", "DryRun", "trace_model", "TracedModel", "ModelShape"),
-    "Generate": ("generate", "generate_stream"),
+    "Generate and score": ("generate", "generate_stream", "score", "Score"),
     "Errors": (
         "ShardwiseError",
         "ConfigError",

@@ -57,6 +57,8 @@ _LAZY = {
     "parity": "shardwise.testing.parity",
     "generate": "shardwise.generation.decode",
     "generate_stream": "shardwise.generation.decode",
+    "score": "shardwise.generation.score",
+    "Score": "shardwise.generation.score",
     "export": "shardwise.api.export",
     "fully_shard": "shardwise.api.fully_shard",
     "register_fsdp_forward_method": "shardwise.api.fully_shard",
@@ -115,6 +117,7 @@ __all__ = [
     "PrecisionPolicy",
     "RankDisagreement",
     "RecomputePolicy",
+    "Score",
     "ShardwiseError",
     "StateError",
     "StorageError",
@@ -160,6 +163,7 @@ __all__ = [
     "save",
     "save_async",
     "save_failure",
+    "score",
     "summary",
     "trace_model",
     "train_step",
@@ -197,6 +201,7 @@ if TYPE_CHECKING:
     from shardwise.forms.flat_parameters import flat_parameters
     from shardwise.forms.optimizer import declare_elementwise, declare_granularity
     from shardwise.generation.decode import generate, generate_stream
+    from shardwise.generation.score import Score, score
     from shardwise.init.deferred import deferred_init
     from shardwise.optim.clip import clip_grad_norm
     from shardwise.optim.in_backward import optimizer_in_backward

@@ -190,7 +190,8 @@ class CausalRoot(Root):
         """The outputs, with the mean loss over whole sequences, or all logits."""
         given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
-        if given.get("use_cache") or any(name in given for name in CACHE_NAMES):
+        is_scored = bool(given.get("logits_to_keep")) and not torch.is_grad_enabled()
+        if is_scored or given.get("use_cache") or any(name in given for name in CACHE_NAMES):
             if torch.is_grad_enabled() and not self.is_alone:
                 raise StateError(
                     f"cp: {type(self.module).__name__} was called with a key-value cache in training.\n"

@@ -48,6 +48,8 @@ class Chunk:
         is_over: All its rows have ended, on every rank that computes in step with this one.
     """
 
+    keeps = True
+
     def __init__(
         self,
         index: int,

@@ -49,7 +49,7 @@ class Conveyor:
                 f"the {self._engine.comms.world.size} ranks hold {self._engine.comms.control.size} copies of the model,"
                 " and a conveyor feeds one.\n  Set tp and pp so that their product is the number of ranks."
             )
-        self._make_decoder, self.vocab_size, self.positions = decoder_of(model)
+        self._make_decoder, _, self.vocab_size, self.positions = decoder_of(model)
         self._make_decoder(1, (0,), None).check_joins()
         pipelined = pipelined_of(model)
         self.num_lanes = 1 if pipelined is None else len(pipelined.around()[2])

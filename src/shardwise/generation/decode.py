@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +143,7 @@ class _Call:
         engine: Engine | None,
     ) -> None:
         self._model, self._engine = model, engine
-        make_decoder, vocab_size, positions = decoder_of(model)
+        make_decoder, _, vocab_size, positions = decoder_of(model)
         self._rows = rows_of(prompts)
         self._ends = frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
         check_fit(self._rows, max_new_tokens, vocab_size=vocab_size, positions=positions)
@@ -156,30 +157,20 @@ class _Call:
         """Compare with the other ranks what must be the same, and learn their batches, before any of them computes."""
         if self._engine is None or self._engine.comms.world.size == 1:
             return
-        comms, steps = self._engine.comms, [self._settings.max_new_tokens, bool(self._ends)]
+        steps = [self._settings.max_new_tokens, bool(self._ends)]
         seed = self._settings.seed
         options = [repr(self._settings.sampling), sorted(self._ends), None if self._is_own_seed else seed]
-        digest = hashlib.sha256(json.dumps([self._rows, *options]).encode()).hexdigest()
-        mine = {"reader": comms.control.rank, "digest": digest, "steps": steps, "seed": seed}
-        every = all_gather_json(comms.world, mine | {"num_rows": len(self._rows)})
         refuse_different(
-            comms.world,
-            [other["steps"] for other in every],
+            self._engine.comms.world,
+            [tuple(each) for each in all_gather_json(self._engine.comms.world, steps)],
             "sw.generate: the ranks would take different numbers of steps",
             "Pass the same on every rank.",
             show=lambda: f"max_new_tokens={steps[0]} and {'an' if steps[1] else 'no'} eos",
         )
-        firsts: dict[int, int] = {}
-        for rank, other in enumerate(every):
-            first = firsts.setdefault(other["reader"], rank)
-            if other["digest"] != every[first]["digest"]:
-                raise RankDisagreement(
-                    f"sw.generate: ranks {first} and {rank} hold parts of the same model, but were called with"
-                    " different prompts or options.\n  Pass the same on all ranks of a tp and pp group."
-                )
+        told = {"seed": seed, "num_rows": len(self._rows)}
+        self._batches = batches_of_readers(self._engine, [self._rows, *options], told, "sw.generate")
         if self._is_own_seed:
-            self._settings = self._settings._replace(seed=every[0]["seed"])
-        self._batches = [every[firsts[reader]] for reader in sorted(firsts)]
+            self._settings = self._settings._replace(seed=self._batches[0]["seed"])
 
     def run(self) -> Iterator[list[int | None]]:
         """The loop, with the model in eval mode."""
@@ -297,12 +288,34 @@ class _Columns:
         return column
 
 
-def rows_of(prompts: Prompts) -> list[list[int]]:
+def batches_of_readers(engine: Engine, batch: Any, told: dict[str, Any], call: str) -> list[dict[str, Any]]:
+    """What each data-parallel rank was called with: ``told``, and a ``digest`` of its ``batch``.
+
+    Collective:
+        An all-gather of small JSON over all ranks.
+
+    Raises:
+        RankDisagreement: Ranks that hold parts of one model were called with different batches.
+    """
+    digest = hashlib.sha256(json.dumps(batch).encode()).hexdigest()
+    every = all_gather_json(engine.comms.world, {**told, "reader": engine.comms.control.rank, "digest": digest})
+    firsts: dict[int, int] = {}
+    for rank, other in enumerate(every):
+        first = firsts.setdefault(other["reader"], rank)
+        if other["digest"] != every[first]["digest"]:
+            raise RankDisagreement(
+                f"{call}: ranks {first} and {rank} hold parts of the same model, but were called with"
+                " different prompts or options.\n  Pass the same on all ranks of a tp and pp group."
+            )
+    return [every[firsts[reader]] for reader in sorted(firsts)]
+
+
+def rows_of(prompts: Prompts, what: str = "prompt", call: str = "sw.generate") -> list[list[int]]:
     """Token ids of each row."""
     if isinstance(prompts, Tensor):
         if prompts.dim() != 2 or prompts.is_floating_point() or prompts.is_complex():
             raise ConfigError(
-                f"prompts have shape {tuple(prompts.shape)} and dtype {prompts.dtype}, expected ids (batch, seq).\n"
+                f"{what}s have shape {tuple(prompts.shape)} and dtype {prompts.dtype}, expected ids (batch, seq).\n"
                 "  Pass token ids, or a list of ids for each row."
             )
         return prompts.tolist()
@@ -311,7 +324,7 @@ def rows_of(prompts: Prompts) -> list[list[int]]:
         row = prompt.tolist() if isinstance(prompt, Tensor) else prompt
         if isinstance(row, str) or not isinstance(row, Sequence) or not all(isinstance(token, int) for token in row):
             raise ConfigError(
-                f"prompt {number} is {row!r}, expected a list of token ids.\n  Tokenize text before sw.generate()."
+                f"{what} {number} is {row!r}, expected a list of token ids.\n  Tokenize text before {call}()."
             )
         rows.append([*row])
     return rows
@@ -350,16 +363,16 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
             )
 
 
-def generating_engine(model: nn.Module) -> Engine | None:
+def generating_engine(model: nn.Module, call: str = "sw.generate") -> Engine | None:
     """The engine of a parallelized model that can generate; ``None`` for a plain one."""
     if attachment_of(model) is None:
         return None
-    engine = engine_of(model, "sw.generate", on_shards=False)
+    engine = engine_of(model, call, on_shards=False)
     if engine.row.is_threaded:
-        raise StateError("sw.generate: replicas in one process have no cache each.\n  Use strategy='ddp'.")
+        raise StateError(f"{call}: replicas in one process have no cache each.\n  Use strategy='ddp'.")
     if any(getattr(module.__dict__.get("forward"), "divides_sequence", False) for module in model.modules()):
         raise StateError(
-            "sw.generate: sequence_parallel=True divides positions over tp, and a new token is one position.\n"
-            "  Load the checkpoint under a plan without it: checkpoints load under any plan."
+            f"{call}: sequence_parallel=True divides positions over tp, and of the last positions alone logits are"
+            " made.\n  Load the checkpoint under a plan without it: checkpoints load under any plan."
         )
     return engine

@@ -8,26 +8,30 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.context.apply import CACHE_NAMES
-from shardwise.models.transformer import GPT, KeyValueCache, join_columns
+from shardwise.models.transformer import GPT, KeyValueCache, NoCache, join_columns
 from shardwise.spec.errors import StateError
 
 
-class Decoder(Protocol):
-    """Continues some rows with a model, or with one pipeline stage of it."""
+class Forward(Protocol):
+    """Calls a model, or one pipeline stage of it, for some rows."""
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         """The model's output for new tokens of every row."""
         ...
 
     def logits(self, output: Any) -> Tensor:
-        """The logits after the last token, (B, V)."""
+        """The logits after the last token, (B, V); without a cache those of the last positions, (B, K, V)."""
         ...
+
+
+class Decoder(Forward, Protocol):
+    """Continues some rows with a cache."""
 
     def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
         """A decoder for some rows of several of this kind, in their order, with room for ``room`` more tokens.
@@ -57,29 +61,61 @@ class Decoder(Protocol):
         ...
 
 
-#: Makes a decoder: ``make(capacity, padding, layers)`` with the most columns, the columns of padding of each row, and
-#: the numbers of the model's layers that it caches (``None``: all of them).
+#: Makes what calls the model: ``make(capacity, padding, layers)`` with the most columns, the columns of padding of each
+#: row, and the numbers of the model's layers that it caches (``None``: all of them).
+MakeForward = Callable[[int, Sequence[int], Collection[int] | None], Forward]
 MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
 
 
-def decoder_of(model: nn.Module) -> tuple[MakeDecoder, int, int | None]:
-    """What makes decoders of ``model``, the size of its vocabulary, and its positions where they are limited."""
+class Decodes(NamedTuple):
+    """What is known of a model that predicts tokens.
+
+    Attributes:
+        make: Makes decoders.
+        make_once: ``make_once(num_logits)`` makes what calls the model once, without a cache, for rows that are padded
+            on the right, and returns the logits of the last ``num_logits`` positions.
+        vocab_size: Size of the vocabulary.
+        positions: The most positions, where they are limited.
+    """
+
+    make: MakeDecoder
+    make_once: Callable[[int], Forward]
+    vocab_size: int
+    positions: int | None
+
+
+def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool = True) -> Decodes:
+    """What makes decoders of ``model``, the size of its vocabulary, and its positions where they are limited.
+
+    Args:
+        model: The model.
+        call: What it is for, for messages.
+        with_cache: The model needs a cache.
+
+    Raises:
+        StateError: The model predicts no next tokens, or has no cache where it needs one.
+    """
     if isinstance(model, GPT):
-        return _Own, model.config.vocab_size, model.config.seq_len
+        return Decodes(_Own, _OwnOnce, model.config.vocab_size, model.config.seq_len)
     config: Any = getattr(model, "config", None)
     known = inspect.signature(type(model).forward).parameters
     if callable(getattr(model, "generate", None)) and config is not None:
         cache = next((name for name in CACHE_NAMES if name in known), None)
-        if getattr(config, "is_encoder_decoder", False) or "input_ids" not in known or cache is None:
+        if getattr(config, "is_encoder_decoder", False) or "input_ids" not in known or (with_cache and cache is None):
             raise StateError(
-                f"sw.generate takes decoders with a cache of keys and values, not a {type(model).__name__}.\n"
+                f"{call} takes decoders{' with a cache of keys and values' * with_cache}, not a"
+                f" {type(model).__name__}.\n"
                 "  Call model.generate(...), which works on the parallelized model too (but not over a pipeline)."
             )
         positions = getattr(config, "max_position_embeddings", None)
-        make = functools.partial(_OfTransformers, config, frozenset(known), cache_name=cache)
-        return make, config.vocab_size, positions if positions and positions > 0 else None
+        return Decodes(
+            functools.partial(_OfTransformers, config, frozenset(known), cache_name=cache or ""),
+            functools.partial(_OfTransformersOnce, frozenset(known)),
+            config.vocab_size,
+            positions if positions and positions > 0 else None,
+        )
     raise StateError(
-        f"sw.generate takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"
+        f"{call} takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"
         "  Build one with sw.models.gpt()."
     )
 
@@ -186,6 +222,33 @@ class _OfTransformers:
     @property
     def room(self) -> int:
         return self._capacity - self.length
+
+
+class _OwnOnce:
+    """One forward of our GPT."""
+
+    def __init__(self, num_logits: int) -> None:
+        self._cache = NoCache(num_logits)
+
+    def call(self, model: nn.Module, new_BT: Tensor) -> Any:
+        return model(new_BT, cache=self._cache)
+
+    def logits(self, output: Any) -> Tensor:
+        return output
+
+
+class _OfTransformersOnce:
+    """One forward of a causal language model of transformers."""
+
+    def __init__(self, known: Collection[str], num_logits: int) -> None:
+        self._num_logits = num_logits
+        self._options = {"logits_to_keep": num_logits} if "logits_to_keep" in known else {}
+
+    def call(self, model: nn.Module, new_BT: Tensor) -> Any:
+        return model(input_ids=new_BT, use_cache=False, return_dict=True, **self._options)
+
+    def logits(self, output: Any) -> Tensor:
+        return output.logits[:, -self._num_logits :]
 
 
 def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:

@@ -117,6 +117,8 @@ class Lane:
         is_under_way: A forward was ordered whose tokens have not been taken.
     """
 
+    keeps = True
+
     def __init__(
         self, index: int, make_decoder: MakeDecoder, runner: Runner, device: torch.device, positions: int | None
     ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm, Handle, Message
 from shardwise.generation.chunks import Chunk
-from shardwise.generation.decoder import Decoder, MakeDecoder
+from shardwise.generation.decoder import Forward, MakeForward
 from shardwise.pipeline.runner import BoundaryTensor, empty_header, header, read_header
 from shardwise.pipeline.stage import Stages as PipelineStages
 from shardwise.pipeline.trace import Source, StageFlow
@@ -25,28 +25,30 @@ _EXCHANGES_AHEAD = 2
 
 
 class Rows(Protocol):
-    """Rows that go through the model together: a chunk of a batch, or a lane of a conveyor.
+    """Rows that go through the model together: a chunk of a batch, a lane of a conveyor, or rows that are scored.
 
     Attributes:
         index: Their number among those that are under way.
         new_BT: The tokens that go in next.
+        keeps: Keys and values are kept for further forwards.
     """
 
     index: int
+    keeps: bool
     new_BT: Tensor  # noqa: N815 - a shape suffix
 
     @property
-    def make_decoder(self) -> MakeDecoder:
+    def make_decoder(self) -> MakeForward:
         """What makes decoders of the model."""
         ...
 
     @property
     def is_padded(self) -> bool:
-        """Whether a row has fewer tokens than another."""
+        """Whether a row has padding before its tokens."""
         ...
 
-    def choose(self, logits_BV: Tensor) -> Tensor:
-        """The next token of each row, (B,)."""
+    def choose(self, logits: Tensor, /) -> Tensor:
+        """The next token of each row, (B,); called where the last stage is, with what the decoder gives as logits."""
         ...
 
 
@@ -64,7 +66,7 @@ class Runner(ABC):
     layers: Mapping[int, Collection[int] | None]
 
     @abstractmethod
-    def begin(self, rows: Rows, decoders: Mapping[int, Decoder]) -> None:
+    def begin(self, rows: Rows, decoders: Mapping[int, Forward]) -> None:
         """Use these decoders, one for each stage of this rank, for the rows' next forwards.
 
         Collective:
@@ -92,9 +94,9 @@ class WholeModel(Runner):
     def __init__(self, model: nn.Module, chunks: Sequence[Chunk] = ()) -> None:
         self._model = model
         self.layers = {0: None}
-        self._decoders: dict[int, Decoder] = {chunk.index: chunk.decoder() for chunk in chunks}
+        self._decoders: dict[int, Forward] = {chunk.index: chunk.decoder() for chunk in chunks}
 
-    def begin(self, rows: Rows, decoders: Mapping[int, Decoder]) -> None:
+    def begin(self, rows: Rows, decoders: Mapping[int, Forward]) -> None:
         """See :meth:`Runner.begin`."""
         self._decoders[rows.index] = decoders[0]
 
@@ -134,7 +136,7 @@ class Stages(Runner):
         self.num_stages = len(ranks)
         self.stages = tuple(stage for stage, rank in enumerate(ranks) if rank == comm.rank)
         self.layers = {stage: _layers(held, stage) for stage in self.stages}
-        self._decoders: dict[tuple[int, int], Decoder] = {}
+        self._decoders: dict[tuple[int, int], Forward] = {}
         self._flows: dict[tuple[int, bool], StageFlow] = {}
         self._has_begun: set[tuple[int, int]] = set()
         self._tokens: dict[int, Tensor] = {}
@@ -146,7 +148,7 @@ class Stages(Runner):
             self.begin(chunk, {stage: chunk.decoder(layers) for stage, layers in self.layers.items()})
             self._flows[chunk.index, False] = self._traced(chunk, chunk.new_BT[:, :1])
 
-    def begin(self, rows: Rows, decoders: Mapping[int, Decoder]) -> None:
+    def begin(self, rows: Rows, decoders: Mapping[int, Forward]) -> None:
         """See :meth:`Runner.begin`."""
         for stage, decoder in decoders.items():
             self._decoders[rows.index, stage] = decoder
@@ -230,7 +232,7 @@ class Stages(Runner):
     def _traced(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
         """What goes from stage to stage for new tokens of this shape."""
         call = partial(_trace, rows.make_decoder)
-        return self._held.flow({"new tokens": ids_BT, "is padded": rows.is_padded}, call)
+        return self._held.flow({"new tokens": ids_BT, "is padded": rows.is_padded, "keeps": rows.keeps}, call)
 
     def _exchange_headers(self, expected: Sequence[_Boundary]) -> None:
         """Exchange shapes and dtypes of what crosses for the first time."""
@@ -255,7 +257,7 @@ class Stages(Runner):
             flow.learned[stage] = read_header(told)
 
 
-def _trace(make_decoder: MakeDecoder, model: nn.Module, batch: Any) -> Any:
+def _trace(make_decoder: MakeForward, model: nn.Module, batch: Any) -> Any:
     """The model on new tokens, as if they were the first ones, without padding: the same path."""
     new_BT = batch["new tokens"]
     return make_decoder(new_BT.shape[1], (), None).call(model, new_BT)

@@ -16,6 +16,7 @@ module; ``parallelize`` keeps them.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -217,8 +218,8 @@ class GPT(nn.Module):
             cache: Keys and values of earlier tokens, to which those of ``tokens`` are appended.
 
         Returns:
-            Logits (B, T, V), with a cache those of the last position (B, 1, V); with targets the mean cross entropy
-            over all positions, in fp32 or wider, 0-dim.
+            Logits (B, T, V), with a cache those of its last ``num_logits`` positions, one as a rule; with targets the
+            mean cross entropy over all positions, in fp32 or wider, 0-dim.
 
         Raises:
             ConfigError: The ids have a wrong dtype or shape, or the sequence is longer than the model's positions.
@@ -241,7 +242,7 @@ class GPT(nn.Module):
         x_BTC = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions_BT))
         for layer, block in enumerate(self.blocks):
             x_BTC = block(x_BTC, cache, layer)
-        return self.loss(self.lm_head(self.final_norm(x_BTC[:, -1:])))
+        return self.loss(self.lm_head(self.final_norm(x_BTC[:, -cache.num_logits :])))
 
     def check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
         """Refuse ids that the model cannot take.
@@ -287,10 +288,12 @@ class KeyValueCache:
         mask: The columns to which each new token attends, (B, 1, T, K); ``None``: as ``is_causal`` says.
         is_causal: The new tokens are the first ones, and each attends to itself and all before.
         held: Keys and values of each layer, with room for tokens to come.
+        num_logits: Of so many last positions a forward gives logits.
     """
 
     def __init__(self, capacity: int, padding: Sequence[int] = ()) -> None:
         self.length = 0
+        self.num_logits = 1
         self.mask: Tensor | None = None
         self.is_causal = True
         self._capacity = capacity
@@ -380,6 +383,19 @@ class KeyValueCache:
     def num_bytes(self) -> int:
         """Bytes of all keys and values, room for tokens to come included."""
         return sum(tensor.nbytes for pair in self.held.values() for tensor in pair)
+
+
+class NoCache(KeyValueCache):
+    """A single forward, of which nothing is kept; it gives the logits of the last ``num_logits`` positions."""
+
+    def __init__(self, num_logits: int) -> None:
+        super().__init__(sys.maxsize)
+        self.num_logits = num_logits
+
+    def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values as they are."""
+        del layer
+        return k_BHTD, v_BHTD
 
 
 def join_columns(parts: Sequence[tuple[Tensor, Sequence[int]]], length: int, room: int) -> Tensor:

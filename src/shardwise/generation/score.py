@@ -1,0 +1,325 @@
+"""Log-probabilities of given tokens: one forward for each batch of rows, by the runner that generates.
+
+Rows are padded on the right, which no causal model sees from the tokens before. Rows of similar length share a batch,
+and logits are made of the last columns only, from the first that a row needs on.
+
+Shape suffixes: ``B`` rows, ``T`` tokens, ``K`` columns with logits, ``V`` vocabulary, ``N`` tokens that are scored,
+``W`` numbers of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import fail_together
+from shardwise.engine.engine import Engine
+from shardwise.features.pipeline_step import constant_parameters
+from shardwise.generation.chunks import slots
+from shardwise.generation.decode import Prompts, batches_of_readers, check_ids, generating_engine, rows_of
+from shardwise.generation.decoder import Forward, decoder_of
+from shardwise.generation.lane import few_lengths
+from shardwise.generation.runner import Runner, Stages, WholeModel
+from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.spec.errors import ConfigError, ShardwiseError
+
+#: The most numbers of logits that are normalised at a time.
+_NORMALISED_NUMEL = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a continuation is.
+
+    Attributes:
+        logprobs: The natural logarithm of each token's probability after the tokens before it.
+        is_greedy: Each token is the likeliest one after those before it.
+        top: For each token the likeliest ones in its place, with their log-probabilities, as many as were asked for.
+    """
+
+    logprobs: list[float]
+    is_greedy: bool
+    top: list[dict[int, float]]
+
+
+class Row(NamedTuple):
+    """Token ids, of which those from ``start`` on are scored."""
+
+    ids: Sequence[int]
+    start: int
+
+
+def score(
+    model: nn.Module,
+    prompts: Prompts,
+    continuations: Prompts,
+    *,
+    batch_tokens: int = 4096,
+    top_logprobs: int = 0,
+) -> list[Score]:
+    """Log-probabilities of continuations after their prompts.
+
+    A parallelized model computes under its plan. All ranks must call; ranks that hold parts of one model (``tp``,
+    ``pp``) with the same arguments. Data-parallel ranks may pass the same rows, of which each then computes some, and
+    all get all scores; or each its own. Ranks of ``cp`` compute different rows as data-parallel ones do.
+
+    Args:
+        model: Our GPT, or a causal language model of transformers; plain or parallelized. It is in eval mode meanwhile.
+        prompts: Token ids, a tensor (B, T) or a list for each row; lengths may differ, none may be empty.
+        continuations: Token ids that follow each prompt, in the same form.
+        batch_tokens: The most tokens of one forward, padding included; a longer row has a forward of its own.
+        top_logprobs: Report this number of the likeliest tokens in each place too.
+
+    Returns:
+        A score for each row.
+
+    Collective:
+        Those of one forward for each batch, an all-gather of small JSON at the beginning, and at the end the scores:
+        16 bytes for each token of a continuation (and 16 for each of ``top_logprobs``), broadcast along ``pp`` and,
+        where data-parallel ranks share the rows, all-gathered over them.
+
+    Raises:
+        ConfigError: Rows make no sense, or do not fit the model.
+        StateError: The model predicts no next tokens.
+        RankDisagreement: Ranks that hold parts of one model were called with different arguments.
+    """
+    engine = generating_engine(model, "sw.score")
+    problem: ShardwiseError | None = None
+    rows: list[Row] = []
+    scorer: Scorer | None = None
+    try:
+        scorer = Scorer(model, engine, batch_tokens, top_logprobs)
+        rows = scorer.checked(prompts, continuations)
+    except ShardwiseError as error:
+        problem = error
+    if engine is None and problem is not None:
+        raise problem
+    if engine is not None:
+        fail_together(engine.comms.world, problem)
+    assert scorer is not None
+    shares, own, num_batches = [range(len(rows))], 0, 0
+    if engine is not None and engine.comms.world.size > 1:
+        told = {"num_batches": len(scorer.batches(rows, shares[0]))}
+        every = batches_of_readers(engine, [rows, batch_tokens, top_logprobs], told, "sw.score")
+        num_batches = max(each["num_batches"] for each in every)
+        if len(every) > 1 and len({each["digest"] for each in every}) == 1:
+            by_length = sorted(shares[0], key=lambda row: -len(rows[row].ids))  # ranks get rows of similar length
+            shares = [by_length[rank :: len(every)] for rank in range(len(every))]
+            own = engine.comms.control.rank
+    plans = [scorer.batches(rows, share) for share in shares]
+    if len(plans) > 1:
+        num_batches = max(map(len, plans))
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with nullcontext() if engine is None else constant_parameters(engine, "sw.score"):
+            found_NW = scorer.compute(rows, plans[own], num_batches)
+    finally:
+        for module in trained:
+            module.training = True
+    if len(plans) > 1:
+        assert engine is not None
+        found_NW = _joined(engine.comms.control, found_NW, [_num_scored(rows, plan) for plan in plans])
+    return scorer.scores(rows, [batch for plan in plans for batch in plan], found_NW)
+
+
+class Scorer:
+    """Scores rows with a model.
+
+    Args:
+        model: The model, in eval mode while it computes.
+        engine: Its engine; ``None`` for a plain one.
+        batch_tokens: The most tokens of one forward.
+        num_top: How many of the likeliest tokens to report in each place.
+
+    Raises:
+        ConfigError: A number makes no sense.
+        StateError: The model predicts no next tokens.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine | None, batch_tokens: int, num_top: int) -> None:
+        self._model = model
+        _, self._make, self._vocab_size, self._positions = decoder_of(model, "sw.score", with_cache=False)
+        if batch_tokens < 1:
+            raise ConfigError(f"batch_tokens={batch_tokens}: expected at least 1.\n  Leave it out.")
+        if not 0 <= num_top <= self._vocab_size:
+            raise ConfigError(f"top_logprobs={num_top}: expected 0 to {self._vocab_size}.\n  Leave it out.")
+        self._batch_tokens, self._num_top = batch_tokens, num_top
+        self._device = next(model.parameters()).device if engine is None else engine.comms.world.device
+        self._pipelined = pipelined_of(model)
+
+    def checked(self, prompts: Prompts, continuations: Prompts) -> list[Row]:
+        """The rows.
+
+        Raises:
+            ConfigError: They make no sense, or do not fit the model.
+        """
+        before = rows_of(prompts, "prompt", "sw.score")
+        after = rows_of(continuations, "continuation", "sw.score")
+        if len(before) != len(after):
+            raise ConfigError(
+                f"there are {len(before)} prompts and {len(after)} continuations.\n"
+                "  Pass one continuation for each prompt; repeat a prompt that has several."
+            )
+        for number, (prompt, continuation) in enumerate(zip(before, after, strict=True)):
+            if not prompt:
+                raise ConfigError(
+                    f"prompt {number} is empty, and the first token of a continuation needs one before it.\n"
+                    "  Begin with the token that texts begin with: the tokenizer's BOS, or EOS where it has none."
+                )
+            if not continuation:
+                raise ConfigError(f"continuation {number} is empty.\n  Pass at least one token, or leave the row out.")
+            excess = 0 if self._positions is None else len(prompt) + len(continuation) - 1 - self._positions
+            if excess > 0:
+                raise ConfigError(
+                    f"prompt {number} has {len(prompt)} tokens and its continuation {len(continuation)}, of which the"
+                    f" last needs no position: {excess} more than the model's {self._positions} positions.\n"
+                    f"  Leave out the first {excess} tokens of the prompt, or score the continuation in parts."
+                )
+            check_ids(prompt, self._vocab_size, f"prompt {number}")
+            check_ids(continuation, self._vocab_size, f"continuation {number}")
+        return [Row(prompt + after[number], len(prompt)) for number, prompt in enumerate(before)]
+
+    def batches(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[list[int]]:
+        """The rows of these ``numbers`` that go through the model together, the longest first.
+
+        Over a pipeline there are as many batches as the plan has microbatches, where there are as many rows.
+        """
+        left = [number for number in numbers if rows[number].start < len(rows[number].ids)]
+        left.sort(key=lambda number: (-len(rows[number].ids), rows[number].start))
+        most = len(left) if self._pipelined is None else -(-len(left) // self._pipelined.num_microbatches)
+        found: list[list[int]] = []
+        while left:
+            count = max(1, min(most, self._batch_tokens // self._width(rows[left[0]])))
+            found.append(left[:count])
+            left = left[count:]
+        return found
+
+    def compute(self, rows: Sequence[Row], batches: Sequence[Sequence[int]], num_batches: int = 0) -> Tensor:
+        """Numbers of each token that is scored, in the order of the batches.
+
+        Args:
+            rows: All rows.
+            batches: The numbers of the rows of each batch on this rank.
+            num_batches: The batches that other ranks have: this one takes part in as many forwards.
+
+        Returns:
+            (N, W), float64, on the model's device: the log-probability, whether the token is the likeliest, then the
+            likeliest tokens, and their log-probabilities.
+
+        Collective:
+            Those of a forward for each batch; over a pipeline a broadcast of the result from the last stage.
+        """
+        model, pipelined = self._model, self._pipelined
+        runner: Runner = WholeModel(model) if pipelined is None else Stages(model, (), *pipelined.around())
+        every = [self._batch(index, [rows[row] for row in batch]) for index, batch in enumerate(batches)]
+        every += [self._batch(index, []) for index in range(len(every), num_batches)]
+        for batch in every:
+            runner.begin(batch, {stage: batch.make_decoder(0, (), None) for stage in runner.stages})
+        for slot in slots(runner.stages, runner.num_stages, len(every), 1) if every else ():
+            runner.exchange([(every[turn.chunk], turn.stage) for turn in slot])
+            for turn in slot:
+                if turn.stage < runner.num_stages:
+                    runner.compute(every[turn.chunk], turn.stage)
+        runner.finish()
+        if every and runner.num_stages - 1 in runner.stages:
+            found_NW = torch.cat([batch.found_NW for batch in every])
+        else:
+            shape = _num_scored(rows, batches), 2 + 2 * self._num_top
+            found_NW = torch.empty(shape, dtype=torch.float64, device=self._device)
+        if pipelined is not None and len(found_NW):
+            _, comm, ranks = pipelined.around()
+            comm.broadcast(found_NW.view(-1), root=ranks[-1], unit="scores").wait()
+        return found_NW
+
+    def scores(self, rows: Sequence[Row], batches: Sequence[Sequence[int]], found_NW: Tensor) -> list[Score]:
+        """The score of each row, of what :meth:`compute` gives. A row without tokens to score has none."""
+        numbers, top = iter(found_NW.tolist()), self._num_top
+        scores = [Score([], is_greedy=True, top=[]) for _ in rows]
+        for row in (row for batch in batches for row in batch):
+            of_row = [next(numbers) for _ in rows[row].ids[rows[row].start :]]
+            likeliest = [dict(zip(map(int, each[2 : 2 + top]), each[2 + top :], strict=True)) for each in of_row]
+            is_greedy = all(each[1] for each in of_row)
+            scores[row] = Score([each[0] for each in of_row], is_greedy, likeliest if top else [])
+        return scores
+
+    def _width(self, row: Row) -> int:
+        """The columns of a batch whose longest row this is: over a pipeline few shapes, which are traced."""
+        width = len(row.ids) - 1
+        return width if self._pipelined is None else min(few_lengths(width), self._positions or few_lengths(width))
+
+    def _batch(self, index: int, rows: Sequence[Row]) -> _Batch:
+        width = max(map(self._width, rows), default=1)
+        num_rows = max(1, len(rows))
+        if self._pipelined is not None:
+            num_rows = 1 << (num_rows - 1).bit_length()
+        return _Batch(index, rows, (num_rows, width), self._make, self._num_top, self._device)
+
+
+class _Batch:
+    """Rows that go through the model together; a rank that has none computes a dummy row."""
+
+    keeps = False
+    is_padded = False
+
+    def __init__(  # noqa: PLR0917 - made in one place
+        self,
+        index: int,
+        rows: Sequence[Row],
+        shape: tuple[int, int],
+        make: Callable[[int], Forward],
+        num_top: int,
+        device: torch.device,
+    ) -> None:
+        self.index = index
+        ids_BT = torch.zeros(shape, dtype=torch.int64)
+        for place, row in enumerate(rows):
+            ids_BT[place, : len(row.ids) - 1] = torch.tensor(row.ids[:-1])
+        self.new_BT = ids_BT.to(device)
+        self.found_NW = torch.empty(0, 2 + 2 * num_top, dtype=torch.float64, device=device)
+        first = min((row.start - 1 for row in rows), default=shape[1] - 1)
+        self._make, self._num_logits, self._num_top = make, shape[1] - first, num_top
+        places = [
+            (place, column - first, row.ids[column + 1])
+            for place, row in enumerate(rows)
+            for column in range(row.start - 1, len(row.ids) - 1)
+        ]
+        self._places_N3 = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3)
+
+    def make_decoder(self, _capacity: int, _padding: Sequence[int], _layers: Collection[int] | None) -> Forward:
+        """What calls the model."""
+        return self._make(self._num_logits)
+
+    def choose(self, logits_BKV: Tensor) -> Tensor:
+        """Score the rows; no row has a next token."""
+        at_once = max(1, _NORMALISED_NUMEL // logits_BKV.shape[-1])
+        found = [self._found(logits_BKV, places) for places in self._places_N3.split(at_once)]
+        self.found_NW = torch.cat(found)
+        return torch.zeros(logits_BKV.shape[0], dtype=torch.int64, device=logits_BKV.device)
+
+    def _found(self, logits_BKV: Tensor, places_N3: Tensor) -> Tensor:
+        row_N, column_N, token_N = places_N3.unbind(dim=1)
+        dtype = torch.promote_types(logits_BKV.dtype, torch.float32)
+        logprobs_NV = logits_BKV[row_N, column_N].log_softmax(dim=-1, dtype=dtype)
+        top = logprobs_NV.topk(self._num_top, dim=-1)
+        own_N1 = logprobs_NV.gather(1, token_N[:, None])
+        is_greedy_N1 = logprobs_NV.argmax(dim=-1, keepdim=True) == token_N[:, None]
+        return torch.cat([each.double() for each in (own_N1, is_greedy_N1, top.indices, top.values)], dim=1)
+
+
+def _num_scored(rows: Sequence[Row], batches: Sequence[Sequence[int]]) -> int:
+    return sum(len(rows[row].ids) - rows[row].start for batch in batches for row in batch)
+
+
+def _joined(comm: Comm, found_NW: Tensor, counts: Sequence[int]) -> Tensor:
+    """What all data-parallel ranks have found, one after the other; ``counts``: the tokens of each."""
+    buffer = found_NW.new_zeros(comm.size, max(counts), found_NW.shape[1])
+    buffer[comm.rank, : len(found_NW)] = found_NW
+    comm.all_gather(buffer.view(-1), unit="scores").wait()
+    return torch.cat([each[:count] for each, count in zip(buffer, counts, strict=True)])
