@@ -40,7 +40,7 @@ import shardwise as sw
 from bench.files import free_stem
 from shardwise.api.summary import predict, predict_activations
 from shardwise.comm.base import Handle
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch.world import join, read_world, shutdown
 from shardwise.measure.storage import measure_activations
 from shardwise.spec.memory.activations import Activations

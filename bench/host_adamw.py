@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 
 BYTES = 28
 

@@ -246,7 +246,7 @@ def _train_and_export(folder: Path, model: Any) -> dict[str, Any]:
     from torch import distributed
 
     import shardwise as sw
-    from shardwise.forms.attachment import engine_of
+    from shardwise.engine.storage.attachment import engine_of
 
     units: dict[str, int] = {}
     owned = 0

@@ -18,8 +18,8 @@ import torch
 
 import shardwise as sw
 from bench.compare.request import CASES
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.part import cover_shards, uncover_shards
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.part import cover_shards, uncover_shards
 from shardwise.testing import run_on_ranks
 
 WARM_UP = 4

@@ -88,7 +88,7 @@ def main() -> None:
         tree, names = ast.parse(text), ["tests"]
         if path.is_relative_to(PACKAGE):
             parts = path.relative_to(PACKAGE).with_suffix("").parts
-            names = [parts[0] if len(parts) > 1 else "(root)", "all of src"]
+            names = [".".join(parts[:-1]) or "(root)", "all of src"]
             for name, node in definitions(tree, ".".join(parts)):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if isinstance(node, ast.ClassDef):

@@ -22,6 +22,7 @@ from shardwise.spec.schedule import PipelinePolicy
 from shardwise.spec.schedule.simulate import Durations, simulate
 
 ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "shardwise"
 PICTURES = Path(__file__).parent / "pictures"
 
 #: What each package is for, in the words of the picture.
@@ -39,7 +40,7 @@ JOBS = {
     "checkpoint": "files",
     "measure": "what a model holds, by running it",
     "engine": "when units are gathered, released, reduced",
-    "forms": "how a shard is held",
+    "engine.storage": "how a shard is held",
     "features": "what attaches to the engine",
     "state": "whole tensors in and out",
     "init": "first values",
@@ -66,11 +67,18 @@ def floors() -> list[tuple[list[str], bool]]:
     layers = next(contract["layers"] for contract in tools["contracts"] if contract["type"] == "layers")
     found = []
     for layer in layers:
-        names = [name.strip(" ()") for name in layer.replace(":", "|").split("|")]
-        there = [name for name in names if any((ROOT / "src/shardwise").glob(f"{name}*"))]
-        if there:
-            found.append((there, ":" in layer))
+        names = (name.strip(" ()") for name in layer.replace(":", "|").split("|"))
+        there = [name for name in names if any(SOURCE.glob(f"{name.replace('.', '/')}*"))]
+        drawn = list(dict.fromkeys(_package(name) for name in there))
+        if drawn:
+            found.append((drawn, ":" in layer and len(drawn) > 1))
     return found
+
+
+def _package(name: str) -> str:
+    """A package itself. For a module of a package beside others of it: the package."""
+    is_module = "." in name and not (SOURCE / name.replace(".", "/")).is_dir()
+    return name.rpartition(".")[0] if is_module else name
 
 
 def draw_floors() -> Element:

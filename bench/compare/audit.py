@@ -16,7 +16,7 @@ import shardwise as sw
 from bench.compare.engine import Engine, Workload
 from bench.compare.request import OURS, Entrant, parse
 from shardwise.api import summary
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.spec.memory.activations import Activations
 from shardwise.train.model.build import TokenBatch

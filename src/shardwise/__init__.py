@@ -73,10 +73,10 @@ _LAZY = {
     "convert_sync_batchnorm": "shardwise.features.batch_norm",
     "data_parallel_rank": "shardwise.api.model",
     "data_parallel_size": "shardwise.api.model",
-    "declare_elementwise": "shardwise.forms.optimizer",
+    "declare_elementwise": "shardwise.engine.storage.optimizer",
     "deferred_init": "shardwise.init.deferred",
-    "flat_parameters": "shardwise.forms.flat_parameters",
-    "declare_granularity": "shardwise.forms.optimizer",
+    "flat_parameters": "shardwise.engine.storage.flat_parameters",
+    "declare_granularity": "shardwise.engine.storage.optimizer",
     "full_state_dict": "shardwise.state.model",
     "iterate_full_parameters": "shardwise.state.iterate",
     "load_full_state_dict": "shardwise.state.model",
@@ -195,11 +195,11 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.store import newest_checkpoint
     from shardwise.comm.base import CollectiveEvent
     from shardwise.cost.traced import TracedModel
+    from shardwise.engine.storage.flat_parameters import flat_parameters
+    from shardwise.engine.storage.optimizer import declare_elementwise, declare_granularity
     from shardwise.features.batch_norm import convert_sync_batchnorm
     from shardwise.features.chunked_loss import chunk_cross_entropy
     from shardwise.features.precision import bf16_supported
-    from shardwise.forms.flat_parameters import flat_parameters
-    from shardwise.forms.optimizer import declare_elementwise, declare_granularity
     from shardwise.generation.decode import generate, generate_stream
     from shardwise.generation.score import Score, score
     from shardwise.init.deferred import deferred_init

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.testing import StorageCount, run_on_ranks
 from tests.common.ranks import on_ranks, refusal

@@ -10,7 +10,7 @@ from unittest import mock
 from torch import Tensor
 
 from shardwise.comm.base import Handle
-from shardwise.forms.host import Copy, Transfers
+from shardwise.engine.storage.host import Copy, Transfers
 
 #: Those that the device has waited for, the oldest first: as on a stream, each is made after those before it.
 _under_way: list[LateCopy] = []

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.unit import State
-from shardwise.forms.attachment import engine_of
 from shardwise.testing import run_on_ranks
 from tests.common.ranks import on_ranks
 

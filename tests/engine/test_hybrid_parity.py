@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm.base import Done
 from shardwise.comm.gloo import GlooComm
-from shardwise.forms.inner import Inner
+from shardwise.engine.storage.inner import Inner
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS

@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardwise as sw
-from shardwise.forms.attachment import attachment_of
-from shardwise.forms.part import Part
+from shardwise.engine.storage.attachment import attachment_of
+from shardwise.engine.storage.part import Part
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, sample

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.forms import part
+from shardwise.engine.storage import part
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.engine import Engine
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.flat_parameters import FlatParameter
-from shardwise.forms.optimizer import engines_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.flat_parameters import FlatParameter
+from shardwise.engine.storage.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import checks, probe, run_on_ranks
 from tests.common.oracle import PRESETS, Block, Chain, descend, plain_loss, presets, sample

@@ -5,7 +5,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.attach import Step, Window
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 
 
 def build() -> nn.Module:

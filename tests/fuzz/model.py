@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.forms.attachment import attachment_of
+from shardwise.engine.storage.attachment import attachment_of
 from tests.common.oracle import Waiting, sample
 from tests.fuzz.program import Node, Op, Program
 

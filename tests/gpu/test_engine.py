@@ -6,7 +6,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api.summary import predict
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.testing import run_on_ranks
 
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp")

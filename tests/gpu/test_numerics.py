@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.packed import empty_packed, pack, sum_packed, unpack
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.packed import empty_packed, pack, sum_packed, unpack
 from shardwise.testing import run_on_ranks
 
 

@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.api.summary import predict
-from shardwise.forms import packed
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.host import Transfers
+from shardwise.engine.storage import packed
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.host import Transfers
 from shardwise.testing import run_on_ranks
 
 POLICIES = ("cpu", sw.OffloadPolicy(ratio=0.5), sw.OffloadPolicy(parameters=False))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.forms import flat_parameters
-from shardwise.forms.flat_parameters import FlatParameter
+from shardwise.engine.storage import flat_parameters
+from shardwise.engine.storage.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import optimizer_state, probe, run_on_ranks
 from tests.common.oracle import (

@@ -15,7 +15,7 @@ from shardwise.api.shard import shard_model
 from shardwise.checkpoint import open_checkpoint
 from shardwise.cli import main
 from shardwise.comm.axes import Comms, Place
-from shardwise.forms.ignored import find_ignored
+from shardwise.engine.storage.ignored import find_ignored
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import EngineOptions

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.testing import streams
 
 BF16 = {"mp_policy": sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import subprocess
 import sys
@@ -53,6 +54,25 @@ def test_floors():
         pytest.fail(f"{lint} is missing: pip install -c constraints.txt -e '.[dev]'")
     done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_module_lies_on_one_floor_and_a_package_above_floors_imports_nothing():
+    root = ROOT / "src" / "shardwise"
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    floors = [name.strip() for layer in layers for name in layer.replace(":", "|").split("|")]
+    off = []
+    for path in root.rglob("*.py"):
+        *packages, module = path.relative_to(root).with_suffix("").parts
+        name = ".".join([*packages, module] if module != "__init__" else packages)
+        on = [floor for floor in floors if f"{name}.".startswith(f"{floor}.")]
+        if module == "__init__" and any(floor.startswith(f"{name}.") for floor in floors):
+            imports = [
+                node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+            ]
+            on += [] if imports else ["above floors"]
+        off += [] if len(on) == 1 or name in {"", "__main__"} else [f"{name}: {on}"]
+    assert not off
 
 
 #: Modules besides ``torch_private`` with lines that are marked as reading a private name. It only gets shorter.

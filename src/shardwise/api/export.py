@@ -17,8 +17,8 @@ from shardwise.api.export_form import Adapter, Form, form_of
 from shardwise.checkpoint.weight_folder import WeightFolder
 from shardwise.comm.control import fail_together
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.buffers import saved_dtypes
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.buffers import saved_dtypes
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable

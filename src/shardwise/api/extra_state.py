@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint import plain
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable
 from shardwise.state.model import EXTRA_STATE, load_extra_state

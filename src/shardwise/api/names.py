@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.flat_parameters import FlatParameter
-from shardwise.forms.ignored import ignored_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.flat_parameters import FlatParameter
+from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import CheckpointError
 
 Optimizers = Sequence[torch.optim.Optimizer]

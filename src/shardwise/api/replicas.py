@@ -14,8 +14,8 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.digest import Digester
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.flat_parameters import group_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.spec.errors import RankDisagreement
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

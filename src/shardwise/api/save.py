@@ -32,8 +32,8 @@ from shardwise.checkpoint.publish import follow
 from shardwise.checkpoint.writer import Saving, begin_write
 from shardwise.comm.control import check_same, digest_text, fail_together
 from shardwise.engine.engine import Engine
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.ignored import ignored_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.ignored import ignored_of
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
 from shardwise.spec.errors import CheckpointError, ShardwiseError

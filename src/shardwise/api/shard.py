@@ -14,6 +14,11 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
+from shardwise.engine.storage import form_of, heap
+from shardwise.engine.storage.attachment import attach, mark_shards
+from shardwise.engine.storage.host import choose_units
+from shardwise.engine.storage.ignored import NOTHING, Ignored, ignored_of
+from shardwise.engine.storage.part import CoversAll, Part, cover_shards
 from shardwise.engine.unit import Unit
 from shardwise.features import activation_offload, batch_norm, guard, precision, recompute, safety
 from shardwise.features.module_buffers import BufferSync
@@ -24,11 +29,6 @@ from shardwise.features.wrap import (
     kind_of,
     merge_units,
 )
-from shardwise.forms import form_of, heap
-from shardwise.forms.attachment import attach, mark_shards
-from shardwise.forms.host import choose_units
-from shardwise.forms.ignored import NOTHING, Ignored, ignored_of
-from shardwise.forms.part import CoversAll, Part, cover_shards
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
 from shardwise.spec.errors import PlanError
@@ -114,7 +114,7 @@ def shard_model(
 def unit_maker(
     row: Placements, comms: Comms, options: EngineOptions, policies: precision.Policies
 ) -> Callable[..., Unit]:
-    """:func:`engine.build.make_unit` for one model: with its dtypes, and the forms and gradients of ``forms``."""
+    """:func:`engine.build.make_unit` with one model's dtypes, and the forms and gradients of ``engine.storage``."""
     return functools.partial(
         build.make_unit,
         row=row,

@@ -27,7 +27,7 @@ a later unit is reduced         ``Engine.wait_for_reductions`` waits for earlier
 the end of backward             ``Engine.end_backward``: what is left is reduced, every sum is waited for
 ==============================  =======================================================================================
 
-What is optional attaches from outside. A *form* (``group.Form``, others in ``forms``) says how a group is held and
+What is optional attaches from outside. A *form* (``group.Form``, others in ``storage``) says how a group is held and
 moved. ``engine.extras`` keeps whatever other floors have with an engine, at most one object of each class; an
 *observer* among them (``attach.Observer``, most in ``features``) is told of the moments above, and a *guard* is asked
 before a call of the user uses the parameters' values. ``engine.window`` says what lies between two updates: whether the
@@ -43,7 +43,7 @@ outside), ``build`` (from modules to units to an engine).
 On CUDA the engine itself uses one stream, the one that the model computes on. Each ``Comm`` has a stream of its own: a
 collective starts after everything that the compute stream had been given when it was issued, and ``Handle.wait`` makes
 the compute stream wait for it; the host does not wait. Copies from and to the host have two more streams
-(``forms.host``). From this follows who may free or overwrite what:
+(``storage.host``). From this follows who may free or overwrite what:
 
 * A handle keeps the tensors that it moves until it has been waited for. Whoever issues a collective keeps the handle
   and waits for it, on every path, also after an exception and when the model is deleted (``Engine.__del__``).

@@ -108,7 +108,7 @@ def make_unit(
             is_sharded=group_row.shards_optimizer,
         )
         is_offloaded = offload is not None and offload.covers(group_row, is_trainable=kind.is_trainable)
-        # Matrices before vectors: what weight decay acts on, as a rule, is then one run (forms.flat_parameters).
+        # Matrices before vectors: what weight decay acts on, as a rule, is then one run (storage.flat_parameters).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
         quantization = options.quantization if in_blocks else NO_QUANTIZATION

@@ -7,7 +7,7 @@ group's own. It has memory from :meth:`Group.allocate` to :meth:`Group.release` 
 forward finds its data there again in backward.
 
 How a shard is held, how it becomes the gathered buffer and how gradients are summed is the job of the group's *form*.
-The plain one is here: the master in its own dtype on the device that computes. ``forms`` has the others.
+The plain one is here: the master in its own dtype on the device that computes. ``storage`` has the others.
 """
 
 from __future__ import annotations

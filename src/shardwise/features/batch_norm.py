@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise import torch_private
 from shardwise.comm.base import Comm
-from shardwise.forms.attachment import attachment_of
+from shardwise.engine.storage.attachment import attachment_of
 from shardwise.spec.errors import PlanError, StateError
 
 #: What the collectives are said to serve.

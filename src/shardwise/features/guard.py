@@ -1,6 +1,6 @@
 """What a parallelized module refuses, or does right, outside of its forward: never silently a slice.
 
-* A module called outside its unit's forward would compute with a shard, which refuses (``forms.part``). For modules
+* A module called outside its unit's forward would compute with a shard, which refuses (``storage.part``). For modules
   that use parameters of the root unit (embeddings, heads, the encoder of an encoder-decoder model, which ``generate``
   calls by itself) the root is gathered for the call instead. These guards are on a module only while the root is
   sharded, so a step does not pay for them.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.hooks import without_parameters
-from shardwise.forms.attachment import mark_of
+from shardwise.engine.storage.attachment import mark_of
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.order import Entry
 from shardwise.spec.replacement import Replacement

@@ -23,7 +23,7 @@ from accelerate import Accelerator  # pyrefly: ignore[missing-import]
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.forms.attachment import attachment_of
+from shardwise.engine.storage.attachment import attachment_of
 from shardwise.integrations.optimizers import optimizers_of
 from shardwise.integrations.plans import check_alone, check_axes, check_samples
 from shardwise.integrations.saving import save_over

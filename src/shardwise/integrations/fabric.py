@@ -30,7 +30,7 @@ from lightning.fabric.strategies import DDPStrategy  # pyrefly: ignore[missing-i
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.forms.attachment import attachment_of
+from shardwise.engine.storage.attachment import attachment_of
 from shardwise.integrations.optimizers import optimizers_of
 from shardwise.integrations.plans import check_ddp_options, check_samples
 from shardwise.spec.errors import CheckpointError, PlanError, StateError

@@ -29,7 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn  # pyrefly: ignore[missin
 from torch import nn
 
 import shardwise as sw
-from shardwise.forms.attachment import attachment_of
+from shardwise.engine.storage.attachment import attachment_of
 from shardwise.integrations.plans import check_ddp_options, check_samples
 from shardwise.integrations.saving import save_over
 from shardwise.spec.errors import PlanError

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.optimizer import engines_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.optimizer import engines_of
 
 
 def optimizers_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

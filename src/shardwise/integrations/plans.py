@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api.save import Optimizers
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 
 
 def save_over(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None) -> None:

@@ -28,7 +28,7 @@ from transformers import Trainer
 
 import shardwise as sw
 from shardwise.api.export import write_weights
-from shardwise.forms.attachment import attachment_of
+from shardwise.engine.storage.attachment import attachment_of
 from shardwise.integrations.plans import check_alone, check_axes, check_samples
 from shardwise.integrations.saving import save_over
 from shardwise.spec.errors import PlanError

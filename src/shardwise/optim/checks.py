@@ -20,12 +20,12 @@ from shardwise import torch_private
 from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.attach import Observer
-from shardwise.forms import flat_parameters, part
-from shardwise.forms.attachment import mark_of
-from shardwise.forms.flat_parameters import FlatParameter, group_of
-from shardwise.forms.ignored import ignored_of
-from shardwise.forms.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
-from shardwise.forms.waiting import refuse_sums
+from shardwise.engine.storage import flat_parameters, part
+from shardwise.engine.storage.attachment import mark_of
+from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
+from shardwise.engine.storage.ignored import ignored_of
+from shardwise.engine.storage.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
+from shardwise.engine.storage.waiting import refuse_sums
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, keeps
 from shardwise.spec.order import Entry

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.engine.engine import Engine
-from shardwise.forms import part
-from shardwise.forms.attachment import attachment_of, engine_of
-from shardwise.forms.flat_parameters import group_of
-from shardwise.forms.ignored import ignored_of
-from shardwise.forms.waiting import refuse_sums
+from shardwise.engine.storage import part
+from shardwise.engine.storage.attachment import attachment_of, engine_of
+from shardwise.engine.storage.flat_parameters import group_of
+from shardwise.engine.storage.ignored import ignored_of
+from shardwise.engine.storage.waiting import refuse_sums
 from shardwise.optim.checks import engines_beside
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError

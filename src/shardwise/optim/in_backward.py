@@ -25,10 +25,10 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.gradient import read_unused_flags
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.flat_parameters import FlatParameter, group_of, split
-from shardwise.forms.ignored import ignored_of
-from shardwise.forms.waiting import drop_zeroed
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.flat_parameters import FlatParameter, group_of, split
+from shardwise.engine.storage.ignored import ignored_of
+from shardwise.engine.storage.waiting import drop_zeroed
 from shardwise.optim.checks import accept
 from shardwise.optim.muon import Muon
 from shardwise.spec.errors import StateError

@@ -19,8 +19,8 @@ from torch.optim.adamw import adamw
 
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
-from shardwise.forms.attachment import mark_of
-from shardwise.forms.flat_parameters import FlatParameter, group_of
+from shardwise.engine.storage.attachment import mark_of
+from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.optim.matrices import Exchange, Held, Matrix, assign
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent, packed, unpacked

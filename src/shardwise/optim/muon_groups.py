@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
+from shardwise.engine.storage.attachment import attachment_of, engine_of
 from shardwise.expert.layer import STACKED
-from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.optim.muon import logical_shape
 from shardwise.spec.errors import StateError
 from shardwise.spec.styles import TABLES, parse_style

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwise.forms import part
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.ignored import ignored_of
-from shardwise.forms.optimizer import engines_of
-from shardwise.forms.waiting import refuse_sums
+from shardwise.engine.storage import part
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.ignored import ignored_of
+from shardwise.engine.storage.optimizer import engines_of
+from shardwise.engine.storage.waiting import refuse_sums
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError
 

@@ -17,11 +17,11 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.unit import Unit
 from shardwise.features.pipeline_step import StageUnits, open_step, sum_over_copies
 from shardwise.features.precision import resolve
 from shardwise.features.wrap import find_units
-from shardwise.forms.attachment import engine_of
 from shardwise.launch.notice import tell_once
 from shardwise.measure.meta import cut_alone
 from shardwise.pipeline.runner import DTYPES, Job, ScheduleRunner

@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.ignored import ignored_of
-from shardwise.forms.optimizer import engines_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.ignored import ignored_of
+from shardwise.engine.storage.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.slice import slice_of
 from shardwise.state.extents import Pairs

@@ -19,10 +19,10 @@ from shardwise.comm.control import all_gather_json
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
+from shardwise.engine.storage.attachment import engine_of, mark_of
+from shardwise.engine.storage.inner import Around
+from shardwise.engine.storage.part import cover_shards, uncover_shards
 from shardwise.engine.unit import Unit
-from shardwise.forms.attachment import engine_of, mark_of
-from shardwise.forms.inner import Around
-from shardwise.forms.part import cover_shards, uncover_shards
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import Entry
 from shardwise.spec.slice import slice_of

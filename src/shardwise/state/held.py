@@ -21,7 +21,7 @@ from shardwise.comm.digest import digest_of
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.forms.ignored import Ignored, ignored_of
+from shardwise.engine.storage.ignored import Ignored, ignored_of
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.layout import Piece

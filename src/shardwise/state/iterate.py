@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.engine.engine import Engine
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.ignored import ignored_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import slice_of
 from shardwise.state.extents import (

@@ -19,9 +19,9 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.buffers import saved_dtypes
-from shardwise.forms.ignored import ignored_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.buffers import saved_dtypes
+from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.state.extents import Pairs, Report, Targets, gather, refuse_gaps, scatter, survey

@@ -32,9 +32,9 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, memory_order, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.flat_parameters import FlatParameter, split, states_by_name
-from shardwise.forms.optimizer import needed_by
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.flat_parameters import FlatParameter, split, states_by_name
+from shardwise.engine.storage.optimizer import needed_by
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import Granularity, first_row_dim, row_numel

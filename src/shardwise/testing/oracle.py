@@ -47,8 +47,8 @@ from shardwise import torch_private
 from shardwise.api import model as calls
 from shardwise.api import train_step as whole_step
 from shardwise.comm.dtype import memory_order
-from shardwise.forms.attachment import attachment_of
-from shardwise.forms.optimizer import needed_by
+from shardwise.engine.storage.attachment import attachment_of
+from shardwise.engine.storage.optimizer import needed_by
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.pipeline.batch import LossFn, forward_loss, split_batch

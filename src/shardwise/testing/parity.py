@@ -18,7 +18,7 @@ from shardwise.comm.axes import join_world, open_comms
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch.world import ranks_per_machine
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.optim.scaler import GradScaler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm import stall
-from shardwise.forms import optimizer
+from shardwise.engine.storage import optimizer
 from shardwise.launch import notice
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.api.save import drop_save
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.part import plain_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.part import plain_of
 from shardwise.launch import fault
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once

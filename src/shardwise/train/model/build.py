@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise import torch_private
 from shardwise.checkpoint.weights import WeightFiles
-from shardwise.forms.attachment import attachment_of
-from shardwise.forms.flat_parameters import group_of
+from shardwise.engine.storage.attachment import attachment_of
+from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.train.config.hf import read_language_model
 from shardwise.train.config.resolve import RunConfig

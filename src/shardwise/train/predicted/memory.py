@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardwise as sw
 from shardwise.api import data_parallel, summary
 from shardwise.engine.engine import Engine
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.ignored import ignored_of
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.ignored import ignored_of
 from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.activations import Activations

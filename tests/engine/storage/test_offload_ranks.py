@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.forms.attachment import engine_of
-from shardwise.forms.host import Transfers
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.common import models
 from tests.common.late_copies import late_copies

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.forms.part import Joined, Part, Shard
+from shardwise.engine.storage.part import Joined, Part, Shard
 from shardwise.spec.errors import StateError
 
 KEPT = {
@@ -200,7 +200,7 @@ def test_what_goes_wrong_for_other_reasons_than_shapes_stays_what_it_was(monkeyp
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("a size of 1 GiB")
 
-    monkeypatch.setattr("shardwise.forms.part._way_of", lambda _: fail)
+    monkeypatch.setattr("shardwise.engine.storage.part._way_of", lambda _: fail)
     with pytest.raises(torch.OutOfMemoryError):
         gradient.add(1)
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.group import Group
-from shardwise.forms.attachment import Mark, mark_of
-from shardwise.forms.flat_parameters import FlatParameter
+from shardwise.engine.storage.attachment import Mark, mark_of
+from shardwise.engine.storage.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import Entry
 

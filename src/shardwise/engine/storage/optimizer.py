@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.forms.flat_parameters import FlatParameter, group_of
+from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, resolve_granularity
 
 if TYPE_CHECKING:

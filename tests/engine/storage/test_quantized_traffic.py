@@ -14,7 +14,7 @@ from tests.common import casts, models
 from tests.common.casts import DTYPES, PRESETS
 from tests.common.own import own
 from tests.common.ranks import on_ranks
-from tests.forms.test_quantized_weights import through_int8
+from tests.engine.storage.test_quantized_weights import through_int8
 
 #: What is gathered and reduced as, and the dtypes of compute and reduction.
 CASES = (

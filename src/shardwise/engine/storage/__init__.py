@@ -1,15 +1,15 @@
 """How a shard is held, and how it becomes the gathered buffer: in int8, on the host, kept over a few ranks.
 
-Also what features, state, initialisation and optimizers all know of shards: what is left alone (``ignored``), gradients
+Also what extensions, weights and optimizers all know of shards: what is left alone (``ignored``), gradients
 that wait for their reduction (``waiting``), and how optimizers hold shards (``flat_parameters``, ``optimizer``).
 """
 
 from __future__ import annotations
 
 from shardwise.engine.group import Form
-from shardwise.forms.host import OnHost
-from shardwise.forms.inner import Inner
-from shardwise.forms.packed import Frozen, Packed
+from shardwise.engine.storage.host import OnHost
+from shardwise.engine.storage.inner import Inner
+from shardwise.engine.storage.packed import Frozen, Packed
 from shardwise.spec.facts import GroupFacts
 from shardwise.spec.policies import OffloadPolicy
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardwise.comm.base import Handle
-from shardwise.forms.host import Transfers
-from shardwise.forms.packed import PackedPool
+from shardwise.engine.storage.host import Transfers
+from shardwise.engine.storage.packed import PackedPool
 
 
 class Stream:

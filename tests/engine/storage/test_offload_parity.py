@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.comm.base import Handle
-from shardwise.forms.host import OnHost, Transfers
+from shardwise.engine.storage.host import OnHost, Transfers
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS, descend, presets

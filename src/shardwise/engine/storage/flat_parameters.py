@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
-from shardwise.forms.attachment import engine_of, mark_of
-from shardwise.forms.ignored import ignored_of
-from shardwise.forms.waiting import WaitingGradient
+from shardwise.engine.storage.attachment import engine_of, mark_of
+from shardwise.engine.storage.ignored import ignored_of
+from shardwise.engine.storage.waiting import WaitingGradient
 from shardwise.spec.errors import Uncopyable
 from shardwise.spec.layout import FlatRange, flat_ranges
 

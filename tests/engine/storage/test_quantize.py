@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.forms.packed import empty_packed, pack, unpack
+from shardwise.engine.storage.packed import empty_packed, pack, unpack
 from shardwise.spec.errors import PlanError
 from shardwise.spec.quantize import BLOCK_NUMEL, Quantization, packed_bytes
 

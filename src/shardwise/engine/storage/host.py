@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardwise.comm.base import Done, Handle
 from shardwise.engine.group import Form, Group
-from shardwise.forms.inner import Around
-from shardwise.forms.packed import PackedPool, packed_pool
+from shardwise.engine.storage.inner import Around
+from shardwise.engine.storage.packed import PackedPool, packed_pool
 from shardwise.spec.errors import PlanError
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import OffloadPolicy, choose
