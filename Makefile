@@ -10,7 +10,7 @@ INTEGRATIONS := .venv-integrations/.installed
 TRANSFORMERS := 5.10.4 5.24.0
 TRANSFORMERS_TESTS := tests/generation tests/context/test_context_ranks.py tests/tensor/test_tensor_families.py \
     tests/pipeline/test_pipeline_families.py tests/api/test_export.py tests/checkpoint/test_pretrained.py \
-    tests/features/test_activation_checkpointing.py
+    tests/engine/extensions/test_activation_checkpointing.py
 VERL := .venv-verl/.installed
 DOCS := .venv/.docs
 WORKERS ?= 2

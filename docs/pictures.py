@@ -41,7 +41,7 @@ JOBS = {
     "measure": "what a model holds, by running it",
     "engine": "when units are gathered, released, reduced",
     "engine.storage": "how a shard is held",
-    "features": "what attaches to the engine",
+    "engine.extensions": "what attaches to the engine",
     "state": "whole tensors in and out",
     "init": "first values",
     "optim": "what meets shards at the step",

@@ -12,7 +12,7 @@ import shardwise as sw
 from bench.compare.peer import BUILDS, LEARNING_RATE, Trainee
 from bench.compare.request import OURS, SEED, Case, Entrant, Request, parse
 from shardwise.api import data_parallel
-from shardwise.features.wrap import find_units
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.models import gpt, gpt_config
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import WrapPolicy

@@ -20,7 +20,7 @@ _LAZY = {
     "PipelinePolicy": "shardwise.spec.schedule",
     "PrecisionPolicy": "shardwise.spec.policies",
     "RecomputePolicy": "shardwise.spec.policies",
-    "bf16_supported": "shardwise.features.precision",
+    "bf16_supported": "shardwise.engine.extensions.precision",
     "block": "shardwise.spec.granularity",
     "wrap_by_class": "shardwise.spec.policies",
     "wrap_by_name": "shardwise.spec.policies",
@@ -66,11 +66,11 @@ _LAZY = {
     "logical_shape": "shardwise.api.model",
     "record_collectives": "shardwise.api.model",
     "record_pipeline": "shardwise.pipeline.pipelined",
-    "chunk_cross_entropy": "shardwise.features.chunked_loss",
+    "chunk_cross_entropy": "shardwise.engine.extensions.chunked_loss",
     "clip_grad_norm": "shardwise.optim.clip",
     "Muon": "shardwise.optim.muon",
     "muon_groups": "shardwise.optim.muon_groups",
-    "convert_sync_batchnorm": "shardwise.features.batch_norm",
+    "convert_sync_batchnorm": "shardwise.engine.extensions.batch_norm",
     "data_parallel_rank": "shardwise.api.model",
     "data_parallel_size": "shardwise.api.model",
     "declare_elementwise": "shardwise.engine.storage.optimizer",
@@ -195,11 +195,11 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.store import newest_checkpoint
     from shardwise.comm.base import CollectiveEvent
     from shardwise.cost.traced import TracedModel
+    from shardwise.engine.extensions.batch_norm import convert_sync_batchnorm
+    from shardwise.engine.extensions.chunked_loss import chunk_cross_entropy
+    from shardwise.engine.extensions.precision import bf16_supported
     from shardwise.engine.storage.flat_parameters import flat_parameters
     from shardwise.engine.storage.optimizer import declare_elementwise, declare_granularity
-    from shardwise.features.batch_norm import convert_sync_batchnorm
-    from shardwise.features.chunked_loss import chunk_cross_entropy
-    from shardwise.features.precision import bf16_supported
     from shardwise.generation.decode import generate, generate_stream
     from shardwise.generation.score import Score, score
     from shardwise.init.deferred import deferred_init

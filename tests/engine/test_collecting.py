@@ -18,8 +18,8 @@ from shardwise.api.parallelize import apply_plan
 from shardwise.comm.axes import lay_out
 from shardwise.comm.dtype import memory_order
 from shardwise.comm.record import RecordComm
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.features.wrap import find_units
 from shardwise.spec.mesh import Mesh
 
 SHAPES = ((256, 257), (257,), (300, 257), (3, 1, 2, 2), (), (500, 64))

@@ -134,7 +134,7 @@ def count_calls(**plan: object) -> tuple[float, int]:
     return calls / case.model["num_layers"], len(on_parameters)
 
 
-FLOORS = ("engine", "features", "optim", "comm", "spec")
+FLOORS = ("engine", "optim", "comm", "spec")
 ENGINE = tuple(str(Path(sw.__file__).parent / floor) for floor in FLOORS)
 
 

@@ -22,7 +22,7 @@ from tests.engine import (
     test_side_doors,
 )
 from tests.engine import test_hybrid_ranks as test_hybrid
-from tests.features import test_activation_checkpointing, test_recomputation
+from tests.engine.extensions import test_activation_checkpointing, test_recomputation
 
 #: A block of the oracle's chain has 916 bytes: pairs and one left over, or all five in one.
 PAIRS, ALL = 2000, 1 << 30

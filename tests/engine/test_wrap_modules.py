@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.features.wrap import find_units
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.spec.errors import PlanError
 from tests.common.ranks import refusal
 

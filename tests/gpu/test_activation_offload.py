@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
+from shardwise.engine.extensions import safety
+from shardwise.engine.extensions.activation_offload import ActivationOffload
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.features import safety
-from shardwise.features.activation_offload import ActivationOffload
 from shardwise.testing import run_on_ranks
 
 EVERYTHING = sw.ActivationOffloadPolicy(least_bytes=1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.nccl import NcclComm
-from shardwise.features import safety
+from shardwise.engine.extensions import safety
 from shardwise.testing import run_on_ranks
 
 #: About a millisecond: a step of this model computes for less.

@@ -10,8 +10,8 @@ from shardwise.api.dry_run import record_comms
 from shardwise.api.parallelize import apply_plan
 from shardwise.comm.axes import DATA_PARALLEL
 from shardwise.comm.record import RecordComm
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.features.wrap import find_units
 from shardwise.pipeline.batch import call_model
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError

@@ -40,8 +40,8 @@ from shardwise.api.data_parallel import _Spread
 from shardwise.context.ring import _Attention
 from shardwise.context.root import _Join, _MeanLoss
 from shardwise.embedding.rows import _Lookup
+from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.expert.route import _Combine, _Dispatch
-from shardwise.features.batch_norm import _Normalize
 from shardwise.pipeline.weight_grad_store import _Add, _Linear
 from shardwise.tensor.linear import _ColumnLinear
 from shardwise.tensor.loss import _CrossEntropy

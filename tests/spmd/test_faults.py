@@ -21,10 +21,10 @@ from shardwise.comm.base import DONE
 from shardwise.context import ring, root
 from shardwise.context.root import Division
 from shardwise.embedding import rows
+from shardwise.engine.extensions import batch_norm
 from shardwise.engine.gradient import Gradient
 from shardwise.engine.group import Form
 from shardwise.expert import route
-from shardwise.features import batch_norm
 from shardwise.pipeline import pipelined
 from shardwise.tensor import apply, layer, linear, loss, pairs
 from tests.spmd.checked import WrongTypes, check

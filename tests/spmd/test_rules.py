@@ -27,8 +27,8 @@ from shardwise.comm.record import RecordComm
 from shardwise.context.ring import Ring
 from shardwise.context.root import Division, _MeanLoss, in_order
 from shardwise.embedding.rows import RowShardedEmbedding, _distinct, _Lookup, _Route
+from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.expert import route
-from shardwise.features.batch_norm import _Normalize
 from shardwise.spec.styles import near_even_range
 from shardwise.spec.traffic.context import own_ranges
 from shardwise.spec.traffic.rows import row_bounds

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 
 import shardwise as sw
-from shardwise.features import recompute
-from shardwise.features.wrap import find_units
+from shardwise.engine.extensions import recompute
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.measure.meta import cut_alone
 from shardwise.measure.storage import measure_activations
 from shardwise.spec.memory.activations import Activations

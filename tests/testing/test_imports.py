@@ -82,7 +82,7 @@ READ_PRIVATE_NAMES = {
     "context/apply.py",
     "context/kernel.py",
     "engine/hooks.py",
-    "features/activation_offload.py",
+    "engine/extensions/activation_offload.py",
     "init/deferred.py",
     "integrations/verl.py",
     "measure/calibrate.py",

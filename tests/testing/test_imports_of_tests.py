@@ -23,7 +23,7 @@ ABOUT = {
     "engine/test_released_units.py": "engine.engine",
     "engine/test_different_paths.py": "engine.agreement",
     "engine/test_partial_gradients.py": "engine.storage.attachment engine.storage.part",
-    "features/test_activation_checkpointing.py": "context.apply",
+    "engine/extensions/test_activation_checkpointing.py": "context.apply",
     # launching, rendezvous, transports, stalls
     "conftest.py": "launch.world",
     "train/test_same_start.py": "comm.axes launch.program train.control",
@@ -42,8 +42,8 @@ ABOUT = {
     "launch/test_stuck_devices.py": "launch.elastic comm.stall",
     "comm/test_transports.py": "comm tensor.linear",
     # checkpoints, the trainer
-    "features/test_chunked_loss.py": "train.predicted.memory",
-    "features/test_precision_overrides.py": "checkpoint",
+    "engine/extensions/test_chunked_loss.py": "train.predicted.memory",
+    "engine/extensions/test_precision_overrides.py": "checkpoint",
     "checkpoint/test_async_save.py": "checkpoint launch.fault",
     "checkpoint/test_checkpoint.py": "checkpoint comm.axes",
     "checkpoint/test_dcp.py": "checkpoint cli.app comm.dtype state.extents",
@@ -59,14 +59,16 @@ ABOUT = {
     "engine/test_device_calls.py": "optim.clip",
     "engine/test_half_done.py": "engine.attach engine.engine engine.unit engine.storage.attachment",
     "engine/test_host_cost.py": "comm.gloo engine.engine engine.unit",
-    "features/test_fp16.py": "engine.storage.part optim.scaler",
-    "features/test_precision_parity.py": "features.precision",
-    "features/test_activation_offload.py": "features.activation_offload engine.storage.attachment measure.storage",
+    "engine/extensions/test_fp16.py": "engine.storage.part optim.scaler",
+    "engine/extensions/test_precision_parity.py": "engine.extensions.precision",
+    "engine/extensions/test_activation_offload.py": (
+        "engine.extensions.activation_offload engine.storage.attachment measure.storage"
+    ),
     "generation/test_conveyor.py": "generation",
     "serve/test_serve_command.py": "launch.process train.data.tokenizer",
     "optim/test_flat_ranks.py": "engine.storage.flat_parameters",
     "optim/test_muon.py": "optim.muon torch_private",
-    "features/test_in_backward_ranks.py": (
+    "engine/extensions/test_in_backward_ranks.py": (
         "engine.storage.attachment engine.storage.flat_parameters engine.storage.optimizer engine.engine"
     ),
     "engine/test_profile.py": "engine.hooks",
@@ -78,7 +80,7 @@ ABOUT = {
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",
     "engine/test_memory.py": "engine.engine",
-    "tensor/test_tensor_memory.py": "features.recompute features.wrap measure.meta measure.storage",
+    "tensor/test_tensor_memory.py": "engine.extensions.recompute engine.extensions.wrap measure.meta measure.storage",
     "generation/test_generate.py": "context.apply generation.sample",
     "pipeline/test_pipeline_steps.py": "pipeline.batch pipeline.pipelined",
     # faults that are injected, and steps that are watched from within
@@ -95,7 +97,7 @@ ABOUT = {
     "train/test_offloaded_update.py": "train.model.build train.config",
     "engine/test_hybrid_ranks.py": "comm",
     "engine/storage/test_offload_ranks.py": "engine.storage.attachment engine.storage.host",
-    "pipeline/test_pipeline_overlap.py": "engine.engine features.pipeline_step pipeline.runner",
+    "pipeline/test_pipeline_overlap.py": "engine.engine engine.extensions.pipeline_step pipeline.runner",
     "integrations/test_chat_data.py": "train.data.chat",
     "integrations/test_transformers_trainer.py": "train.data.tokenizer",
     # what is planned beside what runs

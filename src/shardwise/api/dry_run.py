@@ -19,8 +19,8 @@ from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.features.wrap import find_units
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
 from shardwise.measure.storage import StorageCount, held_bytes
 from shardwise.optim.muon import Muon

@@ -17,14 +17,14 @@ from shardwise.api.shard import finish, nest, start, unit_maker
 from shardwise.comm.axes import Comms, Place
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions import batch_norm, precision
+from shardwise.engine.extensions.wrap import assign_parameters, check_parameters
 from shardwise.engine.storage import heap
 from shardwise.engine.storage.attachment import attachment_of, mark_of
 from shardwise.engine.storage.host import choose_units
 from shardwise.engine.storage.ignored import find_ignored
 from shardwise.engine.storage.waiting import set_gradient_sync
 from shardwise.engine.unit import Unit
-from shardwise.features import batch_norm, precision
-from shardwise.features.wrap import assign_parameters, check_parameters
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks

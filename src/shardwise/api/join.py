@@ -10,9 +10,9 @@ from torch import nn
 from shardwise.comm.control import agree_row
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions import batch_norm
+from shardwise.engine.extensions.module_buffers import BufferSync
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.features import batch_norm
-from shardwise.features.module_buffers import BufferSync
 from shardwise.spec.errors import RankDisagreement, StateError
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import CollectiveEvent, Recorder
+from shardwise.engine.extensions import batch_norm
 from shardwise.engine.storage.attachment import attachment_of, engine_of, mark_of
 from shardwise.engine.storage.waiting import set_gradient_sync
-from shardwise.features import batch_norm
 from shardwise.optim.in_backward import refuse_sums
 from shardwise.spec.slice import slice_of
 

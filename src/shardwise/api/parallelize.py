@@ -20,14 +20,14 @@ from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weight
 from shardwise.engine import build
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions import activation_offload, batch_norm, recompute
+from shardwise.engine.extensions.chunked_loss import check_chunked
+from shardwise.engine.extensions.compile import compile_units
+from shardwise.engine.extensions.precision import Policies, tell_of_narrow_masters
+from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.engine.storage.attachment import attachment_of, engine_of
 from shardwise.engine.storage.ignored import Ignored, find_ignored
 from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_experts
-from shardwise.features import activation_offload, batch_norm, recompute
-from shardwise.features.chunked_loss import check_chunked
-from shardwise.features.compile import compile_units
-from shardwise.features.precision import Policies, tell_of_narrow_masters
-from shardwise.features.wrap import assign_parameters, find_units
 from shardwise.init.materialize import FromLater, Given, Missing, Source, fill_buffers, fill_parameters, find_source
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import cpu_notice, tell_once

@@ -14,21 +14,21 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
-from shardwise.engine.storage import form_of, heap
-from shardwise.engine.storage.attachment import attach, mark_shards
-from shardwise.engine.storage.host import choose_units
-from shardwise.engine.storage.ignored import NOTHING, Ignored, ignored_of
-from shardwise.engine.storage.part import CoversAll, Part, cover_shards
-from shardwise.engine.unit import Unit
-from shardwise.features import activation_offload, batch_norm, guard, precision, recompute, safety
-from shardwise.features.module_buffers import BufferSync
-from shardwise.features.wrap import (
+from shardwise.engine.extensions import activation_offload, batch_norm, guard, precision, recompute, safety
+from shardwise.engine.extensions.module_buffers import BufferSync
+from shardwise.engine.extensions.wrap import (
     assign_parameters,
     assign_ranks,
     check_parameters,
     kind_of,
     merge_units,
 )
+from shardwise.engine.storage import form_of, heap
+from shardwise.engine.storage.attachment import attach, mark_shards
+from shardwise.engine.storage.host import choose_units
+from shardwise.engine.storage.ignored import NOTHING, Ignored, ignored_of
+from shardwise.engine.storage.part import CoversAll, Part, cover_shards
+from shardwise.engine.unit import Unit
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
 from shardwise.spec.errors import PlanError

@@ -12,11 +12,11 @@ from torch import nn
 from shardwise.api.shard import Description
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.module_buffers import BufferSync
+from shardwise.engine.extensions.pipeline_step import StageUnits
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.unit import Unit
-from shardwise.features.module_buffers import BufferSync
-from shardwise.features.pipeline_step import StageUnits
 from shardwise.optim.in_backward import optimizers_in_backward
 from shardwise.sim.facts import UnitSeconds, simulate_facts
 from shardwise.sim.streams import Timeline

@@ -29,7 +29,7 @@ the end of backward             ``Engine.end_backward``: what is left is reduced
 
 What is optional attaches from outside. A *form* (``group.Form``, others in ``storage``) says how a group is held and
 moved. ``engine.extras`` keeps whatever other floors have with an engine, at most one object of each class; an
-*observer* among them (``attach.Observer``, most in ``features``) is told of the moments above, and a *guard* is asked
+*observer* among them (``attach.Observer``, most in ``extensions``) is told of the moments above, and a *guard* is asked
 before a call of the user uses the parameters' values. ``engine.window`` says what lies between two updates: whether the
 next backward is the last one, how gradients of the others are added up, and, for pipelines, how forwards and backwards
 follow one another (an ``attach.Step``).

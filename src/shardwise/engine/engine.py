@@ -40,7 +40,7 @@ from shardwise.spec.facts import EngineOptions
 from shardwise.spec.order import AgreedOrder, Entry, Paths
 from shardwise.spec.placement import Placements
 
-#: Inside ``features.safety.checks`` observers are told of every step, also of those that are alike.
+#: Inside ``extensions.safety.checks`` observers are told of every step, also of those that are alike.
 is_checking = False
 
 

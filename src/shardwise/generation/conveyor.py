@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json
-from shardwise.features.pipeline_step import constant_parameters
+from shardwise.engine.extensions.pipeline_step import constant_parameters
 from shardwise.generation.decode import generating_engine
 from shardwise.generation.decoder import decoder_of
 from shardwise.generation.lane import Lane, Order

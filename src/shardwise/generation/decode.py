@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json, fail_together, refuse_different
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.pipeline_step import constant_parameters
 from shardwise.engine.storage.attachment import attachment_of, engine_of
-from shardwise.features.pipeline_step import constant_parameters
 from shardwise.generation.chunks import Chunk, RowSplit, Settings, Turn, slots
 from shardwise.generation.decoder import decoder_of
 from shardwise.generation.runner import Runner, Stages, WholeModel

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.comm.control import fail_together
 from shardwise.engine.engine import Engine
-from shardwise.features.pipeline_step import constant_parameters
+from shardwise.engine.extensions.pipeline_step import constant_parameters
 from shardwise.generation.chunks import slots
 from shardwise.generation.decode import Prompts, batches_of_readers, check_ids, generating_engine, rows_of
 from shardwise.generation.decoder import Forward, decoder_of

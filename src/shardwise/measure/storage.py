@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_iter
 
 from shardwise import torch_private
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.activation_offload import ActivationOffload
 from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.host import Transfers
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.packed import packed_pool
-from shardwise.features.activation_offload import ActivationOffload
 from shardwise.spec.memory.activations import Activations
 
 

@@ -171,7 +171,7 @@ class Loss(nn.Module):
 
     def forward(self, logits_BTV: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T, V) and (B, T) to a scalar in fp32 or wider."""
-        if targets is None or logits_BTV.dim() == 0:  # the head has computed it (features.chunked_loss)
+        if targets is None or logits_BTV.dim() == 0:  # the head has computed it (engine.extensions.chunked_loss)
             return logits_BTV
         if logits_BTV.dtype in {torch.float16, torch.bfloat16}:
             logits_BTV = logits_BTV.float()

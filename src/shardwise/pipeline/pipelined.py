@@ -17,11 +17,11 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.pipeline_step import StageUnits, open_step, sum_over_copies
+from shardwise.engine.extensions.precision import resolve
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.unit import Unit
-from shardwise.features.pipeline_step import StageUnits, open_step, sum_over_copies
-from shardwise.features.precision import resolve
-from shardwise.features.wrap import find_units
 from shardwise.launch.notice import tell_once
 from shardwise.measure.meta import cut_alone
 from shardwise.pipeline.runner import DTYPES, Job, ScheduleRunner
@@ -227,8 +227,8 @@ class Pipelined(Uncopyable):
             The losses of the microbatches on ranks of the last stage; nothing elsewhere.
 
         Collective:
-            As :class:`Agreement`, :meth:`ScheduleRunner.run` and :func:`~shardwise.features.pipeline_step.open_step`.
-            All ranks must call.
+            As :class:`Agreement`, :meth:`ScheduleRunner.run` and
+            :func:`~shardwise.engine.extensions.pipeline_step.open_step`. All ranks must call.
         """
         engine = engine_of(model, "sw.train_step")
         stages, _, ranks = self.around()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.features.pipeline_step import PipelineStep
+from shardwise.engine.extensions.pipeline_step import PipelineStep
 from shardwise.pipeline.stage import Agreement, Stages
 from shardwise.pipeline.trace import Source, StageFlow
 from shardwise.pipeline.weight_grad_store import WeightGradStore

@@ -297,7 +297,7 @@ class _Lowering:
         return len(self.tasks) - 1
 
     def _enter(self, unit: StepUnit, number: int, *, is_forward: bool) -> None:
-        """A unit computes; copies of activations run beside it (``features.activation_offload``)."""
+        """A unit computes; copies of activations run beside it (``engine.extensions.activation_offload``)."""
         if is_forward:
             if number - 2 in self.leaving:  # the device holds what two units leave
                 self.waits += (self.leaving[number - 2],)

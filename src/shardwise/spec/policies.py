@@ -302,7 +302,7 @@ FULL_PRECISION = PrecisionPolicy(param_dtype=None, reduce_dtype=None)
 
 # -- recomputation
 
-#: Families of operators that ``RecomputePolicy.save`` knows by name; ``features.recompute`` lists the operators.
+#: Families of operators that ``RecomputePolicy.save`` knows by name; ``engine.extensions.recompute`` lists them.
 OPERATOR_FAMILIES = ("matmul", "attention")
 
 _RECOMPUTE_USAGE = (

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shardwise.api.summary import predict, predict_trace, simulate, unit_facts
 from shardwise.comm.dtype import memory_order
+from shardwise.engine.extensions import safety
 from shardwise.engine.group import Group
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.flat_parameters import states_by_name
@@ -33,7 +34,6 @@ from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.part import plain_of
 from shardwise.engine.storage.waiting import WaitingGradient
 from shardwise.engine.unit import State, Unit
-from shardwise.features import safety
 from shardwise.measure.storage import held_bytes
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.sim.facts import UnitSeconds

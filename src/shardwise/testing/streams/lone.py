@@ -19,7 +19,7 @@ from shardwise.comm.base import Comm, Cuts, Handle
 from shardwise.comm.nccl import NcclComm
 from shardwise.comm.record import RecordComm
 from shardwise.comm.stall import Issued
-from shardwise.features.wrap import find_units
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing.streams.calls import Alone, Calls

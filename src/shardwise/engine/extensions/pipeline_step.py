@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.engine.attach import Step
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.module_buffers import begin
 from shardwise.engine.storage.attachment import mark_of
 from shardwise.engine.storage.waiting import WaitingSums
 from shardwise.engine.unit import State, Unit
-from shardwise.features.module_buffers import begin
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import stage_entry
 

@@ -17,10 +17,10 @@ from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine.build import Kind, OwnedParameter, is_below
+from shardwise.engine.extensions.precision import Policies
 from shardwise.engine.storage.attachment import mark_of
 from shardwise.engine.storage.ignored import NOTHING, Ignored
 from shardwise.engine.storage.packed import is_quantizable
-from shardwise.features.precision import Policies
 from shardwise.spec.chain import Mergeable, default_limit, merge
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.granularity import assign

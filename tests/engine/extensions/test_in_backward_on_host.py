@@ -16,7 +16,7 @@ from shardwise.testing import probe
 from tests.common.late_copies import late_copies
 from tests.common.oracle import Chain, plain_loss, presets
 from tests.common.ranks import on_ranks, refusal
-from tests.features.test_in_backward_ranks import FailsInBackward, adamw, train
+from tests.engine.extensions.test_in_backward_ranks import FailsInBackward, adamw, train
 from tests.optim.test_flat_ranks import Branching, by_rank, flat_groups, two_groups
 
 BF16 = sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="bf16")

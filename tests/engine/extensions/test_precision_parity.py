@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.features.precision import resolve
+from shardwise.engine.extensions.precision import resolve
 from shardwise.testing import checks, forget_notices, probe, run_on_ranks
 from tests.common import casts, models
 from tests.common.casts import DTYPES, PRESETS

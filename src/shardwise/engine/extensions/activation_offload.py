@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
+from shardwise.engine.extensions.recompute import choose_modules, enclosing
+from shardwise.engine.extensions.safety import SavedTensors
 from shardwise.engine.storage.ignored import ignored_of
-from shardwise.features.recompute import choose_modules, enclosing
-from shardwise.features.safety import SavedTensors
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.order import Entry
 from shardwise.spec.policies import ActivationOffloadPolicy

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.engine.extensions.activation_offload import ActivationOffload
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.features.activation_offload import ActivationOffload
 from shardwise.measure.storage import StorageCount
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks

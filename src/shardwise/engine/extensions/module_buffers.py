@@ -17,7 +17,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
-from shardwise.features.batch_norm import SyncBatchNorm
+from shardwise.engine.extensions.batch_norm import SyncBatchNorm
 from shardwise.spec.order import Entry
 from shardwise.spec.traffic.data import BUFFERS, BufferMessage
 

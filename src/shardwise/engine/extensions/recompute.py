@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise import torch_private
-from shardwise.features.wrap import find_units
+from shardwise.engine.extensions.wrap import find_units
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.policies import RecomputePolicy, WrapPolicy
 from shardwise.spec.replacement import Replacement
