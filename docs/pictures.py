@@ -47,7 +47,7 @@ JOBS = {
     "optim": "what meets shards at the step",
     "embedding": "tables with rows on all ranks",
     "expert": "mixtures of experts",
-    "tensor": "tp: cut weights",
+    "parallel.tensor": "tp: cut weights",
     "context": "cp: cut sequences",
     "sim": "simulation",
     "cost": "costs",

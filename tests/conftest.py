@@ -34,7 +34,7 @@ ON_TRANSPORTS = (
     *("pipeline/test_deferred_weights", "pipeline/test_pipeline.py", "pipeline/test_pipeline_calls"),
     *("pipeline/test_pipeline_families", "pipeline/test_pipeline_fp16", "pipeline/test_pipeline_overlap"),
     *("pipeline/test_pipeline_state", "pipeline/test_pipeline_steps.py", "product/test_product.py"),
-    *("tensor/test_tensor.py", "tensor/test_tensor_families", "tensor/test_tensor_mistakes"),
+    *("parallel/tensor/test_tensor.py", "parallel/tensor/test_tensor_families", "parallel/tensor/test_tensor_mistakes"),
     *("train/test_train_context", "train/test_train_pipeline"),
 )
 TRANSPORTS = ("in-order", "early-free")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.comm.axes import open_comms
 from shardwise.comm.staged import StagedComm
+from shardwise.parallel.tensor.linear import ColumnPlan, column_linear
 from shardwise.spec.errors import CommError, ConfigError
-from shardwise.tensor.linear import ColumnPlan, column_linear
 from shardwise.testing import RankFailure, run_on_ranks, transports
 from tests.common import models
 

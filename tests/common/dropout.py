@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
-from shardwise.tensor.cut import find_cuts
-from shardwise.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drawing_own
+from shardwise.parallel.tensor.cut import find_cuts
+from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drawing_own
 
 
 def draw_as_ranks(model: nn.Module, plan: sw.ParallelPlan) -> None:

@@ -15,7 +15,7 @@ from shardwise.context.root import Division
 from shardwise.spec.exact import Tolerance
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.common.split import BLIND, SEQ, Case, check, compare
-from tests.tensor.test_tensor_families import Family
+from tests.parallel.tensor.test_tensor_families import Family
 
 pytestmark = pytest.mark.preload("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama")
 

@@ -63,12 +63,12 @@ from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.expert.layer import find_mixtures, own_experts
 from shardwise.measure.meta import build_on_meta, without_values
+from shardwise.parallel.tensor.cut import find_cuts
 from shardwise.pipeline.batch import call_model, forward_loss
 from shardwise.pipeline.pipelined import find_stages, pipelined_of
 from shardwise.pipeline.stage import Stages
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
-from shardwise.tensor.cut import find_cuts
 from tests.spmd.rules import is_contracted, mark_cut
 
 #: The engine's part of a forward: it gathers parameters, whose types are declared.

@@ -42,10 +42,9 @@ from shardwise.context.root import _Join, _MeanLoss
 from shardwise.embedding.rows import _Lookup
 from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.expert.route import _Combine, _Dispatch
-from shardwise.pipeline.weight_grad_store import _Add, _Linear
-from shardwise.tensor.linear import _ColumnLinear
-from shardwise.tensor.loss import _CrossEntropy
-from shardwise.tensor.pairs import (
+from shardwise.parallel.tensor.linear import _ColumnLinear
+from shardwise.parallel.tensor.loss import _CrossEntropy
+from shardwise.parallel.tensor.pairs import (
     _AddUp,
     _GatherSeq,
     _JoinLast,
@@ -56,6 +55,7 @@ from shardwise.tensor.pairs import (
     _Share,
     _ShareCopies,
 )
+from shardwise.pipeline.weight_grad_store import _Add, _Linear
 
 #: A parameter of which this rank holds a range of dimension ``_CONTRACTS`` along ``tp``: see :func:`mark_cut`.
 _CONTRACTS = "_spmd_cut_dims"

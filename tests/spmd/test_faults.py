@@ -25,8 +25,8 @@ from shardwise.engine.extensions import batch_norm
 from shardwise.engine.gradient import Gradient
 from shardwise.engine.group import Form
 from shardwise.expert import route
+from shardwise.parallel.tensor import apply, layer, linear, loss, pairs
 from shardwise.pipeline import pipelined
-from shardwise.tensor import apply, layer, linear, loss, pairs
 from tests.spmd.checked import WrongTypes, check
 from tests.spmd.families import batch, build
 from tests.spmd.test_rules import cases, check_values

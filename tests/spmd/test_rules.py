@@ -29,12 +29,12 @@ from shardwise.context.root import Division, _MeanLoss, in_order
 from shardwise.embedding.rows import RowShardedEmbedding, _distinct, _Lookup, _Route
 from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.expert import route
+from shardwise.parallel.tensor import pairs
+from shardwise.parallel.tensor.linear import ColumnPlan, column_linear
+from shardwise.parallel.tensor.loss import Vocabulary, _CrossEntropy
 from shardwise.spec.styles import near_even_range
 from shardwise.spec.traffic.context import own_ranges
 from shardwise.spec.traffic.rows import row_bounds
-from shardwise.tensor import pairs
-from shardwise.tensor.linear import ColumnPlan, column_linear
-from shardwise.tensor.loss import Vocabulary, _CrossEntropy
 from tests.checkpoint.threads import run_in_threads
 from tests.spmd.rules import RULES, WITHOUT_RULE
 

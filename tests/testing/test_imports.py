@@ -92,8 +92,8 @@ READ_PRIVATE_NAMES = {
     "pipeline/stage.py",
     "pipeline/stage_module.py",
     "pipeline/trace.py",
-    "tensor/agreement.py",
-    "tensor/layer.py",
+    "parallel/tensor/agreement.py",
+    "parallel/tensor/layer.py",
     "testing/settings.py",
 }
 

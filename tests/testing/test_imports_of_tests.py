@@ -40,7 +40,7 @@ ABOUT = {
     "pipeline/test_pipeline_failures.py": "launch.elastic",
     "comm/test_staged.py": "comm",
     "launch/test_stuck_devices.py": "launch.elastic comm.stall",
-    "comm/test_transports.py": "comm tensor.linear",
+    "comm/test_transports.py": "comm parallel.tensor.linear",
     # checkpoints, the trainer
     "engine/extensions/test_chunked_loss.py": "train.predicted.memory",
     "engine/extensions/test_precision_overrides.py": "checkpoint",
@@ -73,14 +73,16 @@ ABOUT = {
     ),
     "engine/test_profile.py": "engine.hooks",
     # models cut by hand, and the cuts
-    "tensor/test_dropout.py": "comm.record tensor.dropout",
-    "tensor/test_tensor.py": "comm.record tensor",
+    "parallel/tensor/test_dropout.py": "comm.record parallel.tensor.dropout",
+    "parallel/tensor/test_tensor.py": "comm.record parallel.tensor",
     "state/test_logical_state.py": "checkpoint comm.axes api.shard engine.storage.ignored",
-    "tensor/test_tensor_mistakes.py": "comm.axes tensor.loss",
+    "parallel/tensor/test_tensor_mistakes.py": "comm.axes parallel.tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",
     "engine/test_memory.py": "engine.engine",
-    "tensor/test_tensor_memory.py": "engine.extensions.recompute engine.extensions.wrap measure.meta measure.storage",
+    "parallel/tensor/test_tensor_memory.py": (
+        "engine.extensions.recompute engine.extensions.wrap measure.meta measure.storage"
+    ),
     "generation/test_generate.py": "context.apply generation.sample",
     "pipeline/test_pipeline_steps.py": "pipeline.batch pipeline.pipelined",
     # faults that are injected, and steps that are watched from within

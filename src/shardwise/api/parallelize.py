@@ -32,6 +32,9 @@ from shardwise.init.materialize import FromLater, Given, Missing, Source, fill_b
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
+from shardwise.parallel.tensor.agreement import Agreement, Copies
+from shardwise.parallel.tensor.apply import apply_cuts, part_of
+from shardwise.parallel.tensor.cut import ShardingPlan, find_cuts
 from shardwise.pipeline.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.facts import EngineOptions
@@ -40,9 +43,6 @@ from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.text import did_you_mean
 from shardwise.state.model import Unfilled, load_full_state_dict, load_ranges
-from shardwise.tensor.agreement import Agreement, Copies
-from shardwise.tensor.apply import apply_cuts, part_of
-from shardwise.tensor.cut import ShardingPlan, find_cuts
 
 
 def parallelize(

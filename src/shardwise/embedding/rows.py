@@ -28,12 +28,12 @@ from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
 from shardwise.comm.rows import exchange_counts, exchange_rows
+from shardwise.parallel.tensor.apply import take
+from shardwise.parallel.tensor.layer import ReplacedForward, only
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, set_slice
 from shardwise.spec.styles import matches
 from shardwise.spec.traffic.rows import row_bounds
-from shardwise.tensor.apply import take
-from shardwise.tensor.layer import ReplacedForward, only
 
 #: What a rank sends in place of its counts where it asks for rows that do not exist.
 _OUTSIDE = -1

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.expert.route import Route, combine, dispatch, find_route
+from shardwise.parallel.tensor.layer import Experts, ReplacedForward
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, set_slice, slice_of
 from shardwise.spec.traffic.rows import local_range
-from shardwise.tensor.layer import Experts, ReplacedForward
 
 #: Modules of transformers that hold all experts of a mixture in stacked parameters, experts first, and are called with
 #: the tokens, the experts that each chose, and the weights of the choices.

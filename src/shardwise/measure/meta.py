@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 
 from shardwise import torch_private
 from shardwise.comm.record import RecordComm
+from shardwise.parallel.tensor.apply import apply_cuts
+from shardwise.parallel.tensor.cut import find_cuts
 from shardwise.spec.plan import ParallelPlan
-from shardwise.tensor.apply import apply_cuts
-from shardwise.tensor.cut import find_cuts
 
 
 def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:

@@ -24,6 +24,7 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.unit import Unit
 from shardwise.launch.notice import tell_once
 from shardwise.measure.meta import cut_alone
+from shardwise.parallel.tensor.apply import defer_weights
 from shardwise.pipeline.runner import DTYPES, Job, ScheduleRunner
 from shardwise.pipeline.stage import Agreement, Stages, shown_shapes
 from shardwise.pipeline.stage_module import (
@@ -40,7 +41,6 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
 from shardwise.spec.schedule.closed import Measured, measured
 from shardwise.spec.slice import Slice, set_slice, slice_of
-from shardwise.tensor.apply import defer_weights
 
 #: ``call(model, part)``.
 Call = Callable[[Any, Any], Any]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shardwise.tensor.linear import linear_transposed
+from shardwise.parallel.tensor.linear import linear_transposed
 
 #: A stage and a microbatch.
 Key = tuple[int, int]

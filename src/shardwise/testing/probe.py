@@ -35,6 +35,7 @@ from shardwise.engine.storage.part import plain_of
 from shardwise.engine.storage.waiting import WaitingGradient
 from shardwise.engine.unit import State, Unit
 from shardwise.measure.storage import held_bytes
+from shardwise.parallel.tensor.apply import take
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.sim.facts import UnitSeconds
 from shardwise.sim.streams import Timeline
@@ -46,7 +47,6 @@ from shardwise.spec.slice import Slice
 from shardwise.spec.traffic.data import Collective
 from shardwise.state.model import held_values, owned_extents
 from shardwise.state.optimizer import optimizer_extents
-from shardwise.tensor.apply import take
 
 #: Inside ``with checks():`` what is released is filled with NaN and saved tensors are checked in every step. Slow.
 checks = safety.checks

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.models.transformer import GPT
+from shardwise.parallel.tensor.loss import has_loss, without_logits
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
-from shardwise.tensor.loss import has_loss, without_logits
 
 #: Fields of configurations that change logits between the head and the loss, and the value that does not.
 _BETWEEN = {

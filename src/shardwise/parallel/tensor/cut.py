@@ -11,6 +11,19 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm.base import Comm
+from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drops
+from shardwise.parallel.tensor.layer import (
+    Column,
+    CopiedColumn,
+    DenseMixture,
+    Experts,
+    ReplacedForward,
+    Row,
+    SharedParameters,
+    VocabularyEmbedding,
+)
+from shardwise.parallel.tensor.linear import is_transposed
+from shardwise.parallel.tensor.loss import GPTLoss, VocabularyHead, has_loss
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, even_ranges
 from shardwise.spec.styles import (
@@ -23,19 +36,6 @@ from shardwise.spec.styles import (
     parse_style,
     translated,
 )
-from shardwise.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drops
-from shardwise.tensor.layer import (
-    Column,
-    CopiedColumn,
-    DenseMixture,
-    Experts,
-    ReplacedForward,
-    Row,
-    SharedParameters,
-    VocabularyEmbedding,
-)
-from shardwise.tensor.linear import is_transposed
-from shardwise.tensor.loss import GPTLoss, VocabularyHead, has_loss
 
 #: Makes the forward that replaces that of a module.
 MakeForward = Callable[[nn.Module, str, Comm], ReplacedForward]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
+from shardwise.parallel.tensor.cut import ShardingPlan
+from shardwise.parallel.tensor.layer import Column, CopiedColumn, DenseMixture, ReplacedForward, Row, SharedInput
+from shardwise.parallel.tensor.linear import Deferral
+from shardwise.parallel.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
+from shardwise.parallel.tensor.pairs import gather_seq, join_seq, own_seq, share
 from shardwise.spec.slice import Slice, set_slice
-from shardwise.tensor.cut import ShardingPlan
-from shardwise.tensor.layer import Column, CopiedColumn, DenseMixture, ReplacedForward, Row, SharedInput
-from shardwise.tensor.linear import Deferral
-from shardwise.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
-from shardwise.tensor.pairs import gather_seq, join_seq, own_seq, share
 
 
 def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.common.split import Case, check
-from tests.tensor.test_tensor import SEQUENCE
+from tests.parallel.tensor.test_tensor import SEQUENCE
 
 pytestmark = pytest.mark.preload("transformers.models.t5.modeling_t5", "transformers.models.mixtral.modeling_mixtral")
 

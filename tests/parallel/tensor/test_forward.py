@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.parallel.tensor.layer import ReplacedForward
 from shardwise.spec.errors import StateError
-from shardwise.tensor.layer import ReplacedForward
 
 
 class Twice(ReplacedForward):

@@ -21,10 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json, refuse_different
+from shardwise.parallel.tensor.layer import SharedParameters
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.slice import slice_of
 from shardwise.spec.styles import generalized
-from shardwise.tensor.layer import SharedParameters
 
 
 class Agreement:

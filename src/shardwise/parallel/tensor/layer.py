@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
+from shardwise.parallel.tensor.linear import ColumnPlan, Deferral, column_linear, is_transposed, linear_of
+from shardwise.parallel.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
 from shardwise.spec.replacement import Replacement
-from shardwise.tensor.linear import ColumnPlan, Deferral, column_linear, is_transposed, linear_of
-from shardwise.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
 
 
 class ReplacedForward(Replacement, ABC):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.base import Comm
-from shardwise.tensor.layer import ReplacedForward
+from shardwise.parallel.tensor.layer import ReplacedForward
 
 #: Attributes of attention modules that hold a rate, or an ``nn.Dropout``.
 _RATES = ("dropout", "attention_dropout", "attn_dropout")

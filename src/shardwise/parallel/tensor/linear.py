@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm, Handle
-from shardwise.tensor.pairs import gathered_seq, start_scattered_seq, start_summed
+from shardwise.parallel.tensor.pairs import gathered_seq, start_scattered_seq, start_summed
 
 
 class Deferral(Protocol):

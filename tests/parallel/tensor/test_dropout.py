@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.comm.record import RecordComm
-from shardwise.tensor import dropout
-from shardwise.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drawing_own
+from shardwise.parallel.tensor import dropout
+from shardwise.parallel.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drawing_own
 from shardwise.testing import run_on_ranks
 
 

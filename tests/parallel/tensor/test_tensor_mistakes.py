@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.comm.axes import open_comms
+from shardwise.parallel.tensor.loss import Vocabulary
 from shardwise.spec.errors import RankDisagreement, StateError
-from shardwise.tensor.loss import Vocabulary
 from shardwise.testing import run_on_ranks
 
 SIZES = {"num_layers": 1, "hidden": 16, "num_heads": 2, "vocab_size": 9, "seq_len": 4}

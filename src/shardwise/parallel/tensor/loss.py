@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
-from shardwise.tensor.layer import Column, ReplacedForward, check_ids
-from shardwise.tensor.pairs import join_last
+from shardwise.parallel.tensor.layer import Column, ReplacedForward, check_ids
+from shardwise.parallel.tensor.pairs import join_last
 
 
 class Vocabulary:

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.comm.record import RecordComm
+from shardwise.parallel.tensor.cut import find_cuts
+from shardwise.parallel.tensor.linear import ColumnPlan
 from shardwise.spec.errors import PlanError
-from shardwise.tensor.cut import find_cuts
-from shardwise.tensor.linear import ColumnPlan
 from shardwise.testing import part_of, probe, run_on_ranks
 from tests.common.split import SEQ, VOCAB, Case, batch, check
 
