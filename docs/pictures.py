@@ -48,7 +48,7 @@ JOBS = {
     "embedding": "tables with rows on all ranks",
     "expert": "mixtures of experts",
     "parallel.tensor": "tp: cut weights",
-    "context": "cp: cut sequences",
+    "parallel.context": "cp: cut sequences",
     "sim": "simulation",
     "cost": "costs",
     "models": "our GPT",

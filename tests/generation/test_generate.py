@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.context.apply import CACHE_NAMES
 from shardwise.generation.sample import RngStreams, Sampling
 from shardwise.models.transformer import KeyValueCache
+from shardwise.parallel.context.apply import CACHE_NAMES
 from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
 from shardwise.testing import probe, run_on_ranks
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.context import kernel
+from shardwise.parallel.context import kernel
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
-from shardwise.context.apply import _check_values
+from shardwise.parallel.context.apply import _check_values
 from shardwise.pipeline.pipelined import Pipelined
 from shardwise.pipeline.stage import Agreement
 from shardwise.spec.errors import StateError

@@ -79,8 +79,8 @@ def test_every_module_lies_on_one_floor_and_a_package_above_floors_imports_nothi
 READ_PRIVATE_NAMES = {
     "api/dry_run.py",
     "api/export_form.py",
-    "context/apply.py",
-    "context/kernel.py",
+    "parallel/context/apply.py",
+    "parallel/context/kernel.py",
     "engine/hooks.py",
     "engine/extensions/activation_offload.py",
     "init/deferred.py",

@@ -23,7 +23,7 @@ ABOUT = {
     "engine/test_released_units.py": "engine.engine",
     "engine/test_different_paths.py": "engine.agreement",
     "engine/test_partial_gradients.py": "engine.storage.attachment engine.storage.part",
-    "engine/extensions/test_activation_checkpointing.py": "context.apply",
+    "engine/extensions/test_activation_checkpointing.py": "parallel.context.apply",
     # launching, rendezvous, transports, stalls
     "conftest.py": "launch.world",
     "train/test_same_start.py": "comm.axes launch.program train.control",
@@ -83,11 +83,11 @@ ABOUT = {
     "parallel/tensor/test_tensor_memory.py": (
         "engine.extensions.recompute engine.extensions.wrap measure.meta measure.storage"
     ),
-    "generation/test_generate.py": "context.apply generation.sample",
+    "generation/test_generate.py": "parallel.context.apply generation.sample",
     "pipeline/test_pipeline_steps.py": "pipeline.batch pipeline.pipelined",
     # faults that are injected, and steps that are watched from within
     "product/test_product_memory.py": "pipeline.runner",
-    "context/test_context_parity.py": "context",
+    "parallel/context/test_context_parity.py": "parallel.context",
     "expert/test_experts_parity.py": "expert",
     "engine/test_hybrid_parity.py": "comm engine.storage.inner",
     "engine/storage/test_offload_parity.py": "comm.base engine.storage.host",

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.context.apply import CACHE_NAMES
 from shardwise.models.transformer import GPT, KeyValueCache, NoCache, join_columns
+from shardwise.parallel.context.apply import CACHE_NAMES
 from shardwise.spec.errors import StateError
 
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import shardwise as sw
-from shardwise.context.apply import CACHE_NAMES
+from shardwise.parallel.context.apply import CACHE_NAMES
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
 from tests.common.ranks import on_ranks

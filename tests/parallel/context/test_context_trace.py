@@ -9,7 +9,7 @@ from torch import Tensor, distributed
 import shardwise as sw
 from shardwise.models.transformer import GPT
 from shardwise.testing import probe, run_on_ranks
-from tests.context.step import ContextStep
+from tests.parallel.context.step import ContextStep
 
 BATCH, SEQ, HIDDEN, LAYERS = 3, 9, 24, 3
 #: By name: the plan, how many ranks share the heads, and what else is known of the step.

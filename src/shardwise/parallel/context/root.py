@@ -56,8 +56,8 @@ class Root(Replacement):
         """The model's forward on whole sequences.
 
         Collective:
-            Those of :class:`~shardwise.context.ring.Ring`, and of :meth:`Division.mean_loss`, or without targets of
-            :meth:`Division.join`. With a key-value cache none: every rank computes whole sequences.
+            Those of :class:`~shardwise.parallel.context.ring.Ring`, and of :meth:`Division.mean_loss`, or without
+            targets of :meth:`Division.join`. With a key-value cache none: every rank computes whole sequences.
         """
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
-from shardwise.context.ring import Ring
-from shardwise.context.root import IGNORED, GPTRoot, Root
+from shardwise.parallel.context.ring import Ring
+from shardwise.parallel.context.root import IGNORED, GPTRoot, Root
 from shardwise.spec.errors import PlanError, StateError
 
 #: Attributes of modules that hold a rate of dropout.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.base import Comm, Handle
-from shardwise.context.kernel import attend, attend_backward, wide
+from shardwise.parallel.context.kernel import attend, attend_backward, wide
 from shardwise.spec.traffic.context import part_of
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.context import ring, root
-from shardwise.context.root import Division
+from shardwise.parallel.context import ring, root
+from shardwise.parallel.context.root import Division
 from shardwise.spec.exact import Tolerance
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.common.split import BLIND, SEQ, Case, check, compare

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from shardwise.comm.base import Comm, Done, Handle
 from shardwise.comm.record import RecordComm
 from shardwise.comm.stall import Issued
-from shardwise.context import kernel
-from shardwise.context.ring import Ring
-from shardwise.context.root import Division, in_order
+from shardwise.parallel.context import kernel
+from shardwise.parallel.context.ring import Ring
+from shardwise.parallel.context.root import Division, in_order
 
 
 class Wires(RecordComm):
