@@ -46,7 +46,7 @@ JOBS = {
     "init": "first values",
     "optim": "what meets shards at the step",
     "embedding": "tables with rows on all ranks",
-    "expert": "mixtures of experts",
+    "parallel.experts": "mixtures of experts",
     "parallel.tensor": "tp: cut weights",
     "parallel.context": "cp: cut sequences",
     "sim": "simulation",

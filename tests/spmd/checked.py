@@ -60,9 +60,9 @@ from shardwise.embedding.rows import _Route, find_row_sharded
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.expert.layer import find_mixtures, own_experts
 from shardwise.measure.meta import build_on_meta, without_values
 from shardwise.parallel.context.root import Division
+from shardwise.parallel.experts.layer import find_mixtures, own_experts
 from shardwise.parallel.tensor.cut import find_cuts
 from shardwise.pipeline.batch import call_model, forward_loss
 from shardwise.pipeline.pipelined import find_stages, pipelined_of

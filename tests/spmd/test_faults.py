@@ -22,9 +22,9 @@ from shardwise.embedding import rows
 from shardwise.engine.extensions import batch_norm
 from shardwise.engine.gradient import Gradient
 from shardwise.engine.group import Form
-from shardwise.expert import route
 from shardwise.parallel.context import ring, root
 from shardwise.parallel.context.root import Division
+from shardwise.parallel.experts import route
 from shardwise.parallel.tensor import apply, layer, linear, loss, pairs
 from shardwise.pipeline import pipelined
 from tests.spmd.checked import WrongTypes, check

@@ -26,12 +26,12 @@ from shardwise.engine.extensions.precision import Policies, tell_of_narrow_maste
 from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.engine.storage.attachment import attachment_of, engine_of
 from shardwise.engine.storage.ignored import Ignored, find_ignored
-from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_experts
 from shardwise.init.materialize import FromLater, Given, Missing, Source, fill_buffers, fill_parameters, find_source
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.parallel.context.apply import check_model, divide_sequences
+from shardwise.parallel.experts.layer import Mixture, apply_experts, find_mixtures, own_experts
 from shardwise.parallel.tensor.agreement import Agreement, Copies
 from shardwise.parallel.tensor.apply import apply_cuts, part_of
 from shardwise.parallel.tensor.cut import ShardingPlan, find_cuts

@@ -40,7 +40,7 @@ def model_work(shape: ModelShape | TracedModel, plan: ParallelPlan, workload: Wo
     return _model_work(shape, Degrees(plan.tp, plan.cp, plan.ep, plan.sequence_parallel and plan.tp > 1), workload)
 
 
-#: Families whose experts ``sw.muon_groups`` knows as matrices: modules of their own, or stacks (``expert.layer``).
+#: Families whose experts ``sw.muon_groups`` knows as matrices: modules of their own, or stacks (``experts.layer``).
 _EXPERT_MATRICES = frozenset({"gpt", "mixtral", "qwen3_moe"})
 
 

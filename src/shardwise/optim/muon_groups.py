@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
 from shardwise.engine.storage.attachment import attachment_of, engine_of
-from shardwise.expert.layer import STACKED
 from shardwise.optim.muon import logical_shape
+from shardwise.parallel.experts.layer import STACKED
 from shardwise.spec.errors import StateError
 from shardwise.spec.styles import TABLES, parse_style
 

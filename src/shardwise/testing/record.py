@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardwise.api.train_step import train_step
-from shardwise.expert.layer import RoutedMixture
 from shardwise.optim.clip import clip_grad_norm
+from shardwise.parallel.experts.layer import RoutedMixture
 from shardwise.parallel.tensor.agreement import Copies
 from shardwise.parallel.tensor.layer import Experts
 from shardwise.pipeline.pipelined import pipelined_of

@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
-from shardwise.expert.layer import apply_experts, find_mixtures
+from shardwise.parallel.experts.layer import apply_experts, find_mixtures
 from shardwise.spec.slice import slice_of
 from tests.common.split import SEQ, VOCAB, Case, check
 

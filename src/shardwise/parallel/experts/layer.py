@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.expert.route import Route, combine, dispatch, find_route
+from shardwise.parallel.experts.route import Route, combine, dispatch, find_route
 from shardwise.parallel.tensor.layer import Experts, ReplacedForward
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, set_slice, slice_of

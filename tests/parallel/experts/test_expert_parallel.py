@@ -17,13 +17,13 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.engine import build as engine
-from shardwise.expert import route as expert_route
+from shardwise.parallel.experts import route as expert_route
 from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.spec.exact import Tolerance
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common.own import own
 from tests.common.split import batch, compare, optimizer_of
-from tests.expert.test_experts_parity import Mixture
+from tests.parallel.experts.test_experts_parity import Mixture
 
 pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
 

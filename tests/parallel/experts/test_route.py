@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.expert.route import combine, dispatch, find_route
+from shardwise.parallel.experts.route import combine, dispatch, find_route
 from shardwise.spec.traffic.rows import capacity, local_range
 
 

@@ -15,7 +15,7 @@ from shardwise.spec.traffic.data import Collective
 from shardwise.spec.traffic.rows import capacity, even_counts
 from shardwise.testing import probe, run_on_ranks
 from tests.engine import test_memory
-from tests.expert.traffic import MixtureTraffic
+from tests.parallel.experts.traffic import MixtureTraffic
 from tests.sim.inside import inside
 
 pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
