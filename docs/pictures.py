@@ -45,7 +45,7 @@ JOBS = {
     "state": "whole tensors in and out",
     "init": "first values",
     "optim": "what meets shards at the step",
-    "embedding": "tables with rows on all ranks",
+    "parallel.sharded_embedding": "tables with rows on all ranks",
     "parallel.experts": "mixtures of experts",
     "parallel.tensor": "tp: cut weights",
     "parallel.context": "cp: cut sequences",

@@ -29,7 +29,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 #: What ``--every-case`` repeats on debug transports (``shardwise.testing.transports``): beginnings of paths in tests/.
 ON_TRANSPORTS = (
-    *("parallel/context/test_context_parity", "parallel/context/test_context_ranks", "embedding/"),
+    *("parallel/context/test_context_parity", "parallel/context/test_context_ranks", "parallel/sharded_embedding/"),
     *("engine/test_experts", "engine/test_tied_weights", "parallel/experts/test_expert", "generation/test_generat"),
     *("pipeline/test_deferred_weights", "pipeline/test_pipeline.py", "pipeline/test_pipeline_calls"),
     *("pipeline/test_pipeline_families", "pipeline/test_pipeline_fp16", "pipeline/test_pipeline_overlap"),

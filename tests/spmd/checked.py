@@ -56,13 +56,13 @@ from shardwise import torch_private
 from shardwise.api.parallelize import apply_plan, check_cuts
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.record import RecordComm
-from shardwise.embedding.rows import _Route, find_row_sharded
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.measure.meta import build_on_meta, without_values
 from shardwise.parallel.context.root import Division
 from shardwise.parallel.experts.layer import find_mixtures, own_experts
+from shardwise.parallel.sharded_embedding.rows import _Route, find_row_sharded
 from shardwise.parallel.tensor.cut import find_cuts
 from shardwise.pipeline.batch import call_model, forward_loss
 from shardwise.pipeline.pipelined import find_stages, pipelined_of

@@ -37,11 +37,11 @@ from spmd_types import I, P, R, S, V, assert_type, assert_type_like, get_axis_lo
 from torch import Tensor
 
 from shardwise.api.data_parallel import _Spread
-from shardwise.embedding.rows import _Lookup
 from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.parallel.context.ring import _Attention
 from shardwise.parallel.context.root import _Join, _MeanLoss
 from shardwise.parallel.experts.route import _Combine, _Dispatch
+from shardwise.parallel.sharded_embedding.rows import _Lookup
 from shardwise.parallel.tensor.linear import _ColumnLinear
 from shardwise.parallel.tensor.loss import _CrossEntropy
 from shardwise.parallel.tensor.pairs import (

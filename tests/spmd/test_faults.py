@@ -18,13 +18,13 @@ from spmd_types import SpmdTypeError
 import shardwise as sw
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import DONE
-from shardwise.embedding import rows
 from shardwise.engine.extensions import batch_norm
 from shardwise.engine.gradient import Gradient
 from shardwise.engine.group import Form
 from shardwise.parallel.context import ring, root
 from shardwise.parallel.context.root import Division
 from shardwise.parallel.experts import route
+from shardwise.parallel.sharded_embedding import rows
 from shardwise.parallel.tensor import apply, layer, linear, loss, pairs
 from shardwise.pipeline import pipelined
 from tests.spmd.checked import WrongTypes, check

@@ -24,11 +24,11 @@ from torch import Tensor
 import shardwise
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
-from shardwise.embedding.rows import RowShardedEmbedding, _distinct, _Lookup, _Route
 from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.parallel.context.ring import Ring
 from shardwise.parallel.context.root import Division, _MeanLoss, in_order
 from shardwise.parallel.experts import route
+from shardwise.parallel.sharded_embedding.rows import RowShardedEmbedding, _distinct, _Lookup, _Route
 from shardwise.parallel.tensor import pairs
 from shardwise.parallel.tensor.linear import ColumnPlan, column_linear
 from shardwise.parallel.tensor.loss import Vocabulary, _CrossEntropy

@@ -15,7 +15,6 @@ from shardwise.api.wrapper_methods import add_wrapper_methods
 from shardwise.comm.axes import Comms, Place, join_world
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
-from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.engine import build
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
@@ -32,6 +31,7 @@ from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.parallel.context.apply import check_model, divide_sequences
 from shardwise.parallel.experts.layer import Mixture, apply_experts, find_mixtures, own_experts
+from shardwise.parallel.sharded_embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.parallel.tensor.agreement import Agreement, Copies
 from shardwise.parallel.tensor.apply import apply_cuts, part_of
 from shardwise.parallel.tensor.cut import ShardingPlan, find_cuts

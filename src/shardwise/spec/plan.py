@@ -79,8 +79,8 @@ class ParallelPlan:
             its own. Given as objects, or as shell patterns of their names (``*`` does not cross a dot; a module
             includes everything below it).
         row_sharded: Name patterns of embeddings whose rows, with gradients and optimizer state, are spread over all
-            ranks under any strategy; only the rows that a batch looks up are sent (``embedding.rows``). Not with
-            ``tp``, ``cp``, ``pp``, ``ep``, ``compile``.
+            ranks under any strategy; only the rows that a batch looks up are sent (``parallel.sharded_embedding``). Not
+            with ``tp``, ``cp``, ``pp``, ``ep``, ``compile``.
         reshard_after_forward: ``True``: a unit is released after its forward and gathered again in backward. ``False``:
             it stays gathered. ``"auto"``: as the strategy says. A number: after forward, each run of so many
             neighbouring ranks of ``dp_shard`` keeps the unit between them, and backward gathers it from those.
