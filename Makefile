@@ -8,8 +8,9 @@ PEERS := .venv/.peers
 INTEGRATIONS := .venv-integrations/.installed
 # The oldest and the newest transformers that pyproject.toml allows, and the tests that depend on its names.
 TRANSFORMERS := 5.10.4 5.24.0
-TRANSFORMERS_TESTS := tests/generation tests/parallel/context/test_context_ranks.py tests/parallel/tensor/test_tensor_families.py \
-    tests/pipeline/test_pipeline_families.py tests/api/test_export.py tests/checkpoint/test_pretrained.py \
+TRANSFORMERS_TESTS := tests/generation tests/parallel/context/test_context_ranks.py \
+    tests/parallel/tensor/test_tensor_families.py tests/parallel/pipeline/test_pipeline_families.py \
+    tests/api/test_export.py tests/checkpoint/test_pretrained.py \
     tests/engine/extensions/test_activation_checkpointing.py
 VERL := .venv-verl/.installed
 DOCS := .venv/.docs

@@ -36,7 +36,7 @@ JOBS = {
     "api": "what a user calls, one file for each verb",
     "planner": "chooses a plan",
     "generation": "inference",
-    "pipeline": "stages, their steps and messages",
+    "parallel.pipeline": "stages, their steps and messages",
     "checkpoint": "files",
     "measure": "what a model holds, by running it",
     "engine": "when units are gathered, released, reduced",

@@ -31,9 +31,10 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 ON_TRANSPORTS = (
     *("parallel/context/test_context_parity", "parallel/context/test_context_ranks", "parallel/sharded_embedding/"),
     *("engine/test_experts", "engine/test_tied_weights", "parallel/experts/test_expert", "generation/test_generat"),
-    *("pipeline/test_deferred_weights", "pipeline/test_pipeline.py", "pipeline/test_pipeline_calls"),
-    *("pipeline/test_pipeline_families", "pipeline/test_pipeline_fp16", "pipeline/test_pipeline_overlap"),
-    *("pipeline/test_pipeline_state", "pipeline/test_pipeline_steps.py", "product/test_product.py"),
+    *("parallel/pipeline/test_deferred_weights", "parallel/pipeline/test_pipeline.py"),
+    *("parallel/pipeline/test_pipeline_calls", "parallel/pipeline/test_pipeline_families"),
+    *("parallel/pipeline/test_pipeline_fp16", "parallel/pipeline/test_pipeline_overlap"),
+    *("parallel/pipeline/test_pipeline_state", "parallel/pipeline/test_pipeline_steps.py", "product/test_product.py"),
     *("parallel/tensor/test_tensor.py", "parallel/tensor/test_tensor_families", "parallel/tensor/test_tensor_mistakes"),
     *("train/test_train_context", "train/test_train_pipeline"),
 )

@@ -65,7 +65,7 @@ _LAZY = {
     "gradient_sync": "shardwise.api.model",
     "logical_shape": "shardwise.api.model",
     "record_collectives": "shardwise.api.model",
-    "record_pipeline": "shardwise.pipeline.pipelined",
+    "record_pipeline": "shardwise.parallel.pipeline.pipelined",
     "chunk_cross_entropy": "shardwise.engine.extensions.chunked_loss",
     "clip_grad_norm": "shardwise.optim.clip",
     "Muon": "shardwise.optim.muon",
@@ -208,7 +208,7 @@ if TYPE_CHECKING:
     from shardwise.optim.muon import Muon
     from shardwise.optim.muon_groups import muon_groups
     from shardwise.optim.scaler import GradScaler
-    from shardwise.pipeline.pipelined import record_pipeline
+    from shardwise.parallel.pipeline.pipelined import record_pipeline
     from shardwise.spec.errors import (
         CheckpointError,
         CommError,

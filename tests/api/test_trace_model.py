@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.cost.unit import UnitWork
 from shardwise.cost.work import model_work
 from shardwise.measure.storage import StorageCount
-from shardwise.pipeline.batch import forward_loss
+from shardwise.parallel.pipeline.batch import forward_loss
 from shardwise.planner import Cluster, Workload, estimate
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.shape import FAMILIES

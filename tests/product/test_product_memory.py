@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.pipeline.runner import ScheduleRunner
+from shardwise.parallel.pipeline.runner import ScheduleRunner
 from shardwise.spec.chain import gpt_stages
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule

@@ -62,11 +62,11 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.measure.meta import build_on_meta, without_values
 from shardwise.parallel.context.root import Division
 from shardwise.parallel.experts.layer import find_mixtures, own_experts
+from shardwise.parallel.pipeline.batch import call_model, forward_loss
+from shardwise.parallel.pipeline.pipelined import find_stages, pipelined_of
+from shardwise.parallel.pipeline.stage import Stages
 from shardwise.parallel.sharded_embedding.rows import _Route, find_row_sharded
 from shardwise.parallel.tensor.cut import find_cuts
-from shardwise.pipeline.batch import call_model, forward_loss
-from shardwise.pipeline.pipelined import find_stages, pipelined_of
-from shardwise.pipeline.stage import Stages
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from tests.spmd.rules import is_contracted, mark_cut

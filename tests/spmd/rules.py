@@ -41,6 +41,7 @@ from shardwise.engine.extensions.batch_norm import _Normalize
 from shardwise.parallel.context.ring import _Attention
 from shardwise.parallel.context.root import _Join, _MeanLoss
 from shardwise.parallel.experts.route import _Combine, _Dispatch
+from shardwise.parallel.pipeline.weight_grad_store import _Add, _Linear
 from shardwise.parallel.sharded_embedding.rows import _Lookup
 from shardwise.parallel.tensor.linear import _ColumnLinear
 from shardwise.parallel.tensor.loss import _CrossEntropy
@@ -55,7 +56,6 @@ from shardwise.parallel.tensor.pairs import (
     _Share,
     _ShareCopies,
 )
-from shardwise.pipeline.weight_grad_store import _Add, _Linear
 
 #: A parameter of which this rank holds a range of dimension ``_CONTRACTS`` along ``tp``: see :func:`mark_cut`.
 _CONTRACTS = "_spmd_cut_dims"

@@ -24,9 +24,9 @@ from shardwise.engine.group import Form
 from shardwise.parallel.context import ring, root
 from shardwise.parallel.context.root import Division
 from shardwise.parallel.experts import route
+from shardwise.parallel.pipeline import pipelined
 from shardwise.parallel.sharded_embedding import rows
 from shardwise.parallel.tensor import apply, layer, linear, loss, pairs
-from shardwise.pipeline import pipelined
 from tests.spmd.checked import WrongTypes, check
 from tests.spmd.families import batch, build
 from tests.spmd.test_rules import cases, check_values

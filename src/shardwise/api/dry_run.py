@@ -25,8 +25,8 @@ from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
 from shardwise.measure.storage import StorageCount, held_bytes
 from shardwise.optim.muon import Muon
 from shardwise.optim.muon_groups import muon_groups
-from shardwise.pipeline.batch import Forward, LossFn, call_model, forward_loss
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.batch import Forward, LossFn, call_model, forward_loss
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan

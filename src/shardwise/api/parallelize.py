@@ -31,11 +31,11 @@ from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.parallel.context.apply import check_model, divide_sequences
 from shardwise.parallel.experts.layer import Mixture, apply_experts, find_mixtures, own_experts
+from shardwise.parallel.pipeline.pipelined import Pipelined, find_stages
 from shardwise.parallel.sharded_embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.parallel.tensor.agreement import Agreement, Copies
 from shardwise.parallel.tensor.apply import apply_cuts, part_of
 from shardwise.parallel.tensor.cut import ShardingPlan, find_cuts
-from shardwise.pipeline.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.mesh import Mesh

@@ -13,8 +13,8 @@ from shardwise.api.model import gradient_sync
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.optim.scaler import GradScaler
-from shardwise.pipeline.batch import Forward, LossFn, call_model, fitting_count, forward_loss, split_batch
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.batch import Forward, LossFn, call_model, fitting_count, forward_loss, split_batch
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 
 

@@ -18,7 +18,7 @@ from shardwise.generation.decode import generating_engine
 from shardwise.generation.decoder import decoder_of
 from shardwise.generation.lane import Lane, Order
 from shardwise.generation.runner import Runner, Stages, WholeModel
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 
 #: What the first rank decides: ``decide(lane, tokens)`` is told the newest tokens of a lane, by the numbers of its

@@ -24,7 +24,7 @@ from shardwise.generation.chunks import Chunk, RowSplit, Settings, Turn, slots
 from shardwise.generation.decoder import decoder_of
 from shardwise.generation.runner import Runner, Stages, WholeModel
 from shardwise.generation.sample import Sampling
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, RankDisagreement, ShardwiseError, StateError
 
 Prompts = Tensor | Sequence[Sequence[int]]

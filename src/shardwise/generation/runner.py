@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm, Handle, Message
 from shardwise.generation.chunks import Chunk
 from shardwise.generation.decoder import Forward, MakeForward
-from shardwise.pipeline.runner import BoundaryTensor, empty_header, header, read_header
-from shardwise.pipeline.stage import Stages as PipelineStages
-from shardwise.pipeline.trace import Source, StageFlow
+from shardwise.parallel.pipeline.runner import BoundaryTensor, empty_header, header, read_header
+from shardwise.parallel.pipeline.stage import Stages as PipelineStages
+from shardwise.parallel.pipeline.trace import Source, StageFlow
 
 #: Exchanges whose sends may be under way while this rank computes.
 _EXCHANGES_AHEAD = 2

@@ -26,7 +26,7 @@ from shardwise.generation.decode import Prompts, batches_of_readers, check_ids, 
 from shardwise.generation.decoder import Forward, decoder_of
 from shardwise.generation.lane import few_lengths
 from shardwise.generation.runner import Runner, Stages, WholeModel
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, ShardwiseError
 
 #: The most numbers of logits that are normalised at a time.

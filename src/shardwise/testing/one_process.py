@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.pipeline.batch import LossFn, forward_loss
+from shardwise.parallel.pipeline.batch import LossFn, forward_loss
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 

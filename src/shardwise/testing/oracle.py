@@ -51,7 +51,7 @@ from shardwise.engine.storage.attachment import attachment_of
 from shardwise.engine.storage.optimizer import needed_by
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.optim.in_backward import optimizer_in_backward
-from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
+from shardwise.parallel.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.spec.exact import Tolerance
 from shardwise.spec.granularity import row_numel
 from shardwise.state.model import full_state_dict

@@ -22,8 +22,8 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch.world import ranks_per_machine
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.optim.scaler import GradScaler
-from shardwise.pipeline.batch import LossFn, split_batch
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.batch import LossFn, split_batch
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.spec.exact import check_exact, splits_sums, tolerance
 from shardwise.spec.mesh import Mesh

@@ -35,8 +35,8 @@ from shardwise.engine.storage.part import plain_of
 from shardwise.engine.storage.waiting import WaitingGradient
 from shardwise.engine.unit import State, Unit
 from shardwise.measure.storage import held_bytes
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.parallel.tensor.apply import take
-from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.sim.facts import UnitSeconds
 from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import Extent

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map
 from shardwise.api.train_step import train_step
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.parallel.experts.layer import RoutedMixture
+from shardwise.parallel.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.stage_module import Placeholder
 from shardwise.parallel.tensor.agreement import Copies
 from shardwise.parallel.tensor.layer import Experts
-from shardwise.pipeline.pipelined import pipelined_of
-from shardwise.pipeline.stage_module import Placeholder
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing.one_process import Job, OneProcess
 from shardwise.testing.probe import Range, probe

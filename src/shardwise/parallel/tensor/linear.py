@@ -19,7 +19,7 @@ from shardwise.parallel.tensor.pairs import gathered_seq, start_scattered_seq, s
 
 
 class Deferral(Protocol):
-    """Computes with weights and biases whose gradients it may defer (``pipeline.weight_grad_store``)."""
+    """Computes with weights and biases whose gradients it may defer (``parallel.pipeline.weight_grad_store``)."""
 
     def linear(self, given: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
         """As :meth:`ColumnPlan.forward`."""

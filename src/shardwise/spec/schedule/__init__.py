@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: built and checked by arithmetic, run by ``pipeline``."""
+"""Pipeline schedules as data: built and checked by arithmetic, run by ``parallel.pipeline``."""
 
 from shardwise.spec.schedule.actions import Action, Kind, Schedule
 from shardwise.spec.schedule.builders import SCHEDULES, PipelinePolicy, build, forward_only, pipeline_policy

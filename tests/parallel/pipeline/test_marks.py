@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.pipeline.marks import FlowMarks
+from shardwise.parallel.pipeline.marks import FlowMarks
 from shardwise.spec.errors import PlanError
-from tests.pipeline.test_stages import call, check, split
+from tests.parallel.pipeline.test_stages import call, check, split
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.common import models
 from tests.common.own import own
-from tests.pipeline.test_pipeline import batch
+from tests.parallel.pipeline.test_pipeline import batch
 
 CASES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 POLICY = sw.PrecisionPolicy(param_dtype="fp16", output_dtype="fp32")

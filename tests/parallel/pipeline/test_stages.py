@@ -11,9 +11,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api.train_step import forward_loss
-from shardwise.pipeline.pipelined import find_stages
-from shardwise.pipeline.stage import Stages
-from shardwise.pipeline.stage_module import Placeholder, drop_foreign, make_meta_copy
+from shardwise.parallel.pipeline.pipelined import find_stages
+from shardwise.parallel.pipeline.stage import Stages
+from shardwise.parallel.pipeline.stage_module import Placeholder, drop_foreign, make_meta_copy
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.schedule import PipelinePolicy
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.pipeline.runner import ScheduleRunner
+from shardwise.parallel.pipeline.runner import ScheduleRunner
 from shardwise.testing import probe, run_on_ranks
 
 pytest.importorskip("transformers")

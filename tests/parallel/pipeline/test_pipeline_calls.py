@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.spec.errors import PlanError
 from shardwise.testing import run_on_ranks
-from tests.pipeline.test_stages import call, check, split
+from tests.parallel.pipeline.test_stages import call, check, split
 
 WIDTH, STEPS, NUM_MICROBATCHES = 4, 2, 2
 

@@ -12,8 +12,8 @@ from shardwise.comm.axes import DATA_PARALLEL
 from shardwise.comm.record import RecordComm
 from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.pipeline.batch import call_model
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.batch import call_model
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.pipeline.batch import split_batch
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.parallel.pipeline.batch import split_batch
+from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 

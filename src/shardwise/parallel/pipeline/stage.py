@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.control import check_same, digest_text, refuse_different
-from shardwise.pipeline.stage_module import StageModule, show_zeros, zeros
-from shardwise.pipeline.trace import Source, StageFlow, Tracer, inside_of_blocks, shape_key
+from shardwise.parallel.pipeline.stage_module import StageModule, show_zeros, zeros
+from shardwise.parallel.pipeline.trace import Source, StageFlow, Tracer, inside_of_blocks, shape_key
 from shardwise.spec.errors import StateError
 
 

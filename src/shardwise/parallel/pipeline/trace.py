@@ -24,8 +24,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from shardwise.comm.control import digest_text
 from shardwise.engine.hooks import parts_of
-from shardwise.pipeline.marks import FlowMarks
-from shardwise.pipeline.stage_module import StageModule, zeros
+from shardwise.parallel.pipeline.marks import FlowMarks
+from shardwise.parallel.pipeline.stage_module import StageModule, zeros
 from shardwise.spec.errors import PlanError
 
 #: An output of a stage module: the number of the call that made it, and its place among the leaves of what it returned.

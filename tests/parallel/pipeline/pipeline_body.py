@@ -1,4 +1,4 @@
-"""What the tests of failing stages start: ``python -m tests.pipeline.pipeline_body FOLDER PP TP RANK WHAT``."""
+"""Tests of failing stages start it: ``python -m tests.parallel.pipeline.pipeline_body FOLDER PP TP RANK WHAT``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.world import init_process_group, read_world, shutdown
-from shardwise.pipeline.runner import ScheduleRunner
+from shardwise.parallel.pipeline.runner import ScheduleRunner
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.schedule import Kind
 

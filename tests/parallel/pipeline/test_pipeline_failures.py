@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.launch.elastic import launch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def run(tmp_path, capfd, mesh, culprit, what):
     """The launcher's code and what it printed."""
     pp, tp = mesh
     arguments = [str(tmp_path), str(pp), str(tp), str(culprit), what]
-    code = launch("tests.pipeline.pipeline_body", arguments, pp * tp, log_dir=tmp_path / "logs")
+    code = launch("tests.parallel.pipeline.pipeline_body", arguments, pp * tp, log_dir=tmp_path / "logs")
     for path in tmp_path.glob("pid-0-*"):
         assert not Path(f"/proc/{path.read_text()}").exists(), "a rank is left"
     return code, capfd.readouterr().err

@@ -23,9 +23,9 @@ from torch import Tensor
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.extensions.pipeline_step import PipelineStep
-from shardwise.pipeline.stage import Agreement, Stages
-from shardwise.pipeline.trace import Source, StageFlow
-from shardwise.pipeline.weight_grad_store import WeightGradStore
+from shardwise.parallel.pipeline.stage import Agreement, Stages
+from shardwise.parallel.pipeline.trace import Source, StageFlow
+from shardwise.parallel.pipeline.weight_grad_store import WeightGradStore
 from shardwise.spec.errors import StateError
 from shardwise.spec.schedule import Action, Kind, Schedule
 

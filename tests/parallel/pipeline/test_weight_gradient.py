@@ -9,7 +9,7 @@ import torch
 import torch.nn.utils.parametrize
 from torch import nn
 
-from shardwise.pipeline.weight_grad_store import WeightGradStore
+from shardwise.parallel.pipeline.weight_grad_store import WeightGradStore
 
 
 class Twice(nn.Module):

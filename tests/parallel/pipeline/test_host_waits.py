@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
 from shardwise.parallel.context.apply import _check_values
-from shardwise.pipeline.pipelined import Pipelined
-from shardwise.pipeline.stage import Agreement
+from shardwise.parallel.pipeline.pipelined import Pipelined
+from shardwise.parallel.pipeline.stage import Agreement
 from shardwise.spec.errors import StateError
 from shardwise.state.optimizer import as_numbers
 

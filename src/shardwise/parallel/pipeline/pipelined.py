@@ -24,10 +24,9 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.unit import Unit
 from shardwise.launch.notice import tell_once
 from shardwise.measure.meta import cut_alone
-from shardwise.parallel.tensor.apply import defer_weights
-from shardwise.pipeline.runner import DTYPES, Job, ScheduleRunner
-from shardwise.pipeline.stage import Agreement, Stages, shown_shapes
-from shardwise.pipeline.stage_module import (
+from shardwise.parallel.pipeline.runner import DTYPES, Job, ScheduleRunner
+from shardwise.parallel.pipeline.stage import Agreement, Stages, shown_shapes
+from shardwise.parallel.pipeline.stage_module import (
     StageModule,
     assign_stages,
     drop_foreign,
@@ -35,7 +34,8 @@ from shardwise.pipeline.stage_module import (
     held_parameters,
     make_meta_copy,
 )
-from shardwise.pipeline.weight_grad_store import WeightGradStore
+from shardwise.parallel.pipeline.weight_grad_store import WeightGradStore
+from shardwise.parallel.tensor.apply import defer_weights
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.pipeline_step import PipelineStep
-from shardwise.pipeline.runner import ScheduleRunner
+from shardwise.parallel.pipeline.runner import ScheduleRunner
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
 from shardwise.testing.transports import TRANSPORT
