@@ -42,7 +42,7 @@ JOBS = {
     "engine": "when units are gathered, released, reduced",
     "engine.storage": "how a shard is held",
     "engine.extensions": "what attaches to the engine",
-    "state": "whole tensors in and out",
+    "weights.state": "whole tensors in and out",
     "init": "first values",
     "optim": "what meets shards at the step",
     "parallel.sharded_embedding": "tables with rows on all ranks",

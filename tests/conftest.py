@@ -44,7 +44,8 @@ TRANSPORTS = ("in-order", "early-free")
 ON_THREE = (
     *("comm/", "engine/test_disagreement", "engine/test_prefetch", "engine/test_different_paths"),
     *("engine/test_parameters", "engine/test_parity", "engine/test_released_units", "engine/test_tied_weights"),
-    *("engine/test_trace_of_steps", "optim/test_granularity_ranks", "optim/test_muon", "state/test_logical_state"),
+    *("engine/test_trace_of_steps", "optim/test_granularity_ranks", "optim/test_muon"),
+    "weights/state/test_logical_state",
 )
 #: A module in which one of these stands starts processes that take seconds: no part of a quick look (``--quick``).
 STARTS = re.compile(r"on_ranks\(|train_here|launch\.elastic|pytestmark = pytest\.mark\.(slow|long)")

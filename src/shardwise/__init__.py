@@ -40,7 +40,7 @@ _LAZY = {
     "NonFiniteError": "shardwise.spec.errors",
     "CollectiveEvent": "shardwise.comm.base",
     "optimizer_in_backward": "shardwise.optim.in_backward",
-    "ExponentialMovingAverage": "shardwise.state.average",
+    "ExponentialMovingAverage": "shardwise.weights.state.average",
     "parallelize": "shardwise.api.parallelize",
     "check_replicas": "shardwise.api.replicas",
     "save": "shardwise.api.save",
@@ -77,12 +77,12 @@ _LAZY = {
     "deferred_init": "shardwise.init.deferred",
     "flat_parameters": "shardwise.engine.storage.flat_parameters",
     "declare_granularity": "shardwise.engine.storage.optimizer",
-    "full_state_dict": "shardwise.state.model",
-    "iterate_full_parameters": "shardwise.state.iterate",
-    "load_full_state_dict": "shardwise.state.model",
+    "full_state_dict": "shardwise.weights.state.model",
+    "iterate_full_parameters": "shardwise.weights.state.iterate",
+    "load_full_state_dict": "shardwise.weights.state.model",
     "GradScaler": "shardwise.optim.scaler",
     "summary": "shardwise.api.summary",
-    "full_parameters": "shardwise.state.full_parameters",
+    "full_parameters": "shardwise.weights.state.full_parameters",
     "join": "shardwise.api.join",
     "from_pretrained": "shardwise.train.model.pretrained",
     "newest_checkpoint": "shardwise.checkpoint.store",
@@ -237,13 +237,13 @@ if TYPE_CHECKING:
     )
     from shardwise.spec.schedule import PipelinePolicy
     from shardwise.spec.shape import ModelShape
-    from shardwise.state.average import ExponentialMovingAverage
-    from shardwise.state.full_parameters import full_parameters
-    from shardwise.state.iterate import iterate_full_parameters
-    from shardwise.state.model import full_state_dict, load_full_state_dict
     from shardwise.testing.parity import parity
     from shardwise.train.data.sampler import DistributedSampler
     from shardwise.train.model.pretrained import from_pretrained
+    from shardwise.weights.state.average import ExponentialMovingAverage
+    from shardwise.weights.state.full_parameters import full_parameters
+    from shardwise.weights.state.iterate import iterate_full_parameters
+    from shardwise.weights.state.model import full_state_dict, load_full_state_dict
 
 
 def __getattr__(name: str) -> Any:

@@ -34,8 +34,8 @@ from shardwise.checkpoint.dcp_import import import_dcp
 from shardwise.cli.app import run
 from shardwise.comm.dtype import memory_order
 from shardwise.spec.errors import CheckpointError
-from shardwise.state.extents import empty
 from shardwise.testing import run_on_ranks
+from shardwise.weights.state.extents import empty
 from tests.common.ranks import refusal
 
 VOCAB, DIM = 12, 6

@@ -18,7 +18,7 @@ from shardwise.checkpoint import folder as folders
 from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, CommError
 from shardwise.testing import RankFailure, run_on_ranks
-from tests.state.test_trainable_state import Block, build
+from tests.weights.state.test_trainable_state import Block, build
 
 
 def parallel(**plan: Any) -> nn.Module:

@@ -46,7 +46,7 @@ ABOUT = {
     "engine/extensions/test_precision_overrides.py": "checkpoint",
     "checkpoint/test_async_save.py": "checkpoint launch.fault",
     "checkpoint/test_checkpoint.py": "checkpoint comm.axes",
-    "checkpoint/test_dcp.py": "checkpoint cli.app comm.dtype state.extents",
+    "checkpoint/test_dcp.py": "checkpoint cli.app comm.dtype weights.state.extents",
     "checkpoint/test_frozen_files.py": "checkpoint",
     "checkpoint/test_pretrained.py": "checkpoint train",
     "train/train_here.py": "launch.file train.predicted.memory",
@@ -75,7 +75,7 @@ ABOUT = {
     # models cut by hand, and the cuts
     "parallel/tensor/test_dropout.py": "comm.record parallel.tensor.dropout",
     "parallel/tensor/test_tensor.py": "comm.record parallel.tensor",
-    "state/test_logical_state.py": "checkpoint comm.axes api.shard engine.storage.ignored",
+    "weights/state/test_logical_state.py": "checkpoint comm.axes api.shard engine.storage.ignored",
     "parallel/tensor/test_tensor_mistakes.py": "comm.axes parallel.tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",

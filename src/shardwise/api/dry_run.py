@@ -32,7 +32,7 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.schedule.simulate import Durations, simulate
 from shardwise.spec.text import first_line, size
-from shardwise.state.average import ExponentialMovingAverage
+from shardwise.weights.state.average import ExponentialMovingAverage
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -22,8 +22,8 @@ from shardwise.engine.storage.buffers import saved_dtypes
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
-from shardwise.state.iterate import Units
-from shardwise.state.model import own_buffers
+from shardwise.weights.state.iterate import Units
+from shardwise.weights.state.model import own_buffers
 
 
 def export(

@@ -15,7 +15,7 @@ from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable
-from shardwise.state.model import EXTRA_STATE, load_extra_state
+from shardwise.weights.state.model import EXTRA_STATE, load_extra_state
 
 _TENSOR = "__tensor__"
 

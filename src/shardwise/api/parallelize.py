@@ -42,7 +42,7 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.text import did_you_mean
-from shardwise.state.model import Unfilled, load_full_state_dict, load_ranges
+from shardwise.weights.state.model import Unfilled, load_full_state_dict, load_ranges
 
 
 def parallelize(

@@ -39,11 +39,11 @@ from shardwise.optim import checks
 from shardwise.spec.errors import CheckpointError, ShardwiseError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
-from shardwise.state import model as states
-from shardwise.state.average import ExponentialMovingAverage
-from shardwise.state.extents import Pairs
-from shardwise.state.held import count_holders, ignored_extents, stored_names, written_names
-from shardwise.state.optimizer import OptimizerState, optimizer_extents, optimizer_scalars
+from shardwise.weights.state import model as states
+from shardwise.weights.state.average import ExponentialMovingAverage
+from shardwise.weights.state.extents import Pairs
+from shardwise.weights.state.held import count_holders, ignored_extents, stored_names, written_names
+from shardwise.weights.state.optimizer import OptimizerState, optimizer_extents, optimizer_scalars
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

@@ -18,7 +18,7 @@ import numpy as np
 from shardwise.checkpoint.partition import Column, Cuts, Partitions, column, join_runs
 from shardwise.checkpoint.table import MOST_PROBLEMS, Table, describe
 from shardwise.spec.extent import Extent, unpacked_cuts
-from shardwise.state.extents import coverage_problems
+from shardwise.weights.state.extents import coverage_problems
 
 #: Fast rather than small: texts of many ranks arrive at once, and most are alike.
 _LEVEL = 1

@@ -27,8 +27,8 @@ from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import printable
-from shardwise.state.extents import empty
-from shardwise.state.held import BUFFER
+from shardwise.weights.state.extents import empty
+from shardwise.weights.state.held import BUFFER
 
 _OPTIMIZER = "optimizer/"
 #: Beginnings of names of what torch's checkpoints do not have: averages and each rank's own state and parameters.

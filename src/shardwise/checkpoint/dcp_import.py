@@ -33,7 +33,7 @@ from shardwise.comm.dtype import torch_dtype
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
-from shardwise.state.optimizer import PER_PARAMETER
+from shardwise.weights.state.optimizer import PER_PARAMETER
 
 #: What wrappers of modules add to names; the plain model has none of these.
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")

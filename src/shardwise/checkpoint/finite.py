@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.state.extents import Pairs
+from shardwise.weights.state.extents import Pairs
 
 #: Buffers may hold infinity rightly: masks of attention.
 _UNCHECKED = "buffer/"

@@ -32,7 +32,7 @@ from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import aligned, similar, size
-from shardwise.state.extents import Pairs
+from shardwise.weights.state.extents import Pairs
 
 _MOST_LINES, _MOST_NAMES = 40, 5
 #: Beginnings of names, and what a summary calls the tensors.

@@ -30,7 +30,7 @@ from shardwise.checkpoint.shard import Piece
 from shardwise.spec.extent import MAX_CELLS, Extent, describe_cuts
 from shardwise.spec.precision import ITEM_BYTES
 from shardwise.spec.slice import simplest
-from shardwise.state.extents import coverage_problems
+from shardwise.weights.state.extents import coverage_problems
 
 #: Different slices that are compared one by one. A slice of one range of one dimension, as the others of its tensor, is
 #: none of them.

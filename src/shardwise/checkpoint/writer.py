@@ -51,7 +51,7 @@ from shardwise.spec.errors import CheckpointError, NonFiniteError, ShardwiseErro
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import size
-from shardwise.state.extents import Pairs
+from shardwise.weights.state.extents import Pairs
 
 
 def write(

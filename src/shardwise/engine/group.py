@@ -42,7 +42,7 @@ class Form:
 
     Attributes:
         kept_epoch: The forward whose parameters are kept, and can be gathered again, without the master.
-        is_shown: The parameters are whole tensors for the user to see (``state.full_parameters``).
+        is_shown: The parameters are whole tensors for the user to see (``weights.state.full_parameters``).
     """
 
     kept_epoch = -1

@@ -54,8 +54,8 @@ from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.parallel.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.spec.exact import Tolerance
 from shardwise.spec.granularity import row_numel
-from shardwise.state.model import full_state_dict
 from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, part_of, probe
+from shardwise.weights.state.model import full_state_dict
 
 Script = Callable[[nn.Module, int, int], Any]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]

@@ -29,10 +29,10 @@ from shardwise.spec.exact import check_exact, splits_sums, tolerance
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import aligned
-from shardwise.state.model import full_state_dict
 from shardwise.testing.locate import Location, NoDifference, locate_difference
 from shardwise.testing.one_process import Job, OptimizerFactory, Run, largest_rate, run_one_process
 from shardwise.testing.record import Parallelize
+from shardwise.weights.state.model import full_state_dict
 
 
 @dataclass(frozen=True)

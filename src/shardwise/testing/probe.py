@@ -45,8 +45,8 @@ from shardwise.spec.order import units_in
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
 from shardwise.spec.traffic.data import Collective
-from shardwise.state.model import held_values, owned_extents
-from shardwise.state.optimizer import optimizer_extents
+from shardwise.weights.state.model import held_values, owned_extents
+from shardwise.weights.state.optimizer import optimizer_extents
 
 #: Inside ``with checks():`` what is released is filled with NaN and saved tensors are checked in every step. Slow.
 checks = safety.checks

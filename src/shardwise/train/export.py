@@ -21,11 +21,11 @@ from shardwise.comm.dtype import dtype_name, memory_order, torch_dtype
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
-from shardwise.state.extents import empty
-from shardwise.state.held import BUFFER, persistent_buffers
 from shardwise.train.data.tokenizer import BYTES, byte_tokenizer
 from shardwise.train.model.build import defer_model
 from shardwise.train.trained import Trained
+from shardwise.weights.state.extents import empty
+from shardwise.weights.state.held import BUFFER, persistent_buffers
 
 _GENERATION = "generation_config.json"
 

@@ -15,7 +15,7 @@ from shardwise.parallel.context.apply import _check_values
 from shardwise.parallel.pipeline.pipelined import Pipelined
 from shardwise.parallel.pipeline.stage import Agreement
 from shardwise.spec.errors import StateError
-from shardwise.state.optimizer import as_numbers
+from shardwise.weights.state.optimizer import as_numbers
 
 
 class OnDevice(RecordComm):

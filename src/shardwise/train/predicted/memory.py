@@ -27,11 +27,11 @@ from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.activations import Activations
 from shardwise.spec.memory.eight_bit import eight_bit_bytes
 from shardwise.spec.memory.footprint import StateBytes
-from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train.config.resolve import RunConfig
 from shardwise.train.config.sections import OptimizerSection
 from shardwise.train.control import Control
 from shardwise.train.model.build import blank_batch, build_model, objective_of
+from shardwise.weights.state.average import ExponentialMovingAverage
 
 
 class PeakTensorBytes:

@@ -19,13 +19,13 @@ from shardwise.checkpoint.folder import RefusedError
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
 from shardwise.spec.run_files import CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
-from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train.config.sections import CheckpointSection, Config
 from shardwise.train.control import Control
 from shardwise.train.differences import differences
 from shardwise.train.folder import read_run_id, read_small, replace_text
 from shardwise.train.saves import random_state
 from shardwise.train.saves.memory_tier import MemoryTier
+from shardwise.weights.state.average import ExponentialMovingAverage
 
 #: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
 _FREE = (

@@ -26,7 +26,7 @@ from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Slice, simplest, slice_of
-from shardwise.state.extents import Holding, Pairs
+from shardwise.weights.state.extents import Holding, Pairs
 
 #: Begins the names of buffers in checkpoints.
 BUFFER = "buffer/"

@@ -18,8 +18,8 @@ from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.slice import slice_of
-from shardwise.state.extents import Pairs
-from shardwise.state.held import extent_of, owned_pieces, pairs_of
+from shardwise.weights.state.extents import Pairs
+from shardwise.weights.state.held import extent_of, owned_pieces, pairs_of
 
 #: Begins the names of averages in checkpoints.
 _AVERAGE = "average/"

@@ -40,8 +40,8 @@ from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import Granularity, first_row_dim, row_numel
 from shardwise.spec.layout import ParamSpec, Piece
 from shardwise.spec.slice import Cut, slice_of
-from shardwise.state.extents import Pairs
-from shardwise.state.held import Names, owned_pieces
+from shardwise.weights.state.extents import Pairs
+from shardwise.weights.state.held import Names, owned_pieces
 
 #: Begins the names of optimizer state in checkpoints.
 _OPTIMIZER = "optimizer/"

@@ -11,7 +11,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut, Slice, simplest
-from shardwise.state.extents import Holding, gather, refuse_gaps, scatter, survey
+from shardwise.weights.state.extents import Holding, gather, refuse_gaps, scatter, survey
 from tests.checkpoint.threads import run_in_threads
 
 

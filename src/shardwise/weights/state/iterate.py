@@ -13,7 +13,7 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import slice_of
-from shardwise.state.extents import (
+from shardwise.weights.state.extents import (
     Holding,
     Report,
     as_bytes,
@@ -25,7 +25,7 @@ from shardwise.state.extents import (
     unpacked,
     whole_extent,
 )
-from shardwise.state.held import gathered_pieces, in_order, is_first_of_stage, of_group, of_sliced, of_tensor
+from shardwise.weights.state.held import gathered_pieces, in_order, is_first_of_stage, of_group, of_sliced, of_tensor
 
 
 def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = None) -> Iterator[tuple[str, Tensor]]:

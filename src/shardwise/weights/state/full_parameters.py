@@ -26,8 +26,8 @@ from shardwise.engine.unit import Unit
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import Entry
 from shardwise.spec.slice import slice_of
-from shardwise.state.extents import gather, scatter, survey
-from shardwise.state.held import gathered_pieces, of_group
+from shardwise.weights.state.extents import gather, scatter, survey
+from shardwise.weights.state.held import gathered_pieces, of_group
 
 
 @dataclass(slots=True)

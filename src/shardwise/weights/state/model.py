@@ -24,8 +24,8 @@ from shardwise.engine.storage.buffers import saved_dtypes
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
-from shardwise.state.extents import Pairs, Report, Targets, gather, refuse_gaps, scatter, survey
-from shardwise.state.held import (
+from shardwise.weights.state.extents import Pairs, Report, Targets, gather, refuse_gaps, scatter, survey
+from shardwise.weights.state.held import (
     BUFFER,
     extent_of,
     gathered_pieces,

@@ -1,0 +1,1 @@
+"""Logical tensors in and out (``state``), and first values (``init``)."""
