@@ -43,7 +43,7 @@ JOBS = {
     "engine.storage": "how a shard is held",
     "engine.extensions": "what attaches to the engine",
     "weights.state": "whole tensors in and out",
-    "init": "first values",
+    "weights.init": "first values",
     "optim": "what meets shards at the step",
     "parallel.sharded_embedding": "tables with rows on all ranks",
     "parallel.experts": "mixtures of experts",

@@ -74,7 +74,7 @@ _LAZY = {
     "data_parallel_rank": "shardwise.api.model",
     "data_parallel_size": "shardwise.api.model",
     "declare_elementwise": "shardwise.engine.storage.optimizer",
-    "deferred_init": "shardwise.init.deferred",
+    "deferred_init": "shardwise.weights.init.deferred",
     "flat_parameters": "shardwise.engine.storage.flat_parameters",
     "declare_granularity": "shardwise.engine.storage.optimizer",
     "full_state_dict": "shardwise.weights.state.model",
@@ -202,7 +202,6 @@ if TYPE_CHECKING:
     from shardwise.engine.storage.optimizer import declare_elementwise, declare_granularity
     from shardwise.generation.decode import generate, generate_stream
     from shardwise.generation.score import Score, score
-    from shardwise.init.deferred import deferred_init
     from shardwise.optim.clip import clip_grad_norm
     from shardwise.optim.in_backward import optimizer_in_backward
     from shardwise.optim.muon import Muon
@@ -240,6 +239,7 @@ if TYPE_CHECKING:
     from shardwise.testing.parity import parity
     from shardwise.train.data.sampler import DistributedSampler
     from shardwise.train.model.pretrained import from_pretrained
+    from shardwise.weights.init.deferred import deferred_init
     from shardwise.weights.state.average import ExponentialMovingAverage
     from shardwise.weights.state.full_parameters import full_parameters
     from shardwise.weights.state.iterate import iterate_full_parameters

@@ -322,7 +322,7 @@ class EngineAllocations(TorchDispatchMode):
 
 
 #: The folders of the engine and what attaches to it: not of models, nor of what calls the engine.
-PACKAGE = tuple(f"{Path(sw.__file__).parent / name}/" for name in ("engine", "weights", "init", "optim", "comm"))
+PACKAGE = tuple(f"{Path(sw.__file__).parent / name}/" for name in ("engine", "weights", "optim", "comm"))
 
 
 def _caller() -> str:

@@ -83,7 +83,7 @@ READ_PRIVATE_NAMES = {
     "parallel/context/kernel.py",
     "engine/hooks.py",
     "engine/extensions/activation_offload.py",
-    "init/deferred.py",
+    "weights/init/deferred.py",
     "integrations/verl.py",
     "measure/calibrate.py",
     "measure/meta.py",

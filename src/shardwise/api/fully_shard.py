@@ -25,7 +25,6 @@ from shardwise.engine.storage.host import choose_units
 from shardwise.engine.storage.ignored import find_ignored
 from shardwise.engine.storage.waiting import set_gradient_sync
 from shardwise.engine.unit import Unit
-from shardwise.init.sync import synchronise
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
 from shardwise.optim.in_backward import refuse, refuse_sums
@@ -37,6 +36,7 @@ from shardwise.spec.plan import check_inner_size
 from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy, translated
 from shardwise.spec.policies import offload_policy as parse_offload
 from shardwise.spec.replacement import Replacement
+from shardwise.weights.init.sync import synchronise
 
 _ModuleOrList = TypeVar("_ModuleOrList", nn.Module, Sequence[nn.Module])
 

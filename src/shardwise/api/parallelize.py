@@ -25,8 +25,6 @@ from shardwise.engine.extensions.precision import Policies, tell_of_narrow_maste
 from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.engine.storage.attachment import attachment_of, engine_of
 from shardwise.engine.storage.ignored import Ignored, find_ignored
-from shardwise.init.materialize import FromLater, Given, Missing, Source, fill_buffers, fill_parameters, find_source
-from shardwise.init.sync import synchronise
 from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.parallel.context.apply import check_model, divide_sequences
@@ -42,6 +40,16 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.text import did_you_mean
+from shardwise.weights.init.materialize import (
+    FromLater,
+    Given,
+    Missing,
+    Source,
+    fill_buffers,
+    fill_parameters,
+    find_source,
+)
+from shardwise.weights.init.sync import synchronise
 from shardwise.weights.state.model import Unfilled, load_full_state_dict, load_ranges
 
 

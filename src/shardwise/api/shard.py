@@ -29,7 +29,6 @@ from shardwise.engine.storage.host import choose_units
 from shardwise.engine.storage.ignored import NOTHING, Ignored, ignored_of
 from shardwise.engine.storage.part import CoversAll, Part, cover_shards
 from shardwise.engine.unit import Unit
-from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
 from shardwise.spec.errors import PlanError
 from shardwise.spec.facts import EngineOptions
@@ -37,6 +36,7 @@ from shardwise.spec.granularity import TENSOR
 from shardwise.spec.placement import Placements
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.replacement import Replacement
+from shardwise.weights.init.materialize import Source, fill_parameters
 
 
 def shard_model(
@@ -49,7 +49,7 @@ def shard_model(
     ignored: Ignored = NOTHING,
     source: Source | None = None,
 ) -> Engine:
-    """Turn ``model`` into units, in place. Every rank must hold the same values already (``init.sync``).
+    """Turn ``model`` into units, in place. Every rank must hold the same values already (``weights.init.sync``).
 
     Args:
         model: The root.

@@ -1,7 +1,7 @@
 """Records on ``meta`` how tensors get their first values, and computes the values later, a few tensors at a time.
 
 Two things are recorded: the construction of a model (:func:`deferred_init`), and how the modules of a model that is on
-``meta`` already initialise what they own (``init.materialize``). A replay runs only the operations that the wanted
+``meta`` already initialise what they own (``materialize``). A replay runs only the operations that the wanted
 values come from. It gives, to the last bit, the values of a plain run under the same seed.
 
 On ``meta`` nothing is drawn, yet a replayed random operation must draw the numbers of its place among all. So every

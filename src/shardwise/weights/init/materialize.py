@@ -29,9 +29,9 @@ from shardwise.comm.control import agree, check_same
 from shardwise.comm.digest import digest_of
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.build import OwnedParameter
-from shardwise.init.deferred import Recording, recorded, take_recording
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
+from shardwise.weights.init.deferred import Recording, recorded, take_recording
 
 #: Initialises the parameters and buffers that a module owns directly.
 Init = Callable[[nn.Module], None]
