@@ -150,3 +150,14 @@ def test_a_prompt_may_fill_every_position():
 def test_other_models_are_refused():
     with pytest.raises(StateError, match="not a Linear"):
         sw.generate(torch.nn.Linear(2, 2), [[1]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("numel", [1, VOCAB * 3])
+def test_logits_are_normalised_some_at_a_time_when_tokens_are_scored(monkeypatch, numel):
+    model, continuations = build(), [[4, 1], [7, 7, 7], [6]]
+    expected = sw.score(model, PROMPTS, continuations)
+    at_once, normalise = [], torch.Tensor.log_softmax
+    monkeypatch.setattr("shardwise.generation.score._NORMALISED_NUMEL", numel)
+    monkeypatch.setattr(torch.Tensor, "log_softmax", lambda t, **by: at_once.append(len(t)) or normalise(t, **by))
+    assert sw.score(model, PROMPTS, continuations) == expected
+    assert at_once == ([1] * 6 if numel == 1 else [3, 3])

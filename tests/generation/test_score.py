@@ -68,18 +68,6 @@ def test_scores_of_a_batch_are_those_of_each_row_alone(overrides, batch_tokens):
     assert sw.score(model, [], []) == []
 
 
-@pytest.mark.parametrize("numel", [1, VOCAB * 3, VOCAB * 1000])
-def test_logits_are_normalised_some_at_a_time(monkeypatch, numel):
-    model = build().double()
-    expected = plain(model)
-    most = []
-    normalise = torch.Tensor.log_softmax
-    monkeypatch.setattr("shardwise.generation.score._NORMALISED_NUMEL", numel)
-    monkeypatch.setattr(torch.Tensor, "log_softmax", lambda t, **by: most.append(len(t)) or normalise(t, **by))
-    same(sw.score(model, PROMPTS, CONTINUATIONS), expected, EXACT)
-    assert max(most) == min(max(1, numel // VOCAB), sum(map(len, CONTINUATIONS)))
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mamba"])
 def test_causal_models_of_transformers(name):
     if name == "mamba":

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.testing import run_on_ranks
+from tests.common.tokenizers import save_model, save_tokenizer
+from tests.integrations.test_lm_eval import write_tasks
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
@@ -47,6 +49,22 @@ assert result.metrics["loss"] > 0
 with result.checkpoint.as_directory() as folder:
     assert folder.startswith({folder!r})
 """
+BEFORE_LM_EVAL = """
+from pathlib import Path
+import shardwise as sw
+from lm_eval.tasks import TaskManager
+from transformers import AutoTokenizer
+from tests.integrations import test_lm_eval as own
+
+folder = Path({folder!r})
+model, tokenizer = own.build(folder / "model"), AutoTokenizer.from_pretrained(folder / "model")
+manager = TaskManager(include_path={folder!r}, include_defaults=False)
+"""
+AFTER_LM_EVAL = """
+assert (results is None) == (torch.distributed.get_rank() > 0)
+assert results is None or 0 <= results["results"]["own_choices"]["acc,none"] <= 1
+"""
+AROUND = {"ray": (BEFORE_RAY, AFTER_RAY), "lm_eval": (BEFORE_LM_EVAL, AFTER_LM_EVAL)}
 
 
 def run(path: str) -> None:
@@ -55,13 +73,20 @@ def run(path: str) -> None:
 
 
 @pytest.mark.parametrize("text", re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
-def test_every_snippet_of_the_page_runs_on_two_ranks(text: str, tmp_path: Path) -> None:
+def test_every_snippet_of_the_page_runs_on_two_ranks(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (name,) = re.findall(r"shardwise\.integrations\.(\w+)", text)
     here = text.replace('accelerator="gpu", devices=8', 'accelerator="cpu", devices=2')
     here = here.replace("lightning.Trainer(", "lightning.Trainer(max_epochs=1, ")
     here = here.replace("num_workers=8, use_gpu=True", "num_workers=2").replace('"steps": 100', '"steps": 2')
     here = here.replace("/shared/runs", str(tmp_path))
-    before, after = (BEFORE_RAY, AFTER_RAY) if name == "ray" else (BEFORE, "")
+    here = here.replace('tasks=["hellaswag"]', 'tasks=["own_choices"], task_manager=manager, bootstrap_iters=0')
+    before, after = AROUND.get(name, (BEFORE, ""))
+    if name == "lm_eval":
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+        save_tokenizer(save_model(tmp_path / "model", vocab_size=300))
+        write_tasks(tmp_path)
     given = {"folder": str(tmp_path), "name": name, "path": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     (tmp_path / "snippet.py").write_text(before.format(**given) + here + after.format(**given))
     run_on_ranks(run, 1 if name == "ray" else 2, str(tmp_path / "snippet.py"), timeout_s=250)

@@ -84,7 +84,6 @@ ABOUT = {
         "engine.extensions.recompute engine.extensions.wrap measure.meta measure.storage"
     ),
     "generation/test_generate.py": "parallel.context.apply generation.sample",
-    "generation/test_score.py": "generation.score",
     "parallel/pipeline/test_pipeline_steps.py": "parallel.pipeline.batch parallel.pipeline.pipelined",
     # faults that are injected, and steps that are watched from within
     "product/test_product_memory.py": "parallel.pipeline.runner",
