@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -191,3 +192,13 @@ def test_checkpoints_that_are_not_there_are_65(capsys: pytest.CaptureFixture[str
     for verb in ("inspect", "verify"):
         assert run(capsys, "checkpoint", verb, "none")[0] == 65
         assert run(capsys, "checkpoint", verb, "run")[0] == 65
+
+
+def test_eval_without_lm_eval_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "lm_eval" else find(name))
+    code, out, err = run(capsys, "eval", "runs/demo", "--tasks", "hellaswag")
+    assert (code, out) == (78, "")
+    assert err == "ConfigError: eval needs lm_eval.\n  Install shardwise[eval].\n"

@@ -100,6 +100,7 @@ def test_half_precision_is_normalised_in_single():
         ([[1]], [[]], {}, "continuation 0 is empty"),
         ([[1], [2]], [[1]], {}, "2 prompts and 1 continuations"),
         ([[1], [2] * 20], [[1], [3] * 7], {}, r"2 more than the model's 24 positions.\n  Leave out the first 2 tokens"),
+        ([[1]], [[3] * 25], {}, r"1 more than .*\n  Score the continuation in parts of at most 24 tokens"),
         ([[1, 31]], [[1]], {}, "prompt 0: token 1 is 31"),
         ([[1]], [[-1]], {}, "continuation 0: token 0 is -1"),
         (["text"], [[1]], {}, r"prompt 0 is 'text', expected a list of token ids.\n  Tokenize text before sw.score"),
@@ -115,7 +116,8 @@ def test_rows_that_make_no_sense_are_refused(prompts, continuations, options, me
 
 def test_the_longest_row_that_fits_is_scored_and_other_models_are_refused():
     model = build()
-    assert len(sw.score(model, [[2] * 18], [[3] * 7])[0].logprobs) == 7  # as the error above says
+    assert len(sw.score(model, [[2] * 18], [[3] * 7])[0].logprobs) == 7  # as the errors above say
+    assert len(sw.score(model, [[1]], [[3] * 24])[0].logprobs) == 24
     with pytest.raises(StateError, match=r"sw\.score takes our GPT or a causal language model"):
         sw.score(torch.nn.Linear(2, 2), [[1]], [[1]])
 

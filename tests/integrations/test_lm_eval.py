@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
 from shardwise.testing import run_on_ranks
 from tests.common.tokenizers import save_model, save_tokenizer
+from tests.train.train_here import train_well
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
@@ -184,3 +189,48 @@ def test_what_the_model_cannot_do_is_refused_with_what_to_change(folder: Path) -
     with pytest.raises(ConfigError, match="neither BOS nor EOS"):
         _ = type(lm)(lm.model, lm.tokenizer).prefix_token_id
     assert type(lm)(lm.model, lm.tokenizer, prefix_token_id=7).prefix_token_id == 7
+
+
+def say(folder: str, calls: list[list[str]]) -> list[tuple[int, str]]:
+    """On a rank: exit codes and output of ``shardwise eval``."""
+    os.chdir(folder)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    printed = []
+    for arguments in calls:
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            code = main(["eval", *arguments])
+        printed.append((code, text.getvalue()))
+    return printed
+
+
+def test_the_verb_prints_these_numbers_of_a_folder_and_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = write_tasks(folder)
+    numbers, _ = evaluate(theirs(folder), folder, names)
+    train_well(folder, 1, ["--run-dir=run", "--set=train.eval_every=null", "--set=model.seq_len=48"])
+    files = [f"--tasks={folder / name}.yaml" for name in ("choices", "texts", "answers")]
+    model, run = str(folder / "model"), str(folder / "run")
+    calls = [[model, *files, "--json"], [run, *files[:2], "--limit=3"]]
+    alone = run_on_ranks(say, 1, str(folder), calls, timeout_s=200)[0]
+    first, second = run_on_ranks(say, 2, str(folder), [[*calls[0], "--set=parallel.tp=2"], calls[1]], timeout_s=200)
+    assert [code for code, _ in alone + first + second] == [0] * 6, alone
+    assert [text for _, text in second] == ["", ""]
+    for text in (alone[0][1], first[0][1]):
+        found = json.loads(text)
+        for key, expected in numbers.items():
+            task, name = key.split(" ", 1)
+            assert found[task][name] == pytest.approx(expected, rel=1e-4), key
+    assert alone[1][1] == first[1][1]
+    lines = [line.split() for line in alone[1][1].splitlines()]
+    assert lines[0] == ["task", "metric", "value", "+-"]
+    shown = [["own_choices", "acc"], ["own_choices", "acc_norm"], ["own_texts", "word_perplexity"]]
+    assert [line[:2] for line in lines[1:]] == [*shown, ["own_texts", "bits_per_byte"]]
+    (folder / "empty.yaml").write_text("dataset_path: json\n")
+    for arguments, message in [
+        ([model, "--tasks=nothing.yaml"], "there is no such file"),
+        ([model, f"--tasks={folder / 'empty.yaml'}"], "the file has no line `task: NAME`"),
+        ([model, files[0], "--chat"], "has no chat template"),
+        ([model, files[0], "--average"], "holds no averaged weights"),
+        ([model, files[0], "--set=optimizer.lr=1"], "Set fields of parallel only"),
+    ]:
+        assert main(["eval", *arguments]) == 78, arguments
+        assert message in capsys.readouterr().err

@@ -20,6 +20,7 @@ VERBS = {
     "parity": "shardwise.cli.parity",
     "dry-run": "shardwise.cli.dry_run",
     "generate": "shardwise.cli.generate",
+    "eval": "shardwise.cli.eval",
     "serve": "shardwise.cli.serve",
     "plan": "shardwise.cli.plan",
     "schedule": "shardwise.cli.schedule",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.output import show_error
+from shardwise.cli.trained import run_trained
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import first_line, printable
 
@@ -44,7 +44,6 @@ Examples:
 class _Asked:
     """What the arguments say."""
 
-    path: Path
     texts: list[str]
     ids: list[str]
     max_new_tokens: int
@@ -79,14 +78,8 @@ def generate(  # noqa: PLR0917  typer calls it by name
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Generate."""
-    from shardwise.launch.elastic import launch, num_workers
-    from shardwise.launch.exit_codes import run_worker
-    from shardwise.launch.world import read_world
-    from shardwise.train.trained import find_trained
-
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     asked = _Asked(
-        path,
         prompt or [],
         tokens or [],
         max_new_tokens,
@@ -99,21 +92,15 @@ def generate(  # noqa: PLR0917  typer calls it by name
     )
     if stream and len(asked.texts) + len(asked.ids) > 1:
         raise ConfigError("--stream writes one text as it comes, but there are several prompts.\n  Give one prompt.")
-    world = read_world()
-    trained = find_trained(path)
-    if average:
-        trained.check_average()
-    count = 1
-    if world.source == "alone":
-        draft = trained.draft(asked.overrides)
-        section = draft.config.parallel
-        count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp))
-        resolved = trained.resolve(asked.overrides, count)
-        rows, _ = _rows(asked, trained)
-        _check(asked, rows, vocab_size=resolved.vocab_size, positions=resolved.positions)
-    if count > 1:
-        raise typer.Exit(launch("shardwise", context.obj, count))
-    raise typer.Exit(run_worker(lambda: _generate(asked, trained, world), world, show_error))
+    run_trained(
+        context,
+        path,
+        asked.overrides,
+        nproc,
+        is_averaged=average,
+        check=lambda trained, count: _check(asked, trained, count),
+        work=lambda trained, world: _generate(asked, trained, world),
+    )
 
 
 def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer | None]:
@@ -153,12 +140,14 @@ def _conversations(texts: Sequence[str], tokenizer: Tokenizer, template: str | N
         ) from None
 
 
-def _check(asked: _Asked, rows: Sequence[Sequence[int]], *, vocab_size: int, positions: int | None) -> None:
+def _check(asked: _Asked, trained: Trained, count: int) -> None:
     from shardwise.generation.decode import check_fit
     from shardwise.generation.sample import Sampling
 
+    resolved = trained.resolve(asked.overrides, count)
+    rows, _ = _rows(asked, trained)
     Sampling(*(asked.sampling[name] for name in ("temperature", "top_k", "top_p")))
-    check_fit(rows, asked.max_new_tokens, vocab_size=vocab_size, positions=positions)
+    check_fit(rows, asked.max_new_tokens, vocab_size=resolved.vocab_size, positions=resolved.positions)
 
 
 def _generate(asked: _Asked, trained: Trained, world: World) -> int:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.output import show, show_error
+from shardwise.cli.output import show
+from shardwise.cli.trained import check_packages, run_trained
 from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ _ENDING_S = 15.0
 class _Asked:
     """What the arguments say."""
 
-    path: Path
     host: str
     port: int
     name: str
@@ -53,7 +53,7 @@ class _Asked:
     max_waiting: int
     max_length: int | None
     grace_s: float
-    chat_template: str | None
+    chat_template: Path | None
     overrides: list[str]
     is_averaged: bool
 
@@ -81,45 +81,24 @@ def serve(  # noqa: PLR0917  typer calls it by name
     average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Serve."""
-    from shardwise.launch.elastic import launch, num_workers
-    from shardwise.launch.exit_codes import run_worker
     from shardwise.launch.stop_request import CATCHES_STOPS
-    from shardwise.launch.world import read_world
-    from shardwise.train.trained import find_trained, model_name
+    from shardwise.train.trained import model_name
 
-    _check_packages()
-    world = read_world()
-    trained = find_trained(path)
-    if average:
-        trained.check_average()
-    template = trained.read_template(chat_template)
+    check_packages("serve", "starlette", "uvicorn")
     limits = (max_rows, max_waiting, max_length, grace)
-    asked = _Asked(path, host, port, name or model_name(path), *limits, template, overrides or [], average)
-    count = 1
-    if world.source == "alone":
-        section = trained.draft(asked.overrides).config.parallel
-        count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp))
-        _check(asked, trained, count)
-    if count > 1:
-        raise typer.Exit(
-            launch(
-                "shardwise",
-                context.obj,
-                count,
-                env={CATCHES_STOPS: "1"},
-                grace_s=grace + _ENDING_S,
-                stop_words=f"no more requests are taken, and those under way have {grace:g} s",
-            )
-        )
-    raise typer.Exit(run_worker(lambda: _serve(asked, trained, world), world, show_error))
-
-
-def _check_packages() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"serve needs {' and '.join(missing)}.\n  Install shardwise[serve].")
+    asked = _Asked(host, port, name or model_name(path), *limits, chat_template, overrides or [], average)
+    run_trained(
+        context,
+        path,
+        asked.overrides,
+        nproc,
+        is_averaged=average,
+        check=lambda trained, count: _check(asked, trained, count),
+        work=lambda trained, world: _serve(asked, trained, world),
+        env={CATCHES_STOPS: "1"},
+        grace_s=grace + _ENDING_S,
+        stop_words=f"no more requests are taken, and those under way have {grace:g} s",
+    )
 
 
 def _check(asked: _Asked, trained: Trained, count: int) -> None:
@@ -144,15 +123,15 @@ def _check(asked: _Asked, trained: Trained, count: int) -> None:
 def _tokenizer(asked: _Asked, trained: Trained) -> Tokenizer:
     from shardwise.train.data.tokenizer import OfFolder
 
-    tokenizer = trained.tokenizer()
-    if asked.chat_template is not None and not hasattr(tokenizer, "held"):
+    tokenizer, template = trained.tokenizer(), trained.read_template(asked.chat_template)
+    if template is not None and not hasattr(tokenizer, "held"):
         raise ConfigError(
             "--chat-template: the model's tokens are bytes, and a template needs a Hugging Face folder's tokenizer.\n"
             "  Leave it out, and ask for completions."
         )
-    if isinstance(tokenizer, OfFolder) and (asked.chat_template or tokenizer.held.chat_template):
+    if isinstance(tokenizer, OfFolder) and (template or tokenizer.held.chat_template):
         try:  # here, in the main thread, it has limits
-            tokenizer.encode_chat([{"role": "user", "content": "a"}], asked.chat_template)
+            tokenizer.encode_chat([{"role": "user", "content": "a"}], template)
         except (MemoryError, TimeoutError) as error:
             raise ConfigError(
                 f"the chat template: of one letter it makes no text: {str(error) or 'it takes over 1 GiB'}.\n"
@@ -203,7 +182,7 @@ def _serve(asked: _Asked, trained: Trained, world: World) -> int:
                 max_waiting=asked.max_waiting,
                 max_length=asked.max_length,
                 grace_s=asked.grace_s,
-                chat_template=asked.chat_template,
+                chat_template=trained.read_template(asked.chat_template),
                 api_key=api_key,
                 say=lambda address: show(f"serving {asked.name} at {address}{processes}; Ctrl-C ends it"),
             )

@@ -177,10 +177,12 @@ class Scorer:
                 raise ConfigError(f"continuation {number} is empty.\n  Pass at least one token, or leave the row out.")
             excess = 0 if self._positions is None else len(prompt) + len(continuation) - 1 - self._positions
             if excess > 0:
+                advice = f"Leave out the first {excess} tokens of the prompt"
+                if excess >= len(prompt):
+                    advice = f"Score the continuation in parts of at most {self._positions} tokens"
                 raise ConfigError(
                     f"prompt {number} has {len(prompt)} tokens and its continuation {len(continuation)}, of which the"
-                    f" last needs no position: {excess} more than the model's {self._positions} positions.\n"
-                    f"  Leave out the first {excess} tokens of the prompt, or score the continuation in parts."
+                    f" last needs no position: {excess} more than the model's {self._positions} positions.\n  {advice}."
                 )
             check_ids(prompt, self._vocab_size, f"prompt {number}")
             check_ids(continuation, self._vocab_size, f"continuation {number}")

@@ -1,0 +1,174 @@
+"""``eval``: score a trained model on tasks of lm-eval."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.output import show
+from shardwise.cli.trained import check_packages, run_trained
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import printable
+
+if TYPE_CHECKING:
+    from shardwise.launch.world import World
+    from shardwise.train.trained import Trained
+
+_HELP = """Evaluate the model of a run, of a checkpoint, or of a Hugging Face folder on tasks of lm-eval.
+
+A task is a name that EleutherAI's lm-eval knows (`lm-eval ls tasks`; its data comes from the hub), or a YAML file of
+yours in lm-eval's form, which may name Python functions: it is code. With --nproc the parameters are divided over the
+processes (zero3), with --set parallel.tp=2 or parallel.pp=2 the computation; the numbers are the same up to rounding.
+A model of bytes, which has no token that begins texts, scores them after a line's end.
+
+Examples:
+
+  shardwise eval runs/demo --tasks my_task.yaml
+
+  shardwise eval models/llama --tasks hellaswag --tasks arc_easy --num-fewshot 5 --nproc 8
+
+  shardwise eval runs/chats --tasks gsm8k --chat --limit 100 --set parallel.tp=2 --json
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the arguments say."""
+
+    tasks: list[str]
+    overrides: list[str]
+    batch_tokens: int
+    is_averaged: bool
+    is_chat: bool
+    is_json: bool
+    options: dict[str, Any]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("eval", help=_HELP)(evaluate)
+
+
+def evaluate(  # noqa: PLR0917  typer calls it by name
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint's, or a Hugging Face folder.")],
+    tasks: Annotated[list[str], typer.Option(help="Name of a task, or a YAML file with one, repeatable.")],
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question, if not the task's.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Take so many of each task's documents only.", min=1)] = None,
+    batch_tokens: Annotated[int, typer.Option(help="At most so many tokens in a forward.", min=1)] = 4096,
+    nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as tp and pp need.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,  # noqa: FBT002  typer's form
+    chat: Annotated[bool, typer.Option("--chat", help="Put questions into the model's chat template.")] = False,  # noqa: FBT002  typer's form
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,  # noqa: FBT002  typer's form
+) -> None:
+    """Evaluate."""
+    check_packages("eval", "lm_eval", "transformers")
+    options = {"num_fewshot": num_fewshot, "limit": limit}
+    asked = _Asked(tasks, overrides or [], batch_tokens, average, chat, as_json, options)
+    for name in tasks:
+        if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
+            raise ConfigError(f"--tasks {name}: there is no such file.\n  Name a YAML file, or a task of lm-eval.")
+    run_trained(
+        context,
+        path,
+        asked.overrides,
+        nproc,
+        is_averaged=average,
+        check=lambda trained, count: _check(asked, trained, count),
+        work=lambda trained, world: _evaluate(asked, trained, world),
+    )
+
+
+def _check(asked: _Asked, trained: Trained, count: int) -> None:
+    from shardwise.train.trained import check_continues
+
+    check_continues(trained.resolve(asked.overrides, count))
+    _tokenizer(asked, trained)
+
+
+def _tokenizer(asked: _Asked, trained: Trained) -> tuple[Any, int | None]:
+    """The model's tokenizer, as one of transformers, and what begins texts where it has no token for that."""
+    from shardwise.train.data.tokenizer import OfFolder, byte_tokenizer
+
+    tokenizer = trained.tokenizer()
+    held, prefix = (tokenizer.held, None) if isinstance(tokenizer, OfFolder) else (byte_tokenizer(), ord("\n"))
+    held.chat_template = trained.read_template() or held.chat_template
+    if asked.is_chat and not held.chat_template:
+        raise ConfigError(
+            "--chat: the model's tokenizer has no chat template, by which messages become text.\n  Leave --chat out."
+        )
+    return held, prefix
+
+
+def _evaluate(asked: _Asked, trained: Trained, world: World) -> int:
+    if world.rank:  # the first rank shows how far it is
+        os.environ["TQDM_DISABLE"] = "1"
+    import lm_eval  # pyrefly: ignore[missing-import]
+
+    from shardwise.integrations.lm_eval import ShardwiseLM
+
+    resolved = trained.resolve(asked.overrides, world.size, world.ranks_per_machine)
+    tokenizer, prefix = _tokenizer(asked, trained)
+    names, manager = _found(asked.tasks)
+    with trained.opened(resolved, world, is_averaged=asked.is_averaged) as model:
+        lm = ShardwiseLM(model, tokenizer, batch_tokens=asked.batch_tokens, prefix_token_id=prefix)
+        found = lm_eval.simple_evaluate(
+            lm, tasks=names, task_manager=manager, apply_chat_template=asked.is_chat, log_samples=False, **asked.options
+        )
+    if world.rank == 0:
+        results = found["results"]
+        if asked.is_json:
+            show(json.dumps(results))
+        else:
+            show("\n".join(_lines(results)))
+    return 0
+
+
+def _found(given: Sequence[str]) -> tuple[list[str], Any]:
+    """The names of the tasks, and lm-eval's index of them.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
+    from lm_eval.tasks import TaskManager  # pyrefly: ignore[missing-import]
+
+    files = {name: Path(name).resolve() for name in given if Path(name).is_file()}
+    folders = sorted({str(path.parent) for path in files.values()})
+    manager = TaskManager(include_path=folders, include_defaults=len(files) < len(given))  # it reads 14,000 files
+    names: list[str] = []
+    for name in given:
+        path = files.get(name)
+        if path is None:
+            own = manager.match_tasks([name])
+        else:
+            index = manager.task_index.items()
+            own = [each for each, entry in index if entry.yaml_path and Path(entry.yaml_path).resolve() == path]
+        if not own:
+            what = "lm-eval knows no such task" if path is None else "the file has no line `task: NAME`"
+            raise ConfigError(
+                f"--tasks {printable(name)}: {what}.\n"
+                "  Name a task that `lm-eval ls tasks` lists, or a YAML file in the form of lm-eval's tasks."
+            )
+        names += [each for each in own if each not in names]
+    return names, manager
+
+
+def _lines(results: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each metric of each task, with its standard error."""
+    rows = [("task", "metric", "value", "+-")]
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            name, _, way = key.partition(",")
+            if isinstance(value, float) and not name.endswith("_stderr"):
+                error = metrics.get(f"{name}_stderr,{way}")
+                shown = name if way in {"none", ""} else f"{name} ({way})"
+                rows.append((task, shown, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,74 @@
+"""What verbs that use a trained model share: finding it, starting as many processes as its plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from shardwise.cli.output import show_error
+from shardwise.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.launch.world import World
+    from shardwise.train.trained import Trained
+
+
+def check_packages(verb: str, *names: str) -> None:
+    """Refuse a verb whose packages are missing.
+
+    Raises:
+        ConfigError: One is missing.
+    """
+    from importlib.util import find_spec
+
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{verb} needs {' and '.join(missing)}.\n  Install shardwise[{verb}].")
+
+
+def run_trained(
+    context: typer.Context,
+    path: Path,
+    overrides: list[str],
+    nproc: int | None,
+    *,
+    is_averaged: bool,
+    check: Callable[[Trained, int], Any],
+    work: Callable[[Trained, World], int],
+    **launching: Any,
+) -> None:
+    """Find what ``path`` is, and do the ``work`` here or in processes of its own.
+
+    Args:
+        context: The verb's call, whose arguments the processes get.
+        path: A run, a checkpoint or a Hugging Face folder.
+        overrides: Of ``--set``.
+        nproc: The number of processes; ``None``: as many as ``tp`` and ``pp`` need.
+        is_averaged: The run's averaged weights are to be used.
+        check: Refuses what can be known to fail with a number of processes, before any of them starts.
+        work: What each rank does; returns its exit code.
+        **launching: Of :func:`shardwise.launch.elastic.launch`.
+
+    Raises:
+        typer.Exit: At the end, with the exit code.
+        ConfigError, CheckpointError: Something cannot work.
+    """
+    from shardwise.launch.elastic import launch, num_workers
+    from shardwise.launch.exit_codes import run_worker
+    from shardwise.launch.world import read_world
+    from shardwise.train.trained import find_trained
+
+    world = read_world()
+    trained = find_trained(path)
+    if is_averaged:
+        trained.check_average()
+    if world.source == "alone":
+        section = trained.draft(overrides).config.parallel
+        count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp))
+        check(trained, count)
+        if count > 1:
+            raise typer.Exit(launch("shardwise", context.obj, count, **launching))
+    raise typer.Exit(run_worker(lambda: work(trained, world), world, show_error))
