@@ -51,7 +51,7 @@ class Workload:
             read_config(Path(self.case.config), []), request.num_ranks, raises_masters=False
         )
         self.plan, config = resolved.plan, resolved.config
-        self.objective = build.objective_of(config)
+        self.objective = build.objective_of(resolved)
         self._part = open_data(
             resolved.source,
             seq_len=self.case.seq_len,

@@ -54,7 +54,7 @@ ABOUT = {
     "train/test_train_fp16.py": "checkpoint",
     "train/test_train_lora.py": "checkpoint",
     "train/test_train_tokenizer.py": "train.saves.checkpoints train.data.tokenizer",
-    "train/test_train_unread.py": "train.loop train.steps.mfu train.steps.unread",
+    "train/test_train_unread.py": "train.loop train.trainer train.steps.mfu train.steps.unread",
     # one part of the engine, or a count of what it does
     "engine/test_device_calls.py": "optim.clip",
     "engine/test_half_done.py": "engine.attach engine.engine engine.unit engine.storage.attachment",

@@ -167,6 +167,6 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
     random_state.seed_all(0)
     model = build_model(resolved, CPU)
     tokens = torch.zeros(2, 9, dtype=torch.int64)
-    loss = objective_of(resolved.config).loss(model, TokenBatch(tokens[:, :-1], tokens[:, 1:]))
+    loss = objective_of(resolved).loss(model, TokenBatch(tokens[:, :-1], tokens[:, 1:]))
     assert 4.0 < loss.item() < 7.0  # about ln 256
     assert measure_replicas(resolved, CPU)

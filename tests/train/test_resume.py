@@ -10,7 +10,6 @@ import pytest
 from shardwise.cli import main
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.folder import create, read_run_id
 from shardwise.train.new_world import note_starters
@@ -47,19 +46,19 @@ def test_what_the_same_agent_of_torchrun_starts_again_goes_on_in_its_folder_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = resolve(read_config(None, ["name=x", "data.source=random", "train.steps=1"]), 1)
     again = World(source="torchrun", restart_count=1)
-    assert open_directory(run, None, None, again, ["an agent"]) == ("runs/x", False)  # it was lost before it had begun
+    # It was lost before it had begun.
+    assert open_directory("x", None, None, again, ["an agent"]) == ("runs/x", False, None)
     (tmp_path / "runs/x/config.yaml").touch()
     note_starters(tmp_path / "runs/x", ["an agent", None])
     for count in (0, 1):  # it is 0 where a machine was lost or has come back
         world = World(source="torchrun", restart_count=count)
-        assert open_directory(run, None, None, world, ["a new agent", "an agent"]) == ("runs/x", True)
-        assert open_directory(run, Path("runs/x"), None, world, ["a new agent", "an agent"]) == ("runs/x", True)
-        assert open_directory(run, None, None, world, ["another agent"])[0].startswith("runs/x-2")
+        assert open_directory("x", None, None, world, ["a new agent", "an agent"]) == ("runs/x", True, None)
+        assert open_directory("x", Path("runs/x"), None, world, ["a new agent", "an agent"]) == ("runs/x", True, None)
+        assert open_directory("x", None, None, world, ["another agent"])[0].startswith("runs/x-2")
         with pytest.raises(ConfigError, match="holds a run already"):  # a first attempt that was refused stays refused
-            open_directory(run, Path("runs/x"), None, world, ["another agent"])
-    assert open_directory(run, None, None, World(), [None]) == ("runs/x-2", False)
+            open_directory("x", Path("runs/x"), None, world, ["another agent"])
+    assert open_directory("x", None, None, World(), [None]) == ("runs/x-2", False, None)
 
 
 def test_how_the_optimizer_updates_may_differ() -> None:

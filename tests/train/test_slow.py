@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from shardwise.train.loop import Trainer
+from shardwise.train.loop import Loop
 from shardwise.train.steps.slow import SlowRanks
 
 
@@ -38,9 +38,10 @@ def test_a_save_is_left_out_that_does_not_fit_the_time_left(save_s: float, saved
         saves=SimpleNamespace(saved_step=saved_step),
         done=SimpleNamespace(step=14),
         save_s=save_s,
-        _safe="checkpoint of step 10",
+        _again="continue with --resume",
+        safe="checkpoint of step 10",
     )
-    text = Trainer._no_time_to_save(cast("Trainer", held))
+    text = Loop._no_time_to_save(cast("Loop", held))
     assert (text is not None) == is_refused
     if text is not None:
         assert "step 14 is not saved: that needs about 25 s, and 20 of 30 s (train.grace_s) are left; safe: ch" in text

@@ -12,13 +12,13 @@ from tests.train.train_here import metrics, train_here
 
 def asked_to_stop_in_the_first_evaluation() -> None:
     evaluation.MICROBATCHES_AT_ONCE = 1
-    look = loop.Trainer._must_stop
+    look = loop.Loop.must_stop
 
-    def asked(trainer: loop.Trainer) -> bool:
+    def asked(trainer: loop.Loop) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)
         return look(trainer)
 
-    loop.Trainer._must_stop = asked  # type: ignore[method-assign]
+    loop.Loop.must_stop = asked  # type: ignore[method-assign]
 
 
 def test_a_request_during_an_evaluation_leaves_it_and_saves_the_step(tmp_path: Path) -> None:

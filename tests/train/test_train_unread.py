@@ -11,7 +11,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.train import loop
+from shardwise.train import loop, trainer
 from shardwise.train.steps import mfu, unread
 from tests.common.ranks import on_ranks
 from tests.train.train_here import losses, metrics, sets, summary, train_here, train_well
@@ -48,7 +48,7 @@ class HostReads(TorchDispatchMode):
 def count_reads_and_collectives() -> None:
     """Of every step, and of every reading, a line in a file of this rank."""
     unread.LONGEST_UNREAD_S = 1e9  # however slow this machine is
-    step, read = loop.Trainer._step, loop.Trainer._read
+    step, read = trainer.Trainer._step, loop.Loop._read
     path = Path.cwd() / f"rank-{os.environ['RANK']}.jsonl"
 
     def counted(what: str, call: Any) -> Any:
@@ -60,7 +60,7 @@ def count_reads_and_collectives() -> None:
 
         return wrapped
 
-    loop.Trainer._step, loop.Trainer._read = counted("step", step), counted("read", read)
+    trainer.Trainer._step, loop.Loop._read = counted("step", step), counted("read", read)
 
 
 @pytest.mark.parametrize("name", PLANS)

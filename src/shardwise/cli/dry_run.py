@@ -93,7 +93,7 @@ def dry_run(  # noqa: PLR0917  typer's form
         options = {
             "world_size": world_size,
             "batch": TokenBatch(tokens_BT, tokens_BT),
-            "loss_fn": trained.loss_fn,
+            "loss_fn": trained.scalar,
             "forward": trained.forward,
             "optimizer": optimizer or subject.optimizer,
             "ranks_per_machine": local_size,

@@ -25,6 +25,8 @@ Examples:
 
   shardwise train run.yaml --resume
 
+  shardwise train run.yaml --spec mine.py --nproc 2
+
   shardwise train run.yaml --profile-steps 10:12
 
   shardwise train run.yaml --check-streams 3
@@ -41,6 +43,10 @@ def register(app: typer.Typer) -> None:
 def train(  # noqa: PLR0917  typer calls it by name
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML or JSON file; none for the demo.")] = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(metavar="FILE[:NAME]|MODULE:NAME", help="Your own model, data, loss, ...: an sw.TrainSpec."),
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/NAME.")] = None,
     resume: Annotated[
@@ -74,7 +80,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     overrides = overrides or []
     if check_streams is not None:
         overrides = [*overrides, f"train.steps={check_streams}", "schedule.warmup_steps=0", "checkpoint.final=false"]
-    raw, is_demo = named_config(config, overrides, run_dir=run_dir, resume=resume)
+    raw, is_demo = named_config(config, overrides, spec=spec, run_dir=run_dir, resume=resume)
     if world.source != "alone":
         if nproc is not None and world.source != "launcher":
             raise ConfigError(

@@ -96,12 +96,12 @@ class Control:
         """Every rank's ``value``, in rank order. One all-gather."""
         return list(all_gather_json(self.comm, value))
 
-    def rows(self, values: list[float], tensors: Sequence[Tensor | None] = ()) -> list[list[float]]:
+    def rows(self, values: list[float], tensors: Sequence[Tensor | float | None] = ()) -> list[list[float]]:
         """Every rank's ``values`` and then the values of its ``tensors`` (as many on each), in rank order.
 
         Args:
             values: Numbers.
-            tensors: Scalars, which may be on the device still; ``None`` is sent as 0.
+            tensors: Scalars, which may be on the device still, or numbers; ``None`` is sent as 0.
 
         Collective:
             One all-gather of 8 bytes per value and rank. The host waits for the device.
@@ -110,8 +110,10 @@ class Control:
         table = torch.zeros(self.size, count + len(tensors), dtype=torch.float64, device=device)
         table[self.rank, :count] = torch.tensor(values, dtype=torch.float64)
         for place, tensor in enumerate(tensors, count):
-            if tensor is not None:
-                table[self.rank, place].copy_(tensor)
+            if isinstance(tensor, Tensor):
+                table[self.rank, place].copy_(tensor.detach().reshape(()))
+            elif tensor is not None:
+                table[self.rank, place] = tensor
         self.comm.all_gather(table.view(-1), unit="step").wait()
         return table.tolist()
 

@@ -1,10 +1,12 @@
-"""The loss on held-out samples."""
+"""The loss and the metrics on held-out samples."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from shardwise.train.control import Control
 from shardwise.train.data.rows import Samples
 from shardwise.train.microbatches import Microbatches
 from shardwise.train.model.build import objective_of
+from shardwise.train.spec import Mean
 
 #: An evaluation asks after this many microbatches whether the run is to stop.
 MICROBATCHES_AT_ONCE = 16
@@ -32,7 +35,7 @@ def held_out_samples(part: Samples, batch: Batch, num_batches: int) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Takes the held-out loss of a model.
+    """Takes the held-out loss and metrics of a model.
 
     Attributes:
         resolved: The run's configuration.
@@ -57,20 +60,34 @@ class Evaluation:
         """Samples of one evaluation, over all ranks."""
         return held_out_samples(self.part, self.resolved.batch, self.resolved.config.train.eval_batches)
 
-    def loss(self) -> float | None:
-        """The mean loss over ``num_samples`` samples, spread evenly over their part; the same value on every rank.
+    def values(self) -> dict[str, float] | None:
+        """The mean loss (``eval_loss``) and metrics (``eval_NAME``) over ``num_samples`` samples; equal on every rank.
 
-        ``None`` where a request to stop has come before its end. A pipeline evaluates to the end.
+        The samples are spread evenly over their part. ``None`` where a request to stop has come before the end. A
+        pipeline evaluates to the end.
 
         Collective:
-            The model's forwards, then one all-gather of 16 bytes per rank; and one of eight bytes every
-            ``MICROBATCHES_AT_ONCE`` microbatches.
+            The model's forwards, then one all-gather of 32 bytes and 16 per metric and rank; and one of eight bytes
+            every ``MICROBATCHES_AT_ONCE`` microbatches.
         """
-        batch, objective, count = self.resolved.batch, objective_of(self.resolved.config), self.num_samples
+        batch, count, metrics = self.resolved.batch, self.num_samples, self.resolved.spec.metrics
+        objective, names = objective_of(self.resolved), sorted(metrics)
         taken, stride = batch.micro * batch.data_parallel_size, self.part.num_samples // count
         starts = range(self.reader * batch.micro, count, taken)
         samples = [[index * stride for index in range(start, start + batch.micro)] for start in starts]
         losses: list[Tensor] = []
+        sums: dict[str, list[tuple[Any, Any]]] = {name: [] for name in ("", *names)}
+
+        def loss_fn(output: Any, part: Any) -> Tensor:
+            for name in names:
+                found = metrics[name](output, part)
+                sums[name].append((found.total, found.count))
+            loss = objective.loss_fn(output, part)
+            if not isinstance(loss, Mean):
+                return loss
+            sums[""].append((loss.total, loss.count))
+            return loss.total
+
         microbatches = self.microbatches.read(self.part, samples, range(0, count * stride, stride), count)
         at_once = len(samples) if self.resolved.plan.pp > 1 else MICROBATCHES_AT_ONCE
         self.model.eval()
@@ -82,7 +99,7 @@ class Evaluation:
                 sw.eval_step(
                     self.model,
                     itertools.islice(microbatches, number),
-                    objective.loss_fn,
+                    loss_fn,
                     number,
                     forward=objective.forward,
                     losses=losses,
@@ -90,5 +107,11 @@ class Evaluation:
             found = torch.stack(losses).tolist() if losses else []  # read once, when all have been computed
         finally:
             self.model.train()
-        rows = [row for row in self.control.rows([sum(found), float(bool(found))]) if row[1]]
-        return sum(row[0] for row in rows) * batch.micro / count / (len(rows) / batch.data_parallel_size)
+        own = [float(sum(pair[which] for pair in sums[name])) for name in ("", *names) for which in (0, 1)]
+        rows = [row for row in self.control.rows([sum(found), float(bool(found)), *own]) if row[1]]
+        total = [sum(row[place] for row in rows) for place in range(4 + 2 * len(names))]
+        mean = total[0] * batch.micro / count / (len(rows) / batch.data_parallel_size)
+        values = {"eval_loss": total[2] / total[3] if total[3] else mean}
+        for place, name in enumerate(names, 2):
+            values[f"eval_{name}"] = total[2 * place] / total[2 * place + 1] if total[2 * place + 1] else math.nan
+        return values

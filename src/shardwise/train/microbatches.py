@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardwise.launch import heartbeat
 from shardwise.train.config.resolve import Batch
+from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.rows import Samples
 from shardwise.train.model.build import TokenBatch, to_tensors
 
@@ -30,7 +32,7 @@ class Microbatches:
 
     def read(
         self, part: Samples, samples: Iterable[Sequence[int]], everyones: Iterable[int], count: int
-    ) -> Iterator[TokenBatch]:
+    ) -> Iterator[TokenBatch | Any]:
         """Yield one microbatch for each entry of ``samples``.
 
         Args:
@@ -44,6 +46,9 @@ class Microbatches:
         for each in samples:
             heartbeat.move()
             started = time.perf_counter()
-            batch = to_tensors(part, each, self.device, share)
+            if isinstance(part, GivenSamples):
+                batch = part.batch(each, self.device)
+            else:
+                batch = to_tensors(part, each, self.device, share)
             self.data_s += time.perf_counter() - started
             yield batch

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from shardwise.comm import stall
 from shardwise.comm.axes import open_comms
@@ -24,17 +28,103 @@ from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig
 from shardwise.train.control import Control
 from shardwise.train.lock import RunLock
-from shardwise.train.loop import Trainer
 from shardwise.train.new_world import is_started_again, note_starters
 from shardwise.train.saves.checkpoints import NEWEST, is_empty
 from shardwise.train.saves.memory_tier import check_one_machine
 from shardwise.train.steps.pace import Pace
+from shardwise.train.trainer import Trainer
 
 #: torch's own time limit of a collective comes so much after ours, which says more.
 _LATER_S = 60.0
 
 #: A world that goes on with the run of an earlier one waits so long for the lock of a rank that is ending.
 _OLD_WORLD_ENDS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """This rank at work on a run whose folder is the ranks' own.
+
+    Attributes:
+        control: The ranks' channel.
+        directory: The run's folder.
+        device: This rank's.
+        stop: What has been asked of this rank.
+        pace: The time limits that others watch.
+        resume: The checkpoint to go on from; ``None``: a new run.
+    """
+
+    control: Control
+    directory: Path
+    device: torch.device
+    stop: StopRequest
+    pace: Pace
+    resume: str | None
+
+
+@contextlib.contextmanager
+def session(
+    world: World,
+    *,
+    name: str,
+    facts: Mapping[str, Any],
+    run_dir: Path | None,
+    resume: str | None,
+    step_timeout_s: float | None = None,
+    needs_one_machine: bool = False,
+    check: Callable[[], object] = lambda: None,
+    goes_on: bool = False,
+    takes_over: bool = False,
+) -> Iterator[Session]:
+    """Join the world, agree on the run's folder, lock it and be watched, until the end.
+
+    Args:
+        world: This rank among the others.
+        name: The run's, which names its folder where none is given.
+        facts: What has to be the same on every rank.
+        run_dir: The run's folder.
+        resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
+        step_timeout_s: Ends a run that makes no progress in a step for so long; ``None``: by what is measured.
+        needs_one_machine: Checkpoints in memory are wanted, which ranks of one machine share.
+        check: Called on rank 0 where no launcher of ours has looked at the data.
+        goes_on: A folder that holds a run is gone on with, without being asked for.
+        takes_over: Take the folder of a run on another machine that gives no sign of life.
+
+    Raises:
+        ShardwiseError: Its ``exit_code`` is what the process should leave with.
+
+    Collective:
+        Every rank of the world must call: some all-gathers of small JSON.
+    """
+    pace = Pace(step_timeout_s)
+    pace.start()
+    with (
+        StopRequest() as stop,
+        joined(world, timeout_s=pace.long_limit_s + _LATER_S) as device,
+        contextlib.ExitStack() as stack,
+    ):
+        control = Control(open_comms(device, "control")[0])
+        control.check_same({**facts, **program()}, "configuration or program")
+        names = control.all_json(starter(world))
+        directory, is_again, resume = control.on_first(
+            lambda: open_directory(name, run_dir, resume, world, names, takes_over=takes_over, goes_on=goes_on)
+        )
+        directory = Path(directory)
+        if needs_one_machine:
+            check_one_machine(world.num_nodes)
+        if world.num_nodes > 1:
+            _check_shared(control, directory, world)
+        if world.source != "launcher" or goes_on:  # our launcher of a trainer holds the lock, and has read the data
+            lock = RunLock(directory, takes_over=takes_over or is_again)
+            stack.callback(lock.release)
+            note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_again else 0.0))
+            if note:
+                tell_once(note)
+            control.on_first(check)
+            control.on_first(lambda: note_starters(directory, names))
+        resume = control.on_first(lambda: begins_from(directory, resume, is_restart=is_again))
+        stack.callback(_watch(world, directory / LOGS, pace).set)
+        yield Session(control, directory, device, stop, pace, resume)
 
 
 def train(
@@ -64,36 +154,22 @@ def train(
     Collective:
         Every rank of the world must call.
     """
-    pace = Pace(resolved.config.train.step_timeout_s)
-    pace.start()
-    with (
-        StopRequest() as stop,
-        joined(world, timeout_s=pace.long_limit_s + _LATER_S) as device,
-        contextlib.ExitStack() as stack,
-    ):
-        control = Control(open_comms(device, "control")[0])
-        control.check_same({**resolved.config.model_dump(mode="json"), **program()}, "configuration or program")
-        names = control.all_json(starter(world))
-        directory, is_again = control.on_first(
-            lambda: open_directory(resolved, run_dir, resume, world, names, takes_over=takes_over)
+    config = resolved.config
+    with session(
+        world,
+        name=config.name,
+        facts={**config.model_dump(mode="json"), "code of the spec": resolved.spec.code},
+        run_dir=run_dir,
+        resume=resume,
+        step_timeout_s=config.train.step_timeout_s,
+        needs_one_machine=config.checkpoint.memory_every is not None,
+        check=lambda: resolved.source.check(resolved.vocab_size),
+        takes_over=takes_over,
+    ) as held:
+        trainer = Trainer(
+            resolved, held.control, held.directory, held.device, stop=held.stop, pace=held.pace, profiled=profiled
         )
-        directory = Path(directory)
-        if resolved.config.checkpoint.memory_every is not None:
-            check_one_machine(world.num_nodes)
-        if world.num_nodes > 1:
-            _check_shared(control, directory, world)
-        if world.source != "launcher":  # our launcher holds the lock, and has read all of the data
-            lock = RunLock(directory, takes_over=takes_over or is_again)
-            stack.callback(lock.release)
-            note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_again else 0.0))
-            if note:
-                tell_once(note)
-            control.on_first(lambda: resolved.source.check(resolved.vocab_size))
-            control.on_first(lambda: note_starters(directory, names))
-        resume = control.on_first(lambda: begins_from(directory, resume, is_restart=is_again))
-        stack.callback(_watch(world, directory / LOGS, pace).set)
-        trainer = Trainer(resolved, control, directory, device, stop=stop, pace=pace, profiled=profiled)
-        return trainer.run(resume, is_demo=is_demo)
+        return trainer.run(held.resume, is_demo=is_demo)
 
 
 def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
@@ -110,37 +186,41 @@ def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
 
 
 def open_directory(
-    resolved: RunConfig,
+    name: str,
     run_dir: Path | None,
     resume: str | None,
     world: World,
     names: Sequence[str | None],
     *,
     takes_over: bool = False,
-) -> tuple[str, bool]:
+    goes_on: bool = False,
+) -> tuple[str, bool, str | None]:
     """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again.
 
     Args:
-        resolved: The configuration.
+        name: The run's.
         run_dir: The folder that was asked for.
         resume: The checkpoint that was asked for.
         world: This world.
         names: Who has started each rank (``launch.starter``).
         takes_over: Whether the folder of a run that gives no sign of life may be taken.
+        goes_on: A folder that was asked for and holds a run is resumed from its newest checkpoint.
 
     Returns:
-        The folder, and whether the run in it was started again by its launcher and goes on by itself.
+        The folder, whether the run in it was started again by its launcher and goes on by itself, and the checkpoint.
     """
-    own = run_dir or folder.newest(resolved.config.name)
+    own = run_dir or folder.newest(name)
     is_again = own is not None and is_started_again(own, names, world)
-    if run_dir is not None and world.source != "launcher" and not is_again:
+    if goes_on and resume is None and run_dir is not None and folder.holds_run(run_dir):
+        resume = "latest"
+    if run_dir is not None and (world.source != "launcher" or goes_on) and not is_again:
         RunLock(run_dir, takes_over=takes_over).check()
     if own is not None and is_again and resume is None:
         chosen = own
     else:
-        chosen = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
+        chosen = folder.choose(name, run_dir, is_resuming=resume is not None, wanted=resume)
     folder.create(chosen)
-    return str(chosen), is_again
+    return str(chosen), is_again, resume
 
 
 def _check_shared(control: Control, directory: Path, world: World) -> None:

@@ -47,20 +47,35 @@ DEMO: dict[str, Any] = {
 
 
 def named_config(
-    config: Path | None, overrides: Sequence[str], *, run_dir: Path | None = None, resume: str | None = None
+    config: Path | None,
+    overrides: Sequence[str],
+    *,
+    spec: str | None = None,
+    run_dir: Path | None = None,
+    resume: str | None = None,
 ) -> tuple[RawConfig, bool]:
     """The configuration that the arguments name, and whether it is the demo's.
 
     Without a file, a run that is resumed by its folder brings its own ``config.yaml``; how it cuts the global batch
-    into microbatches is derived anew, as the world may have changed.
+    into microbatches is derived anew, as the world may have changed. A spec without a file begins with the defaults.
     """
+    if spec is not None:
+        overrides = [*overrides, f"spec={spec}"]
     if config is None and resume is not None:
         held = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume) / CONFIG
         if held.is_file():
             return read_config(held, ["train.gradient_accumulation_steps=null", *overrides]), False
+    if config is None and spec is not None:
+        return read_config(None, overrides, base={"name": _name_of(spec)}, title="the spec's run"), False
     if config is None:
         return read_config(None, overrides, base=DEMO, title="the demo"), True
     return read_config(config, overrides), False
+
+
+def _name_of(spec: str) -> str:
+    """The name of a run that has none: that of the spec's file or module."""
+    found = re.sub(r"[^A-Za-z0-9._-]", "-", Path(spec.partition(":")[0]).name.removesuffix(".py"))
+    return found if re.match(r"[A-Za-z0-9]", found) else "run"
 
 
 def launch_training(

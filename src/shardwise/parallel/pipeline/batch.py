@@ -23,10 +23,15 @@ def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, fo
     """The scalar loss of ``model`` on ``batch``, as ``sw.train_step`` finds it."""
     output = (forward or call_model)(model, batch)
     loss = loss_fn(output, batch) if loss_fn is not None else getattr(output, "loss", output)
+    return scalar_loss(loss, type(model).__name__)
+
+
+def scalar_loss(loss: Any, what: str) -> Tensor:
+    """``loss``, if it is a tensor without dimensions; else a ``StateError`` that says what ``what`` gave."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
         raise StateError(
-            f"{type(model).__name__} gave {shown} where a scalar loss was expected.\n"
+            f"{what} gave {shown} where a scalar loss was expected.\n"
             "  Pass loss_fn=lambda output, batch: ..., or let the model return its loss."
         )
     return loss

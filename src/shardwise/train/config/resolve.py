@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.launch.process import num_gpus
@@ -27,9 +27,11 @@ from shardwise.train.data.chat import COMPLETION, PROMPT, TEXT, Chat, column_of
 from shardwise.train.data.pairs import Pairs
 from shardwise.train.data.records import first_row
 from shardwise.train.data.samples import Data, check_size, open_data
-from shardwise.train.data.source import Source, find_source
+from shardwise.train.data.source import BYTE_VOCAB, GivenSource, Source, find_source, given_source, is_indexed
 from shardwise.train.data.stream import open_stream
+from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer, tokenized
+from shardwise.train.spec import TrainSpec, load_spec
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, NEXT, Task
 
 
@@ -128,6 +130,7 @@ class RunConfig:
         asked: The keys, as ``section.field``, that ``--set`` gave.
         task: What the model is trained for.
         end_token: The id behind which another document begins, where documents do not see each other.
+        spec: What a user's code replaces.
     """
 
     config: Config
@@ -144,11 +147,22 @@ class RunConfig:
     asked: frozenset[str] = frozenset()
     end_token: int | None = None
     task: Task = CAUSAL
+    spec: TrainSpec = field(default_factory=TrainSpec)
+
+    def ratio(self, step: int) -> float:
+        """Learning rate of ``step`` (from 0) over the peak rate."""
+        given = self.spec.schedule
+        return self.schedule.ratio(step) if given is None else float(given(step, self.config.train.steps))
 
 
 def data_of(resolved: RunConfig) -> Data:
     """The samples of a run, as ``data.samples.open_data`` makes them."""
-    config, source = resolved.config, resolved.source
+    config, source, spec = resolved.config, resolved.source, resolved.spec
+    if spec.data is not None:
+        from shardwise.train.data.given import given_data
+
+        most = config.train.eval_batches * resolved.batch.total
+        return given_data(spec.data, spec.eval_data, spec.collate, most)
     if source.streams:
         return open_stream(
             source,
@@ -179,6 +193,7 @@ def resolve(
     checks_data: bool = True,
     raises_masters: bool = True,
     say: Callable[[str], None] | None = None,
+    spec: TrainSpec | None = None,
 ) -> RunConfig:
     """Check a configuration for a world of ``world_size`` ranks and fill in what it leaves open.
 
@@ -190,15 +205,19 @@ def resolve(
         raises_masters: Weights that a folder stores in 16 bit get fp32 masters, unless the configuration names a
             ``master_dtype``.
         say: Called with a line before work that takes time.
+        spec: What a user's code replaces; by default that of ``spec:`` in the configuration.
 
     Raises:
         ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
         DataError: The configuration is right but the data is not.
     """
     config, num_found = raw.config, len(raw.mistakes)
+    if spec is None:
+        spec = TrainSpec() if config.spec is None else load_spec(config.spec)
+    _check_spec(raw, spec)
     plan, mesh = _plan(raw, world_size, local_size or world_size)
     has_plan = len(raw.mistakes) == num_found
-    shape, facts = _model(raw)
+    shape, facts = _model(raw) if spec.model is None else (None, _UNKNOWN)
     raised_from = None
     if raises_masters and not raw.mistakes:
         plan, raised_from = _with_fp32_masters(config, plan)
@@ -206,19 +225,23 @@ def resolve(
     _check_lora(raw)
     schedule = _schedule(raw)
     batch = _batch(raw, mesh, plan) if has_plan else Batch(1, 1, 1)
-    seq_len = _seq_len(raw, facts.positions, plan)
+    seq_len = _seq_len(raw, facts.positions, plan) if spec.data is None else config.data.seq_len or 0
     if config.optimizer.in_backward:
         _check_in_backward(raw, plan, batch)
     raw.raise_if_any()
 
     packs = _packing(raw, plan)
     _check_task(raw, facts.task, plan)
-    source, tokenizer, end_token, task = _source(raw, facts, say, reads=checks_data)
+    if spec.data is None:
+        source, tokenizer, end_token, task = _source(raw, facts, say, reads=checks_data)
+    else:
+        source, tokenizer, end_token, task = given_source(spec.data), config.data.tokenizer, None, facts.task
     filled: dict[str, dict[str, object]] = {
-        "model": {"preset": config.model.preset or (None if config.model.hf else _DEFAULT_PRESET)},
-        "data": {"seq_len": seq_len, "tokenizer": tokenizer, "packing": packs},
+        "model": {"preset": config.model.preset or (None if config.model.hf or spec.model else _DEFAULT_PRESET)},
+        "data": {"seq_len": seq_len or None, "source": source.name, "tokenizer": tokenizer, "packing": packs},
         "parallel": {"mp_policy": plan.precision.as_dict()} if raised_from is not None else {},
-        "optimizer": optimizer,
+        "optimizer": optimizer
+        | ({} if spec.optimizer is None or "flat" in raw.given("optimizer") else {"flat": False}),
         # decay_steps stays open, as it follows train.steps
         "schedule": {} if schedule.name == "constant" else {"min_lr_ratio": schedule.min_lr_ratio},
         "log": {} if "every" in raw.given("log") or not num_gpus() else {"every": GPU_LOG_EVERY},
@@ -226,6 +249,7 @@ def resolve(
             "micro_batch_size": batch.micro,
             "global_batch_size": batch.total,
             "gradient_accumulation_steps": batch.accumulation,
+            **({"eval_every": None} if spec.data is not None and spec.eval_data is None else {}),
         },
     }
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in filled.items()}
@@ -236,7 +260,7 @@ def resolve(
         batch,
         shape,
         facts.positions,
-        facts.vocab_size,
+        facts.vocab_size if spec.model is None else source.vocab_size or BYTE_VOCAB,
         seq_len,
         source,
         schedule,
@@ -244,11 +268,54 @@ def resolve(
         raw.asked(),
         end_token,
         task,
+        spec,
     )
-    if checks_data and source.kind != "random":
+    if isinstance(source, GivenSource):
+        _check_count(source, spec, batch)
+    elif checks_data and source.kind != "random":
         at_once = batch.micro * batch.data_parallel_size if config.train.eval_every else 1
         check_size(source, data_of(resolved), seq_len=seq_len, needed=batch.total, needed_held_out=at_once)
     return resolved
+
+
+#: What is not known of a model before it is built.
+_UNKNOWN = LanguageModel(1 << 31, None)
+
+
+def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
+    """Report what a spec replaces and the configuration gives as well."""
+    config = raw.config
+    section = config.model
+    if spec.model is not None and (section.hf or section.preset or section.overrides):
+        key = "hf" if section.hf else "preset" if section.preset else next(iter(section.overrides))
+        raw.fail("model", key, "the spec brings the model; take it out")
+    if spec.model is not None and config.lora.is_used:
+        raw.fail("lora", "rank", "the spec brings the model; put adapters into it there")
+    for key in ("source", "streaming", "column", "max_bytes"):
+        if spec.data is not None and key in raw.given("data"):
+            raw.fail("data", key, "the spec brings the data; take it out")
+    if spec.optimizer is not None and config.optimizer.name != "adamw":
+        raw.fail("optimizer", "name", "the spec brings the optimizer; take it out")
+    if spec.loss is not None and config.optimizer.in_backward:
+        raw.fail("optimizer", "in_backward", "the spec's loss may count samples of all ranks first; take it out")
+    if config.train.chunked_cross_entropy and (spec.loss or spec.model or spec.data):
+        raw.fail("train", "chunked_cross_entropy", "the spec brings the loss; call sw.chunk_cross_entropy in it")
+
+
+def _check_count(source: GivenSource, spec: TrainSpec, batch: Batch) -> None:
+    """Refuse a data set with fewer samples than a step, or an evaluation, takes at once.
+
+    Raises:
+        DataError: With the numbers.
+    """
+    held = len(spec.eval_data) if spec.eval_data is not None and is_indexed(spec.eval_data) else None
+    least = batch.micro * batch.data_parallel_size
+    for name, count, needed in (("data", source.num_samples, batch.total), ("eval_data", held, least)):
+        if count is not None and count < needed:
+            raise DataError(
+                f"TrainSpec({name}=...) has {count} samples, {needed} are needed at once ({batch}).\n"
+                "  Give it more, or lower train.micro_batch_size."
+            )
 
 
 def _packing(raw: RawConfig, plan: ParallelPlan) -> bool:
@@ -306,7 +373,7 @@ def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPla
 
 def _model(raw: RawConfig) -> tuple[GPTConfig | None, LanguageModel]:
     """The shape of a built-in model (``None`` for a folder), and the facts of either."""
-    section, unknown = raw.config.model, LanguageModel(1 << 31, None)
+    section, unknown = raw.config.model, _UNKNOWN
     if section.hf is not None:
         if section.preset is not None:
             raw.fail("model", "hf", "preset and hf exclude each other; take one of them out")

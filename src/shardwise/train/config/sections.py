@@ -274,6 +274,9 @@ class CheckpointSection(Section):
         default=False, description="write checkpoints while training goes on; takes as much memory of the host again"
     )
     allow_non_finite: bool = Field(default=False, description="save NaN and infinity in parameters too")
+    allow_other_code: bool = Field(
+        default=False, description="resume also where the code of the run's spec has changed since"
+    )
     final: bool = Field(default=True, description="a checkpoint after the last step")
 
 
@@ -308,6 +311,11 @@ class Config(Section):
     name: Annotated[str, Field(pattern=_NAME)] = Field(
         "run", description="of the run: letters, digits, dot, dash, underscore. The file's own name where not given"
     )
+    spec: str | None = Field(
+        None,
+        description="code that replaces parts of the run (sw.TrainSpec): a file, mine.py or mine.py:NAME, or"
+        " package.module:NAME; as --spec",
+    )
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
@@ -325,7 +333,9 @@ class Config(Section):
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
-_SECTIONS: dict[str, Any] = {name: held.annotation for name, held in Config.model_fields.items() if name != "name"}
+_SECTIONS: dict[str, Any] = {
+    name: held.annotation for name, held in Config.model_fields.items() if name not in {"name", "spec"}
+}
 
 
 @dataclass(slots=True)

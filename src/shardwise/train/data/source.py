@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardwise.train.data.token_files import DataError, check_tokens, is_index_of_tokens, is_token_file, read_header
 
@@ -50,7 +50,7 @@ class Source:
 
     Attributes:
         name: As it was configured.
-        kind: ``text``, ``tokens``, ``records``, ``examples`` (``data.examples``) or ``random``.
+        kind: ``text``, ``tokens``, ``records``, ``examples`` (``data.examples``), ``random``, or ``given`` by a spec.
         files: In order.
         lengths: Tokens taken from each file; of records, which nobody has read yet, its bytes.
         vocab_size: Ids are below this; ``None``: the model's, as for ``random`` and files that do not say.
@@ -112,6 +112,35 @@ class Source:
         whole = sum(file.stat().st_size for file, _ in held) <= LOOKED_AT_BYTES
         most = LOOKED_AT_BYTES if whole else LOOKED_AT_BYTES // len(held)
         return [(file, length, most) for file, length in held]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSource(Source):
+    """Stands for files where a spec gives the samples (``data.given``).
+
+    Attributes:
+        num_samples: Items of the data set; ``None`` of an iterable.
+        content: What a data set says of its own content.
+    """
+
+    num_samples: int | None = None
+    content: str = ""
+
+    def fingerprint(self) -> str:
+        """A hash that changes with the number of items, and with what the data set says of its content."""
+        return hashlib.sha256(f"given\0{self.num_samples}\0{self.content}".encode()).hexdigest()
+
+
+def given_source(data: Any) -> GivenSource:
+    """The source of a run on a user's data set or iterable."""
+    count = len(data) if is_indexed(data) else None
+    content = getattr(data, "_fingerprint", "")  # of datasets.Dataset: a hash of its content and of what made it
+    return GivenSource(type(data).__name__, "given", (), (), None, num_samples=count, content=str(content))
+
+
+def is_indexed(data: Any) -> bool:
+    """Whether items are read by their number."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
 def find_source(name: str, *, max_bytes: int | None = None) -> Source:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +21,8 @@ class Record:
 
     Attributes:
         step: From 1: steps done after this one.
-        loss: Mean training loss of the step over all ranks and microbatches.
+        loss: Mean training loss of the step over all ranks and microbatches; ``None`` where a loop of one's own has
+            not said any.
         grad_norm: Global norm of the gradient before clipping. Not finite in a step that fp16's loss scaling skipped;
             ``None`` where backward updates, as all gradients are never there at once.
         lr: Learning rate of the step.
@@ -40,10 +41,11 @@ class Record:
         loss_scale: What the loss was multiplied by for the backward; ``None`` where nothing is in fp16.
         eval_loss: The held-out loss after this step, left out of the line where it was not taken. The one before the
             first step is in ``summary.json``.
+        values: Other values of the step or its evaluation, by name: each is a key of its own in the line.
     """
 
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float | None
     lr: float
     tokens: int
@@ -57,6 +59,7 @@ class Record:
     optimizer_time_s: float | None = None
     exposed_time_s: float | None = None
     eval_loss: float | None = None
+    values: dict[str, float] = field(default_factory=dict)
 
 
 class MetricsFile:
@@ -97,6 +100,7 @@ class MetricsFile:
 def to_line(record: Record) -> str:
     """A record as its line of the file."""
     values: dict[str, Any] = asdict(record)
+    values |= values.pop("values")
     if record.eval_loss is None:
         del values["eval_loss"]
     for key, value in values.items():

@@ -13,14 +13,17 @@ from shardwise.train.log.metrics import Record
 class Progress:
     """Lines and a bar. Ranks other than 0 show nothing."""
 
-    def __init__(self, *, steps: int, start: int, every: int, is_shown: bool) -> None:
+    def __init__(self, *, steps: int, every: int, is_shown: bool) -> None:
         self._steps = steps
         self._every = every
         self._is_shown = is_shown
         self._bar: Any = None
-        if is_shown and sys.stdout.isatty():
+
+    def open(self, start: int) -> None:
+        """Show the bar, of a run that has made ``start`` steps."""
+        if self._is_shown and sys.stdout.isatty():
             self._bar = _bar()
-            self._task = self._bar.add_task("training", total=steps, completed=start, numbers="")
+            self._task = self._bar.add_task("training", total=self._steps, completed=start, numbers="")
             self._bar.start()
 
     def step(self, record: Record) -> None:
@@ -31,15 +34,16 @@ class Progress:
         if record.grad_norm is not None:
             norm = norm if math.isfinite(record.grad_norm) else "skipped"
             norm += "" if record.loss_scale is None else f"  scale {record.loss_scale:g}"
-        numbers = f"loss {record.loss:.4f}  {norm}  {record.tokens_per_s:,.0f} tok/s"
+        loss = "loss n/a" if record.loss is None else f"loss {record.loss:.4f}"
+        speed = f"  {record.tokens_per_s:,.0f} tok/s" if record.tokens else ""
+        numbers = f"{loss}  {norm}{speed}"
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, numbers=numbers)
         elif record.step % self._every == 0 or record.step in (1, self._steps):
             mfu = "n/a" if record.mfu is None or math.isnan(record.mfu) else f"{100 * record.mfu:.1f}%"
             self.say(
-                f"step {record.step:>{len(str(self._steps))}}/{self._steps}  loss {record.loss:.4f}  "
-                f"{norm}  lr {record.lr:.2e}  {record.step_time_s * 1000:.0f} ms  "
-                f"{record.tokens_per_s:,.0f} tok/s  mfu/GPU {mfu}"
+                f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {loss}  "
+                f"{norm}  lr {record.lr:.2e}  {record.step_time_s * 1000:.0f} ms{speed}  mfu/GPU {mfu}"
             )
 
     def say(self, text: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwise.train.folder import replace_text
 from shardwise.train.log.metrics import MetricsFile, Record
 
 _SHOWN = (
-    "loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes",
+    "loss", "eval_loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes",
     "collective_bytes",
 )  # fmt: skip
 
@@ -73,11 +74,15 @@ class Recorder:
         """Write one step."""
         self._file.write(record)
         values = {name: getattr(record, name) for name in _SHOWN if getattr(record, name) is not None}
-        self._send(record.step, values)
+        self.send(record.step, values | record.values)
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Write a held-out loss."""
-        self._send(step, {"eval_loss": loss})
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        """Send values of a step to TensorBoard and Weights & Biases."""
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(dict(values), step=step)
 
     def close(self) -> None:
         """Write what is buffered and close."""
@@ -87,10 +92,3 @@ class Recorder:
                 self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-    def _send(self, step: int, values: dict[str, float]) -> None:
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(values, step=step)

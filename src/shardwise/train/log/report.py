@@ -14,13 +14,10 @@ from shardwise.launch.environment import environment
 from shardwise.report import read_run, run_page
 from shardwise.report.scale import thin
 from shardwise.spec.errors import StorageError
-from shardwise.spec.hub import hub_name
 from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, MODEL, PLAN, PREDICTED, REPORT, SUMMARY
 from shardwise.spec.text import printable, size
-from shardwise.train.config.resolve import RunConfig
 from shardwise.train.folder import replace_json, replace_text
 from shardwise.train.log.progress import Progress
-from shardwise.train.predicted.record import describe
 from shardwise.train.predicted.time import PredictedStep
 
 if TYPE_CHECKING:
@@ -95,24 +92,30 @@ class Report:
     """The facts of a run, and how they are told. Files are rank 0's.
 
     Attributes:
-        resolved: The run's configuration.
         directory: The run's folder.
-        world_size: Number of ranks.
         device: This rank's device.
+        config: The text of config.yaml.
+        plan: What plan.json says beside the predictions: ``world_size``, ``mesh``, ``parallel``, ``batch``.
         model: What ``sw.summary`` says of the model.
+        lines: What is said first.
+        predicted: The content of predicted.json.
         predicted_bytes: Bytes by category on the rank that holds most.
         units: Each unit's name, class and elements, and how many of these each rank owns.
         predicted_step: The predicted time of a step, or why there is none.
+        mfu_of_token: The share of all devices' peaks that one token a second takes, where it is known.
     """
 
-    resolved: RunConfig
     directory: Path
-    world_size: int
     device: torch.device
+    config: str
+    plan: dict[str, Any]
     model: str
+    lines: Sequence[str]
+    predicted: dict[str, Any]
     predicted_bytes: dict[str, int]
     units: list[dict[str, Any]]
     predicted_step: PredictedStep
+    mfu_of_token: float | None = None
 
     @property
     def predicted_total(self) -> int:
@@ -126,30 +129,28 @@ class Report:
 
     def write_start(self) -> None:
         """Write config.yaml, model.txt, environment.json, predicted.json and plan.json."""
-        config, batch = self.resolved.config, self.resolved.batch
-        replace_text(self.directory / CONFIG, config.to_yaml())
+        replace_text(self.directory / CONFIG, self.config)
         replace_text(self.directory / MODEL, f"{self.model}\n")
         replace_json(self.directory / ENVIRONMENT, environment())
-        replace_json(self.directory / PREDICTED, describe(self.resolved, self.device.type, self.predicted_step))
-        replace_json(
-            self.directory / PLAN,
-            {
-                "world_size": self.world_size,
-                "mesh": self.resolved.mesh.sizes,
-                "parallel": config.parallel.model_dump(mode="json"),
-                "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "global": batch.total},
-                "predicted_bytes_per_rank": self.predicted_bytes,
-                "predicted_peak_memory_bytes": self.predicted_peak,
-                "predicted_step_time_s": self.predicted_step.seconds,
-                "units": self.units,
-            },
-        )
+        replace_json(self.directory / PREDICTED, self.predicted)
+        predictions = {
+            "predicted_bytes_per_rank": self.predicted_bytes,
+            "predicted_peak_memory_bytes": self.predicted_peak,
+            "predicted_step_time_s": self.predicted_step.seconds,
+            "units": self.units,
+        }
+        replace_json(self.directory / PLAN, self.plan | predictions)
 
-    def write_summary(
-        self, done: Progressed, outcome: Outcome, speed: Speed, *, peak_bytes: int, failed_saves: list[str]
-    ) -> None:
+    def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json, if the disk allows it: the run's own outcome is what matters by then."""
-        values = {
+        with contextlib.suppress(StorageError):
+            replace_json(self.directory / SUMMARY, values)
+
+    def summary(
+        self, done: Progressed, outcome: Outcome, speed: Speed, *, peak_bytes: int, failed_saves: list[str]
+    ) -> dict[str, Any]:
+        """What summary.json says: steps, losses, predicted and measured memory and time."""
+        return {
             "steps": done.step,
             "first_loss": done.first_loss,
             "final_loss": done.final_loss,
@@ -161,8 +162,8 @@ class Report:
             "step_time_s": speed.step_time_s,
             "timed_steps": speed.timed_steps,
             "predicted_step_time_s": self.predicted_step.seconds,
-            "world_size": self.world_size,
-            "strategy": self.resolved.config.parallel.strategy,
+            "world_size": self.plan["world_size"],
+            "strategy": self.plan["parallel"].get("strategy"),
             "exit_code": outcome.exit_code,
             "reason": outcome.reason,
             "failed_saves": failed_saves,
@@ -171,8 +172,6 @@ class Report:
             "eval_time_s": speed.eval_s,
             "checkpoint_time_s": speed.checkpoint_s,
         }
-        with contextlib.suppress(StorageError):
-            replace_json(self.directory / SUMMARY, values)
 
     def write_memory(self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int]) -> None:
         """Write memory.json: the bytes of tensors of this rank over one step, and what the engine holds all the time.
@@ -203,32 +202,8 @@ class Report:
 
     def introduce(self, progress: Progress) -> None:
         """Say what is trained, on what, with which data."""
-        batch, source, config, mesh = (
-            self.resolved.batch,
-            self.resolved.source,
-            self.resolved.config,
-            self.resolved.mesh,
-        )
-        import torch
-
-        kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        name = config.model.preset or hub_name(Path(config.model.hf or "")) or config.model.hf
-        axes = f" on {mesh}" if mesh.ep > 1 or mesh.dp_shard != mesh.world_size else ""
-        where = printable(self.directory)
-        progress.say(f"run {where}: {name} on {self.world_size} x {kind}, {config.parallel.strategy}{axes}")
-        tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
-        if source.streams:
-            tokens = f"{source.num_tokens:,} bytes in {len(source.files)} files, tokenized on the way"
-        seq_len, longer = self.resolved.seq_len, self.resolved.positions or 0
-        more = f" (data.seq_len; the model takes up to {longer:,})" if longer > seq_len else ""
-        progress.say(f"model {self.model.splitlines()[0]}; more in {printable(self.directory / MODEL)}")
-        progress.say(f"data {printable(source.name)}: {tokens}; samples of {seq_len:,} tokens{more}")
-        progress.say(str(batch))
-        if (stored := self.resolved.raised_from) is not None:
-            progress.say(
-                f"weights are stored in {stored}: the optimizer updates fp32 masters"
-                f" (parallel.mp_policy.master_dtype; {stored} there keeps 16 bit)"
-            )
+        for line in self.lines:
+            progress.say(line)
 
     def conclude(self, progress: Progress, done: Progressed, speed: Speed, *, peak_bytes: int) -> None:
         """Say how fast it went, what the loss became, and which peak was predicted and measured."""
@@ -240,12 +215,12 @@ class Report:
             progress.say(f"held-out loss {losses} ({fall:.0f}% lower)")
         names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
         total = self.predicted_total
-        ratio = f"{peak_bytes / total:.2f} of the prediction" if total and peak_bytes else "not measured"
-        if self.predicted_peak is None:
+        ratio = f"{peak_bytes / total:.2f} of the prediction" if total and peak_bytes else ""
+        if self.predicted_peak is None and total:
             names += "; activations of this model are not known beforehand"
             ratio = "activations included"
         progress.say("peak memory of tensors, per rank")
-        progress.say(f"  predicted  {size(total):>9}  {names}")
+        progress.say(f"  predicted  {size(total):>9}  {names}" if total else "  predicted        n/a")
         progress.say(f"  measured   {size(peak_bytes):>9}  {ratio}")
         self._say_time(progress, speed)
 

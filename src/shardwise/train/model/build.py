@@ -11,20 +11,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import shardwise as sw
 from shardwise import torch_private
 from shardwise.checkpoint.weights import WeightFiles
-from shardwise.engine.storage.attachment import attachment_of
-from shardwise.engine.storage.flat_parameters import group_of
+from shardwise.forms.attachment import attachment_of
+from shardwise.forms.flat_parameters import group_of
+from shardwise.pipeline.batch import call_model, scalar_loss
 from shardwise.spec.errors import ConfigError, StateError
-from shardwise.train.config.hf import read_language_model
-from shardwise.train.config.resolve import RunConfig
-from shardwise.train.config.sections import Config, LoraSection, OptimizerSection
+from shardwise.train.config.resolve import RunConfig, data_of
+from shardwise.train.config.sections import LoraSection, OptimizerSection
+from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.rows import Samples
+from shardwise.train.data.source import is_indexed
 from shardwise.train.model.lora import adapt, renamed
 from shardwise.train.model.pretrained import NotNamedError, deferred_from_folder, model_from_folder, tell_whole
+from shardwise.train.spec import Mean
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, Task
+
+OptimizerFactory = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
+#: Where a group of a user's optimizer keeps its peak rate, under the name that torch's schedulers use.
+PEAK = "initial_lr"
 
 
 class TokenBatch(NamedTuple):
@@ -55,6 +63,9 @@ def build_model(resolved: RunConfig, device: torch.device, *, reads_weights: boo
         reads_weights: False draws weights even where the folder has some. On meta there are none either way.
     """
     section, lora = resolved.config.model, resolved.config.lora
+    if resolved.spec.model is not None:
+        with device:
+            return resolved.spec.model()
     if section.hf is not None:
         folder = Path(section.hf).expanduser()
         model = model_from_folder(folder, reads_weights=reads_weights and device.type != "meta")
@@ -122,12 +133,17 @@ class Objective:
         loss_fn: Gives the mean loss over the tokens from the output and the microbatch.
     """
 
-    forward: Callable[[nn.Module, TokenBatch], Any]
-    loss_fn: Callable[[Any, TokenBatch], Tensor]
+    forward: Callable[[nn.Module, Any], Any]
+    loss_fn: Callable[[Any, Any], Tensor | Mean]
 
-    def loss(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+    def scalar(self, output: Any, batch: Any) -> Tensor:
+        """The loss, of an ``sw.Mean`` its sum."""
+        found = self.loss_fn(output, batch)
+        return found.total if isinstance(found, Mean) else found
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a plain model."""
-        return self.loss_fn(self.forward(model, batch), batch)
+        return self.scalar(self.forward(model, batch), batch)
 
 
 def objective(*, is_from_hf: bool, cp: int, task: Task = CAUSAL, in_chunks: bool = False) -> Objective:
@@ -198,12 +214,21 @@ def _cross_entropy(logits: Tensor, batch: TokenBatch) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="sum") / batch.num_targets
 
 
-def objective_of(config: Config) -> Objective:
-    """The objective of a run."""
-    folder = config.model.hf
-    task = CAUSAL if folder is None else read_language_model(Path(folder).expanduser()).task
-    in_chunks = config.train.chunked_cross_entropy
-    return objective(is_from_hf=folder is not None, cp=config.parallel.cp, task=task, in_chunks=in_chunks)
+def objective_of(resolved: RunConfig) -> Objective:
+    """The objective of a run: the spec's where it has one."""
+    config, spec = resolved.config, resolved.spec
+    if spec.data is None and spec.model is None:
+        in_chunks = config.train.chunked_cross_entropy
+        is_from_hf, cp = config.model.hf is not None, config.parallel.cp
+        usual = objective(is_from_hf=is_from_hf, cp=cp, task=resolved.task, in_chunks=in_chunks)
+    else:
+        usual = Objective(call_model, _own_loss)
+    return Objective(spec.forward or usual.forward, spec.loss or usual.loss_fn)
+
+
+def _own_loss(output: Any, _batch: Any) -> Tensor:
+    """The loss that a model computes itself: ``output.loss``, else an output without dimensions."""
+    return scalar_loss(getattr(output, "loss", output), type(output).__name__)
 
 
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
@@ -235,9 +260,16 @@ def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[s
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(section: OptimizerSection, groups: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimizer over :func:`parameter_groups`."""
+def build_optimizer(
+    section: OptimizerSection, groups: Iterable[Any], given: OptimizerFactory | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer over :func:`parameter_groups`: ``given``'s, or the one that the section names."""
     decay = section.weight_decay
+    if given is not None:
+        made = given([{"weight_decay": decay, **group} for group in groups], section.lr)
+        for group in made.param_groups:
+            group.setdefault(PEAK, float(group["lr"]))
+        return made
     if section.name == "muon":
         return sw.Muon(groups)
     if section.name == "sgd":
@@ -265,6 +297,8 @@ def _is_offloaded(parameter: Tensor) -> bool:
 
 def peak_lr(section: OptimizerSection, group: Mapping[str, Any]) -> float:
     """The peak learning rate of one of the optimizer's groups."""
+    if PEAK in group:
+        return group[PEAK]
     return section.adamw_lr or section.lr if group.get("kind") == "adamw" else section.lr
 
 
@@ -291,8 +325,19 @@ def to_tensors(
     return TokenBatch(inputs_BT, targets_BT, positions_BT, num_targets, mask_BT)
 
 
-def blank_batch(resolved: RunConfig, device: torch.device) -> TokenBatch:
-    """A microbatch of the run's shapes, whose values say nothing."""
+def blank_batch(resolved: RunConfig, device: torch.device) -> Any:
+    """A microbatch of the run's shapes, whose values say nothing; of a user's data set its first samples.
+
+    Raises:
+        TypeError: The samples are those of an iterable, of which nothing is read beforehand.
+    """
+    if resolved.spec.data is not None:
+        part = data_of(resolved).train
+        if not isinstance(part, GivenSamples) or not is_indexed(resolved.spec.data):
+            raise TypeError("an iterable is not read beforehand")
+        return tree_map_only(
+            Tensor, lambda t: t.to(device), part.batch(range(resolved.batch.micro), torch.device("cpu"))
+        )
     tokens_BT = torch.zeros(resolved.batch.micro, resolved.seq_len, dtype=torch.int64, device=device)
     task = resolved.task
     targets = torch.zeros_like(tokens_BT[:, 0] if task.name == CLASS else tokens_BT)

@@ -140,7 +140,7 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
     What is allocated in a step, at its peak, with the activations of as many microbatches of this rank's stages as its
     schedule holds.
     """
-    batch, objective, plan = resolved.batch, objective_of(resolved.config), resolved.plan
+    batch, objective, plan = resolved.batch, objective_of(resolved), resolved.plan
     with torch.random.fork_rng(devices=[]):
         found = sw.dry_run(
             lambda: build_model(resolved, torch.device("meta")),
@@ -148,7 +148,7 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
             world_size=control.size,
             rank=control.rank,
             batch=blank_batch(resolved, torch.device("meta")),
-            loss_fn=objective.loss_fn,
+            loss_fn=objective.scalar,
             forward=objective.forward,
             backend="nccl" if device.type == "cuda" else "gloo",
             num_microbatches=batch.accumulation
@@ -172,7 +172,7 @@ def measure_replicas(resolved: RunConfig, device: torch.device) -> Activations:
 
         def forward_and_backward() -> None:
             batch = blank_batch(resolved, device)  # held until backward is over, as a step's is
-            (objective_of(resolved.config).loss(model, batch) / 1).backward()
+            (objective_of(resolved).loss(model, batch) / 1).backward()
 
         with count:
             activations = measure_activations(model, count, forward_and_backward)

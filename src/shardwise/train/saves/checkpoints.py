@@ -29,6 +29,7 @@ from shardwise.weights.state.average import ExponentialMovingAverage
 
 #: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
 _FREE = (
+    "spec",  # its code is compared
     "train.steps",
     "train.eval_every",
     "train.eval_batches",

@@ -18,6 +18,7 @@ from shardwise.spec.text import printable
 from shardwise.train.config.resolve import schedule_of
 from shardwise.train.config.sections import Config
 from shardwise.train.model.build import peak_lr
+from shardwise.train.spec import TrainSpec
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Natural = Annotated[int, Field(ge=0, lt=2**60)]
@@ -83,6 +84,7 @@ class SavedRun(_Strict):
         strategy: The strategy's name.
         mesh: Ranks along each axis.
         base: Hash of the weights below the run's adapters.
+        code: Hash of the code of the run's spec; empty where it has none.
     """
 
     step: _Natural
@@ -95,9 +97,18 @@ class SavedRun(_Strict):
     strategy: str = ""
     mesh: dict[str, _Natural] = Field(default_factory=dict)
     base: str | None = None
+    code: Annotated[str, Field(max_length=1024)] = ""
 
 
-def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Iterable[str] = ()) -> None:
+def check_state(
+    path: Path,
+    batch: int,
+    groups: list[dict[str, Any]],
+    asked: Iterable[str] = (),
+    *,
+    spec: TrainSpec | None = None,
+    allows_other_code: bool = False,
+) -> None:
     """Compare what a checkpoint says of its run with itself and with the configured optimizer.
 
     Args:
@@ -105,6 +116,8 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Ite
         batch: Samples of a step.
         groups: The optimizer's groups on this rank.
         asked: Keys that ``--set`` gave; the optimizer's settings among them may differ.
+        spec: What a user's code replaces.
+        allows_other_code: It may have changed.
 
     Raises:
         CheckpointError: Something is missing, of another kind, or contradicts the rest; all of it is listed.
@@ -123,9 +136,16 @@ def check_state(path: Path, batch: int, groups: list[dict[str, Any]], asked: Ite
     wrong = _contradictions(saved, checkpoint.manifest, batch)
     if wrong:
         raise _refused(path, wrong)
+    if spec is not None and spec.code != saved.code and not allows_other_code:
+        raise CheckpointError(
+            f"checkpoint {printable(path)} was saved by a run whose spec was other code (its hash has changed).\n"
+            "  Go on with the code that the run began with, or allow it: --set checkpoint.allow_other_code=true."
+        )
     optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
     if len(optimizer.groups) == len(groups):  # else the load says so
         _check_settings(path, optimizer, groups, {key.removeprefix("optimizer.") for key in asked})
+    if spec is not None and (spec.schedule is not None or spec.optimizer is not None):
+        return  # its rates are not those of the configuration
     ratio = schedule_of(config).ratio(saved.step - 1)
     rates = [(each.get("lr"), peak_lr(config.optimizer, each) * ratio) for each in optimizer.groups]
     odd = [(found, lr) for found, lr in rates if not _is_near(found, lr)]

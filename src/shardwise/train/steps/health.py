@@ -55,11 +55,14 @@ class Health:
         self._skipped_in_a_row += 1
         _write_bundle(self._directory, self._rank, step, problem, values)
         about = f"Its samples, losses and random states are in {self._bundle(step)}."
+        if not values.step.is_guarded and self._train.non_finite == "skip":
+            return f"WARNING: step {step}: {problem}. {about}"
         if self._train.non_finite == "skip" and self._skipped_in_a_row <= most:
             return f"WARNING: step {step} was left out: {problem}. {about}"
         if self._train.non_finite == "skip":
             problem += f", as in the {most} steps before (train.max_skipped_steps)"
-        update = " Parameters are as before that step." if values.norm is not None else ""
+        is_kept = values.norm is not None and values.step.is_guarded
+        update = " Parameters are as before that step." if is_kept else ""
         raise NonFiniteError(
             f"step {step}: {problem}.{update} Nothing was saved since; safe: {safe}.\n"
             f"  {about} Lower optimizer.lr, lengthen schedule.warmup_steps, or set train.non_finite=skip. A resume"
@@ -67,7 +70,8 @@ class Health:
         )
 
     def _spike(self, step: int, values: ReadStep) -> str | None:
-        found = None if self._spikes is None else self._spikes.look(values.loss)
+        loss = values.loss
+        found = None if self._spikes is None or loss is None else self._spikes.look(loss)
         if found is None:
             return None
         _write_bundle(self._directory, self._rank, step, found, values)

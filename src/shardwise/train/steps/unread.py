@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from shardwise.train.steps.slow import SlowRanks
 
 #: Values are read this often at least (in seconds), so that a request to stop or a loss of NaN is noticed in time.
 LONGEST_UNREAD_S = 10.0
+#: Among the values of a step, its tokens, where each rank counts its own.
+TOKENS = "tokens"
 
 
 class StepTime:
@@ -50,34 +53,40 @@ class UnreadStep:
     """One step whose values are on the device.
 
     Attributes:
+        time: Duration of the step.
+        generators: The states of this rank's random number generators before the step.
+        sent_bytes: Bytes that this rank sent.
+        exposed_s: Seconds that this rank's host waited for communication; ``None`` where the host does not wait.
+        is_guarded: The update was left out where the gradient is not finite.
         loss: The sum over ``num_losses`` microbatches of this rank; ``None`` on a rank that has no loss.
         num_losses: Microbatches of a step, the same on every rank.
         norm: The global norm of the gradient; ``None`` where backward updates.
         is_skipped: Loss scaling has left this step out: its norm is not finite, and rightly so.
-        time: Duration of the step.
-        update: Of that, clipping and the optimizer's step; ``None`` where backward updates.
+        update: Of the time, clipping and the optimizer's step; ``None`` where backward updates.
         lr: Learning rate of the step.
         scale: Loss scale of the step; ``None`` where nothing is scaled.
         data_s: Seconds that this rank's host spent on data.
-        sent_bytes: Bytes that this rank sent.
         samples: The samples of each microbatch of this rank.
-        generators: The states of this rank's random number generators before the step.
-        exposed_s: Seconds that this rank's host waited for communication; ``None`` where the host does not wait.
+        tokens: Tokens of the step, over all ranks; ``None``: ``values`` has them.
+        values: Other values by name, each a sum and the count that it is of, on this rank.
     """
 
-    loss: Tensor | None
-    num_losses: int
-    norm: Tensor | None
-    is_skipped: bool
     time: StepTime
-    update: StepTime | None
-    lr: float
-    scale: float | None
-    data_s: float
-    sent_bytes: int
-    samples: list[list[int]]
     generators: Generators
+    sent_bytes: int = 0
     exposed_s: float | None = None
+    is_guarded: bool = True
+    loss: Tensor | float | None = None
+    num_losses: int = 1
+    norm: Tensor | float | None = None
+    is_skipped: bool = False
+    update: StepTime | None = None
+    lr: float = 0.0
+    scale: float | None = None
+    data_s: float = 0.0
+    samples: list[list[int]] = field(default_factory=list)
+    tokens: int | None = None
+    values: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +97,23 @@ class ReadStep:
         losses: The mean loss of every rank that has one, by rank.
         norm: The global norm of the gradient.
         step: The step itself.
+        values: Other values by name: the sums of all ranks over their counts.
     """
 
     losses: dict[int, float]
     norm: float | None
     step: UnreadStep
+    values: dict[str, float] = field(default_factory=dict)
 
     @property
-    def loss(self) -> float:
-        """The mean loss over the ranks that have one."""
-        return sum(self.losses.values()) / len(self.losses)
+    def loss(self) -> float | None:
+        """The mean loss over the ranks that have one; ``None`` where none has."""
+        return sum(self.losses.values()) / len(self.losses) if self.losses else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step, over all ranks."""
+        return round(self.values.get(TOKENS, 0)) if self.step.tokens is None else self.step.tokens
 
 
 def not_finite(values: ReadStep) -> str | None:
@@ -118,6 +134,7 @@ class UnreadSteps:
     Attributes:
         control: The ranks' channel.
         every: Steps between two readings.
+        has_values: Steps may have other values than loss and norm, under names that the ranks then tell each other.
         steps: In order.
         peak_bytes: Most bytes of tensors that any rank has held, as of the last reading.
         signal_number: A signal that any rank had got by then; 0 for none.
@@ -127,6 +144,7 @@ class UnreadSteps:
 
     control: Control
     every: int
+    has_values: bool = False
     steps: list[UnreadStep] = field(default_factory=list)
     peak_bytes: int = 0
     signal_number: int = 0
@@ -152,33 +170,41 @@ class UnreadSteps:
             own_signal: The signal that this rank has got; 0 for none.
 
         Collective:
-            One all-gather of 16 bytes per step and rank, and 48 more. All ranks must call after the same step.
-            The host waits for the device.
+            One all-gather of 24 bytes per step and rank, and 40 more; where there are other values one of small JSON
+            before it, and 16 bytes per value. All ranks must call after the same step. The host waits for the device.
         """
         now = time.perf_counter()
         elapsed_s, self._read_at = now - self._read_at, now
         steps, self.steps = self.steps, []
-        has_loss = any(step.loss is not None for step in steps)
-        rows = self.control.rows(
-            [elapsed_s, float(own_signal), float(own_peak_bytes), float(has_loss), *_own_work_s(steps)],
-            [value for step in steps for value in (step.loss, step.norm)],
-        )
+        names = [sorted(step.values) for step in steps]
+        if self.has_values:
+            names = [sorted({*chain(*of_step)}) for of_step in zip(*self.control.all_json(names), strict=True)]
+        columns: list[Tensor | float | None] = []
+        for step, of_step in zip(steps, names, strict=True):
+            columns += [step.loss, step.norm, float(step.loss is not None)]
+            columns += chain(*(step.values.get(name, (0.0, 0.0)) for name in of_step))
+        rows = self.control.rows([elapsed_s, float(own_signal), float(own_peak_bytes), *_own_work_s(steps)], columns)
         self.signal_number = int(max(row[1] for row in rows))
         self.peak_bytes = max(self.peak_bytes, *(int(row[2]) for row in rows))
         self.warning = None
         if self._has_read:  # the first steps compile
-            self.warning = self.slow.add(len(steps), [row[4] for row in rows], [row[5] for row in rows])
+            self.warning = self.slow.add(len(steps), [row[3] for row in rows], [row[4] for row in rows])
         self._has_read = True
         pace_s = rows[0][0] / max(len(steps), 1)  # as rank 0 sees it: all ranks go by the same number
         self._count = max(1, math.floor(LONGEST_UNREAD_S / pace_s)) if pace_s > 0 else self.every
-        found = []
-        for index, step in enumerate(steps):
-            place = 6 + 2 * index
-            losses = {rank: row[place] / step.num_losses for rank, row in enumerate(rows) if row[3]}
+        found, place = [], 5
+        for step, of_step in zip(steps, names, strict=True):
+            losses = {rank: row[place] / step.num_losses for rank, row in enumerate(rows) if row[place + 2]}
             norms = [row[place + 1] for row in rows]  # equal, unless the memory of a rank is damaged
             norm = next((each for each in norms if not math.isfinite(each)), norms[self.control.rank])
             norm = None if step.norm is None else norm
-            found.append(ReadStep(losses, norm, step))
+            place += 3
+            values = {}
+            for name in of_step:
+                total, count = (sum(row[place + which] for row in rows) for which in (0, 1))
+                values[name] = total / count if count else math.nan
+                place += 2
+            found.append(ReadStep(losses, norm, step, values))
         return found
 
 

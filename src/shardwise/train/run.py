@@ -1,0 +1,390 @@
+"""``sw.Run``: what a loop of one's own lacks, around it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.api.dry_run import DryRun
+from shardwise.api.model import data_parallel_rank, data_parallel_size
+from shardwise.forms.attachment import engine_of
+from shardwise.launch.error_file import reported
+from shardwise.launch.exit_codes import run_worker
+from shardwise.launch.world import World, read_world
+from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError
+from shardwise.spec.text import printable
+from shardwise.train.callback import Callback
+from shardwise.train.config.sections import Config, read_config
+from shardwise.train.differences import differences
+from shardwise.train.log.report import Report
+from shardwise.train.loop import Loop, Parts
+from shardwise.train.predicted.time import PredictedStep
+from shardwise.train.rank import Session, session
+from shardwise.train.saves.checkpoints import resharded, saved_config
+from shardwise.train.spec import Mean
+from shardwise.train.steps.unread import TOKENS
+
+#: What :meth:`Run.log` takes by itself.
+_KNOWN = ("loss", "grad_norm", "tokens")
+
+
+class Stateful(Protocol):
+    """A sampler, a loader or a schedule that can say where it is, in what JSON holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Go on from there."""
+        ...
+
+
+class Run:
+    """A run folder, metrics, checkpoints and all that ``shardwise train`` has, around a loop of one's own.
+
+    ::
+
+        model = sw.parallelize(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with sw.Run("runs/mine", model=model, optimizer=optimizer, steps=1000, checkpoint={"every": 100}) as run:
+            for step in run.steps():
+                loss = sw.train_step(model, next(batches), loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=loss)
+
+    Started again with the same line, alone, under ``torchrun`` or by a scheduler, it goes on from its newest
+    checkpoint, on any number of ranks. SIGTERM and SIGINT end it after the step with a checkpoint and exit code 75
+    or 130; other errors have the codes of ``shardwise train``. The folder holds what a trainer's has:
+    ``metrics.jsonl``, ``report.html``, ``summary.json``, ``checkpoints/``.
+
+    Args:
+        directory: The run's folder, on a disk that all machines share.
+        model: A parallelized model.
+        optimizer: Built on its parameters.
+        steps: How many steps the whole run has.
+        checkpoint: Fields of ``checkpoint:`` in a run.yaml, such as ``{"every": 100, "keep": 3}``. By default one
+            checkpoint, at the end.
+        log: Fields of ``log:``, such as ``{"every": 10, "wandb": True}``.
+        train: Of ``train:``: ``step_timeout_s``, ``grace_s``, ``non_finite``, ``check_replicas_every`` and ``seed``,
+            which seeds the generators of a resume on another number of ranks.
+        sampler: What the samples come from, saved and restored: an ``sw.DistributedSampler``, a loader with state.
+        scheduler: The learning rate's, saved and restored.
+        scaler: Of fp16 losses.
+        average: Of the model's weights.
+        config: Settings of one's own: in config.yaml and W&B. What has changed when a run goes on is said.
+        predicted: What ``sw.dry_run`` said, to be shown beside what is measured.
+        callbacks: Told what happens (``sw.Callback``).
+
+    Raises:
+        ConfigError: A field is unknown or of another kind, or the model is not parallelized.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        checkpoint: Mapping[str, Any] | None = None,
+        log: Mapping[str, Any] | None = None,
+        train: Mapping[str, Any] | None = None,
+        sampler: Stateful | None = None,
+        scheduler: Stateful | None = None,
+        scaler: sw.GradScaler | None = None,
+        average: sw.ExponentialMovingAverage | None = None,
+        config: Mapping[str, Any] | None = None,
+        predicted: DryRun | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self._directory, self._own_config, self._predicted = Path(directory), dict(config or {}), predicted
+        self._config = _checked(steps, checkpoint, log, train)
+        self._kept = {"sampler": sampler, "scheduler": scheduler}
+        for name, value in self._kept.items():
+            if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(
+                    f"sw.Run({name}=...): {type(value).__name__} has no state_dict and load_state_dict, so that a"
+                    " resume would begin its data anew.\n  Pass one that has, or leave it out."
+                )
+        try:
+            engine_of(model, "sw.Run")
+        except StateError:
+            raise ConfigError(
+                f"sw.Run(model=...): {type(model).__name__} is not parallelized.\n"
+                "  Call model = sw.parallelize(model) before the optimizer is built; on one process that changes no"
+                " number, and checkpoints load on any other."
+            ) from None
+        scaler = scaler or sw.GradScaler("cpu", enabled=False)
+        seed = (train or {}).get("seed")
+        self._parts = Parts(model, optimizer, scaler, average, data_parallel_rank(model), seed=None)
+        self._seed, self._callbacks = seed, callbacks
+        self._world: World = read_world()
+        self._stack = contextlib.ExitStack()
+        self._loop: Loop | None = None
+        self._logged: dict[str, Any] = {}
+
+    # --- around the loop ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Lock the folder, load its newest checkpoint, if there is one, and begin to be watched.
+
+        Collective:
+            All ranks must enter: some all-gathers of small JSON, and ``sw.load``.
+        """
+        with self._exit_codes(), contextlib.ExitStack() as stack:
+            held = stack.enter_context(
+                session(
+                    self._world,
+                    name=self._directory.name,
+                    facts=self._config.model_dump(mode="json") | {"config": self._own_config},
+                    run_dir=self._directory,
+                    resume=None,
+                    step_timeout_s=self._config.train.step_timeout_s,
+                    needs_one_machine=self._config.checkpoint.memory_every is not None,
+                    goes_on=True,
+                )
+            )
+            self._loop = loop = Loop(
+                self,
+                self._parts,
+                self._report(held),
+                self._config,
+                held.control,
+                stop=held.stop,
+                pace=held.pace,
+                callbacks=self._callbacks,
+                is_own_loop=True,
+            )
+            stack.enter_context(loop.running(held.resume))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the summary and the report; leave the process with the run's exit code where it was stopped.
+
+        Raises:
+            SystemExit: A stop was requested, or the rank is one of several and an error of ours has a code.
+        """
+        loop = self._running
+        with self._exit_codes():
+            if kind is None:
+                loop.leave()
+            self._stack.__exit__(kind, error, trace)
+        if isinstance(error, ShardwiseError) and self._world.source != "alone":
+            raise SystemExit(_left_with(error, self._world)) from error
+        if kind is None and loop.outcome.exit_code:
+            raise SystemExit(loop.outcome.exit_code)
+        if kind is None and loop.step == self._config.train.steps:
+            loop.conclude()
+
+    @contextlib.contextmanager
+    def _exit_codes(self) -> Iterator[None]:
+        """Where something has started this rank, an error becomes what it understands: a note and an exit code."""
+        try:
+            yield
+        except ShardwiseError as error:
+            if self._world.source == "alone":
+                raise
+            raise SystemExit(_left_with(error, self._world)) from error
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> Loop:
+        if self._loop is None:
+            raise StateError("the run has not begun.\n  Use it in a with statement: with sw.Run(...) as run:")
+        return self._loop
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that are left, from 0. Between them metrics are read, and checkpoints written.
+
+        Collective:
+            Every ``log.every`` steps two all-gathers, and those of saves: all ranks make the same steps.
+        """
+        loop, every = self._running, self._config.train.check_replicas_every
+        for step in loop.steps():
+            self._logged = {}
+            yield step
+            self._note(loop)
+            if every is not None and (step + 1) % every == 0:
+                loop.check_replicas(step + 1)
+
+    def log(
+        self,
+        *,
+        loss: Tensor | float | None = None,
+        grad_norm: Tensor | float | None = None,
+        tokens: int | None = None,
+        **values: Tensor | float | Mean,
+    ) -> None:
+        """Say what the present step has found; may be called several times in it. Nothing waits for the device.
+
+        Args:
+            loss: The mean loss of this rank; the record has the mean over the ranks that say one. A value that is not
+                finite ends the run (``train.non_finite``).
+            grad_norm: The global norm of the gradient.
+            tokens: Tokens of this rank's batch; the record has those of all ranks.
+            **values: Others, by the names that the record gets: an ``sw.Mean``, or a number or tensor without
+                dimensions, which is averaged over the ranks. ``eval_loss`` is a held-out loss.
+        """
+        reserved = {"step", "lr", "tokens_per_s", "step_time_s", *_KNOWN} & set(values)
+        if reserved:
+            raise ConfigError(
+                f"run.log({', '.join(sorted(reserved))}=...): the record has this already; name it otherwise."
+            )
+        given = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, **values}
+        self._logged |= {name: value for name, value in given.items() if value is not None}
+
+    def _note(self, loop: Loop) -> None:
+        model, found = self._parts.model, dict(self._logged)
+        loss, norm, tokens = (found.pop(name, None) for name in _KNOWN)
+        pairs = {name: _as_pair(value) for name, value in found.items()}
+        if tokens is not None:
+            pairs[TOKENS] = float(tokens) * data_parallel_size(model), 1.0
+        loop.found(
+            loss=loss.detach() if isinstance(loss, Tensor) else loss,
+            norm=norm.detach() if isinstance(norm, Tensor) else norm,
+            lr=float(self._parts.optimizer.param_groups[0]["lr"]),
+            values=pairs,
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar, on rank 0."""
+        self._running.progress.say(text)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, with a last checkpoint. Every rank must call in the same step."""
+        self._running.must_end = reason
+
+    @property
+    def step(self) -> int:
+        """How many steps of the whole run have been made."""
+        return self._running.step
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder."""
+        return self._directory
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` says, of now: steps, losses, predicted and measured memory and time."""
+        return self._running.summary
+
+    # --- what the loop asks its owner --------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What checkpoints hold beside tensors."""
+        kept = {name: held.state_dict() for name, held in self._kept.items() if held is not None}
+        settings = {"loop": "sw.Run", **self._config.model_dump(mode="json"), "own": self._own_config}
+        return {"kept": kept, "config": settings, "mesh": sw.summary(self._parts.model).mesh}
+
+    def check(self, path: Path) -> list[str]:
+        """Refuse a checkpoint of a trainer's run; returns what differs of one's own settings. Small JSON."""
+
+        def compare() -> list[str]:
+            saved = saved_config(path)
+            if saved.get("loop") != "sw.Run":
+                raise CheckpointError(
+                    f"{printable(path)} is of a run of `shardwise train`.\n  Continue it with shardwise train --resume,"
+                    " or name another folder."
+                )
+            found = differences(saved.get("own", {}), self._own_config)
+            return [f"config.{key}: {printable(old)} -> {printable(new)}" for key, old, new in found]
+
+        return self._running.control.on_first(compare)
+
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Put sampler and scheduler where they were."""
+        saved = state.get("kept", {})
+        for name, held in self._kept.items():
+            if held is not None and name not in saved:
+                raise CheckpointError(
+                    f"the checkpoint has no state of the {name}, which sw.Run({name}=...) is to restore.\n"
+                    "  Leave it out to begin it anew, or begin a new run in another folder."
+                )
+            if held is not None:
+                held.load_state_dict(saved[name])
+        return resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Evaluations are the loop's own."""
+        return None
+
+    def _report(self, held: Session) -> Report:
+        found, config = sw.summary(self._parts.model), self._config
+        written = {"name": self._directory.name} | {
+            name: getattr(config, name).model_dump(mode="json") for name in ("checkpoint", "log")
+        }
+        written |= {"train": {"steps": config.train.steps}, "config": self._own_config}
+        size, model, strategy = held.control.size, str(found), found.placements
+        name = type(self._parts.model).__name__
+        lines = [
+            f"run {printable(held.directory)}: {name} on {size} x {held.device.type}, {strategy}",
+            f"model {model.splitlines()[0]}",
+        ]
+        return Report(
+            held.directory,
+            held.device,
+            config=yaml.safe_dump(written, sort_keys=False),
+            plan={"world_size": size, "mesh": found.mesh, "parallel": {"strategy": strategy}, "batch": {}},
+            model=model,
+            lines=lines,
+            predicted={},
+            predicted_bytes={} if self._predicted is None else dict(self._predicted.bytes_by_category),
+            units=[],
+            predicted_step=PredictedStep(None, "of a loop of one's own no time is predicted"),
+        )
+
+
+def _checked(
+    steps: int, checkpoint: Mapping[str, Any] | None, log: Mapping[str, Any] | None, train: Mapping[str, Any] | None
+) -> Config:
+    """The sections, every mistake told at once.
+
+    Raises:
+        ConfigError: An unknown field, or a value of another kind.
+    """
+    unknown = set(train or {}) - {"step_timeout_s", "grace_s", "non_finite", "check_replicas_every", "seed"}
+    if unknown:
+        raise ConfigError(
+            f"sw.Run(train={{{min(unknown)!r}: ...}}): what a step does is the loop's own.\n"
+            "  Known are step_timeout_s, grace_s, non_finite, check_replicas_every and seed."
+        )
+    base = {
+        "checkpoint": dict(checkpoint or {}),
+        "log": dict(log or {}),
+        "train": {**(train or {}), "steps": steps, "eval_every": None},
+    }
+    raw = read_config(None, base=base, title="sw.Run")
+    raw.raise_if_any()
+    return raw.config
+
+
+def _as_pair(value: Tensor | float | Mean) -> tuple[Tensor | float, Tensor | float]:
+    if isinstance(value, Mean):
+        return value.total, value.count
+    return value, 1.0
+
+
+def _left_with(error: ShardwiseError, world: World) -> int:
+    """Tell the launcher why this rank leaves; the exit code."""
+    from shardwise.cli.output import show_error
+
+    def fail() -> int:
+        raise error
+
+    return run_worker(reported(fail, world, "start the same command again"), world, show_error)

@@ -1,0 +1,205 @@
+"""The parts of a training run that a user replaces by code: ``sw.TrainSpec``, from Python or from a file.
+
+A spec is code: it does whatever its author wrote. Nothing else that a run reads is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import did_you_mean, printable
+from shardwise.train.callback import Callback
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+#: What a file's spec is called where the name is not said.
+USUAL_NAME = "spec"
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over all samples of all microbatches and ranks, from the sum and the count of one microbatch.
+
+    Attributes:
+        total: The sum, without dimensions.
+        count: What it is the sum of: tokens, boxes, samples.
+    """
+
+    total: Tensor
+    count: Tensor | float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSpec:
+    """What replaces the parts that ``run.yaml`` has names for. Every field is optional.
+
+    ::
+
+        spec = sw.TrainSpec(model=Towers, data=Pairs(train), eval_data=Pairs(held_out), loss=contrastive)
+        sw.train({"parallel": {"strategy": "zero3"}, "train": {"steps": 1000}}, spec, nproc=2)
+
+    Attributes:
+        model: Returns the model, or is its class; built deferred, so that every rank makes only what it owns.
+        data: Samples to train on: a data set with ``len`` and items (a ``torch.utils.data.Dataset``, a
+            ``datasets.Dataset``, a list), in one order on every world and resumed at the sample; or an iterable, of
+            which every reader takes its share of each global batch, resumed by reading up to the place.
+        eval_data: Held-out samples, of either kind. Without them nothing is evaluated.
+        collate: Makes a microbatch of a list of samples: a tensor, or a tuple or dict of tensors.
+            ``torch.utils.data.default_collate`` by default.
+        forward: ``forward(model, batch)`` gives the output. By default a dict is called ``model(**batch)``, a tuple
+            ``model(*batch)``, anything else ``model(batch)``.
+        loss: ``loss(output, batch)`` gives the mean of a microbatch, which counts as much as any other, or an
+            ``sw.Mean``: the mean over all microbatches and ranks by what they count. By default ``output.loss``, or the
+            output itself.
+        optimizer: ``optimizer(groups, lr)`` gives the optimizer; ``groups`` are parameter groups with weight decay
+            (two or more dimensions) and without, ``lr`` is ``optimizer.lr``.
+        schedule: ``schedule(step, steps)`` gives the factor of the peak rate at ``step``, from 0.
+        metrics: By name ``metric(output, batch)``, an ``sw.Mean``; taken at evaluations, recorded as ``eval_NAME``.
+        callbacks: Told what happens (``sw.Callback``).
+        code: Hash of the file that the spec comes from. A run that was begun with other code is not resumed, unless
+            ``checkpoint.allow_other_code`` says so.
+    """
+
+    model: Callable[[], nn.Module] | None = None
+    data: Any = None
+    eval_data: Any = None
+    collate: Callable[[list[Any]], Any] | None = None
+    forward: Callable[[nn.Module, Any], Any] | None = None
+    loss: Callable[[Any, Any], Tensor | Mean] | None = None
+    optimizer: Callable[[list[dict[str, Any]], float], Optimizer] | None = None
+    schedule: Callable[[int, int], float] | None = None
+    metrics: Mapping[str, Callable[[Any, Any], Mean]] = field(default_factory=dict)
+    callbacks: Sequence[Callback] = ()
+    code: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what is of another kind, by field.
+
+        Raises:
+            ConfigError: A field cannot be what it is for.
+        """
+        called = ("model", "collate", "forward", "loss", "optimizer", "schedule")
+        wrong = [
+            f"{name}={_shown(value)}: expected something to call"
+            for name in called
+            if (value := getattr(self, name)) is not None and not callable(value)
+        ]
+        wrong += [
+            f"{name}={_shown(value)}: expected a data set or an iterable"
+            for name in ("data", "eval_data")
+            if (value := getattr(self, name)) is not None
+            and not hasattr(value, "__getitem__" if hasattr(value, "__len__") else "__iter__")
+        ]
+        wrong += [
+            f"metrics[{name!r}]: expected something to call"
+            for name, value in self.metrics.items()
+            if not callable(value)
+        ]
+        wrong += [
+            f"callbacks: {_shown(each)} is no sw.Callback" for each in self.callbacks if not isinstance(each, Callback)
+        ]
+        if self.eval_data is not None and self.data is None:
+            wrong.append("eval_data without data: samples of both are collated alike; give both")
+        if wrong:
+            raise ConfigError("sw.TrainSpec:" + "".join(f"\n  - {each}" for each in wrong))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is replaced."""
+        return self == TrainSpec()
+
+
+def _shown(value: Any) -> str:
+    return printable(repr(value))[:60]
+
+
+def load_spec(name: str) -> TrainSpec:
+    """The spec of a file (``mine.py``, ``mine.py:other``) or of a module (``package.module:name``).
+
+    It is what is called ``spec`` there, or as the name says: a ``TrainSpec``, or a function that returns one. The
+    folder of a file is where its own imports are looked for, too.
+
+    Raises:
+        ConfigError: There is no such file, module or name, or it is no spec; errors of the code itself are passed on.
+    """
+    where, _, attribute = name.partition(":")
+    module = _of_file(Path(where).expanduser()) if where.endswith(".py") else _of_module(where)
+    attribute = attribute or USUAL_NAME
+    found = getattr(module, attribute, None)
+    if found is None:
+        hint = did_you_mean(attribute, [key for key in vars(module) if not key.startswith("_")])
+        raise ConfigError(
+            f"--spec {printable(name)}: there is no {printable(attribute)!r} in it.{hint}\n"
+            "  Assign one: spec = sw.TrainSpec(...), or name it: --spec mine.py:NAME."
+        )
+    if not isinstance(found, TrainSpec) and callable(found) and not isinstance(found, type):
+        found = found()
+    if not isinstance(found, TrainSpec):
+        raise ConfigError(
+            f"--spec {printable(name)}: {printable(attribute)} is a {type(found).__name__}, expected an sw.TrainSpec or"
+            " a function that returns one."
+        )
+    return replace(found, code=_hash_of(module))
+
+
+def _of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"--spec {printable(path)}: there is no such file.\n  Name one, or a module: package.module.")
+    path = path.resolve()
+    key = f"shardwise_spec_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if key in sys.modules:
+        return sys.modules[key]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    made = importlib.util.spec_from_file_location(key, path)
+    assert made is not None
+    assert made.loader is not None
+    module = importlib.util.module_from_spec(made)
+    sys.modules[key] = module  # what is pickled, such as samples from workers, finds its class
+    try:
+        made.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module
+
+
+def _of_module(name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise  # of the code itself
+        raise ConfigError(
+            f"--spec {printable(name)}: there is no module {printable(error.name)!r}.\n"
+            "  Name a file (mine.py), or a module that Python finds from here."
+        ) from None
+
+
+def _hash_of(module: ModuleType) -> str:
+    file = inspect.getsourcefile(module)
+    return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def replaced(spec: TrainSpec) -> list[str]:
+    """The names of the fields that are given."""
+    usual = TrainSpec()
+    return [
+        each.name
+        for each in fields(spec)
+        if each.name != "code" and getattr(spec, each.name) != getattr(usual, each.name)
+    ]

@@ -1,0 +1,353 @@
+"""The trainer: the model, data, objective and optimizer of a configuration or a spec, and the steps made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.forms.attachment import engine_of
+from shardwise.launch import fault
+from shardwise.launch.stop_request import StopRequest
+from shardwise.optim.scaler import needs_scaler
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.hub import hub_name
+from shardwise.spec.run_files import MODEL
+from shardwise.spec.text import printable
+from shardwise.train import folder
+from shardwise.train.config.resolve import RunConfig, data_of
+from shardwise.train.config.sections import Config
+from shardwise.train.control import Control
+from shardwise.train.data.given import IterableSampler
+from shardwise.train.data.packing import PackedRows
+from shardwise.train.data.sampler import Sampler
+from shardwise.train.data.stream import StreamSampler, stream_of
+from shardwise.train.data.token_files import DataError
+from shardwise.train.evaluation import Evaluation
+from shardwise.train.log.owned import owned_units
+from shardwise.train.log.report import Report
+from shardwise.train.loop import Loop, Parts
+from shardwise.train.microbatches import Microbatches
+from shardwise.train.model.build import build_optimizer, defer_model, objective_of, parameter_groups, set_lr
+from shardwise.train.model.lora import check_base, fingerprint
+from shardwise.train.predicted.memory import least_checkpoint_bytes, predict
+from shardwise.train.predicted.record import describe
+from shardwise.train.predicted.time import predict_step
+from shardwise.train.proof import parity_line
+from shardwise.train.saves import random_state
+from shardwise.train.saves.checkpoints import check_config, resharded, saved_config
+from shardwise.train.saves.saved_state import check_state
+from shardwise.train.spec import Mean
+from shardwise.train.steps.mfu import mfu_of_token
+from shardwise.train.steps.pace import Pace
+from shardwise.train.steps.unread import StepTime
+from shardwise.train.steps.update import Update, with_true_gradient
+
+
+class Trainer:
+    """What ``shardwise train`` trains, and how it makes a step. Made once per process."""
+
+    def __init__(
+        self,
+        resolved: RunConfig,
+        control: Control,
+        directory: Path,
+        device: torch.device,
+        *,
+        stop: StopRequest,
+        pace: Pace,
+        profiled: range = range(0),
+    ) -> None:
+        self.resolved, self.control, self.device = resolved, control, device
+        config, batch = resolved.config, resolved.batch
+        self.data = data_of(resolved)
+        stream, reader = stream_of(self.data.train), resolved.mesh.data_parallel_rank(control.rank)
+        share = batch.micro, batch.accumulation, reader, batch.data_parallel_size
+        if isinstance(given := getattr(self.data.train, "data", None), IterableSampler):
+            self.sampler = given.for_reader(*share)
+        elif stream is not None:
+            self.sampler = StreamSampler(stream, config.train.seed, *share)
+        else:
+            self.sampler = Sampler(self.data.train.num_samples, config.train.seed, *share)
+        self.model, self.optimizer = self._build()
+        is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
+        scaler = sw.GradScaler(device.type, enabled=is_scaled)
+        if scaler.is_enabled() and config.optimizer.in_backward:
+            raise ConfigError(
+                "optimizer.in_backward=true, but the model is in fp16: its scaled gradients are looked at before the"
+                " update.\n  Set parallel.mp_policy: {param_dtype: bf16, master_dtype: fp32}, or in_backward=false."
+            )
+        if config.optimizer.in_backward and config.train.non_finite == "skip":
+            raise ConfigError(
+                "optimizer.in_backward=true updates before the gradients of all parameters are known, so that"
+                " train.non_finite=skip cannot leave an update out.\n  Set one of them to its default."
+            )
+        decay = config.train.ema_decay
+        average = None if decay is None else sw.ExponentialMovingAverage(self.model, decay)
+        parts = Parts(
+            self.model, self.optimizer, scaler, average, reader, seed=config.train.seed, saves_frozen=self._base is None
+        )
+        if config.checkpoint.final or config.checkpoint.every is not None:
+            num_bytes = least_checkpoint_bytes(config.optimizer, self.model, self.optimizer)
+            control.on_first(lambda: folder.check_room(directory, num_bytes))
+        self.loop = Loop(
+            self,
+            parts,
+            self._report(directory, average),
+            config,
+            control,
+            stop=stop,
+            pace=pace,
+            profiled=profiled,
+            callbacks=resolved.spec.callbacks,
+        )
+        stops = config.train.non_finite == "stop"
+        self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
+        self.microbatches = Microbatches(batch, device)
+        self.evaluation = Evaluation(
+            resolved, self.model, self.data.held_out, reader, self.microbatches, control, self.loop.must_stop
+        )
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration, every value filled in."""
+        return self.resolved.config
+
+    def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        random_state.seed_all(self.config.train.seed)
+        model, weights = defer_model(self.resolved, self.device)
+        model.train()
+        model = sw.parallelize(model, self.resolved.plan, init=weights)
+        groups = parameter_groups(self.config.optimizer, model)
+        num_trained = sum(len(group["params"]) for group in groups)
+        idle = [rank for rank, count in enumerate(self.control.all_json(num_trained)) if count == 0]
+        if idle:
+            raise ConfigError(
+                f"rank {', '.join(map(str, idle))} would have nothing to train: no adapter lies in its stage.\n"
+                "  Lower parallel.pp, or give more layers an adapter (lora.targets)."
+            )
+        optimizer = build_optimizer(self.config.optimizer, groups, self.resolved.spec.optimizer)
+        if self.config.optimizer.in_backward:
+            sw.optimizer_in_backward(model, optimizer)
+        return model, optimizer
+
+    def _report(self, directory: Path, average: sw.ExponentialMovingAverage | None) -> Report:
+        resolved, control, config, batch = self.resolved, self.control, self.config, self.resolved.batch
+        model, step = str(sw.summary(self.model)), predict_step(resolved, self.device, control.size)
+        return Report(
+            directory,
+            self.device,
+            config=config.to_yaml(),
+            plan={
+                "world_size": control.size,
+                "mesh": resolved.mesh.sizes,
+                "parallel": config.parallel.model_dump(mode="json"),
+                "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "global": batch.total},
+            },
+            model=model,
+            lines=self._lines(directory, model),
+            predicted=describe(resolved, self.device.type, step),
+            predicted_bytes=predict(resolved, self.model, self.optimizer, average, control=control, device=self.device),
+            units=owned_units(self.model, resolved.mesh, control),
+            predicted_step=step,
+            mfu_of_token=mfu_of_token(resolved, self.model, self.device, control.size),
+        )
+
+    def _lines(self, directory: Path, model: str) -> list[str]:
+        """What is trained, on what, with which data."""
+        resolved, config, mesh, source = self.resolved, self.config, self.resolved.mesh, self.resolved.source
+        kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        name = config.model.preset or hub_name(Path(config.model.hf or "")) or config.model.hf
+        if resolved.spec.model is not None:
+            name = getattr(resolved.spec.model, "__name__", "the spec's model")
+        axes = f" on {mesh}" if mesh.ep > 1 or mesh.dp_shard != mesh.world_size else ""
+        lines = [
+            f"run {printable(directory)}: {name} on {self.control.size} x {kind}, {config.parallel.strategy}{axes}",
+            f"model {model.splitlines()[0]}; more in {printable(directory / MODEL)}",
+        ]
+        if source.kind == "given":
+            count = (
+                "an iterable" if (num := self.data.train.num_samples) >= IterableSampler.ENDLESS else f"{num:,} samples"
+            )
+            lines.append(f"data {printable(source.name)}: {count}")
+        else:
+            tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
+            if source.streams:
+                tokens = f"{source.num_tokens:,} bytes in {len(source.files)} files, tokenized on the way"
+            seq_len, longer = resolved.seq_len, resolved.positions or 0
+            more = f" (data.seq_len; the model takes up to {longer:,})" if longer > seq_len else ""
+            lines.append(f"data {printable(source.name)}: {tokens}; samples of {seq_len:,} tokens{more}")
+        lines.append(str(resolved.batch))
+        if (stored := resolved.raised_from) is not None:
+            lines.append(
+                f"weights are stored in {stored}: the optimizer updates fp32 masters"
+                f" (parallel.mp_policy.master_dtype; {stored} there keeps 16 bit)"
+            )
+        if isinstance(self.data.train, PackedRows):
+            lines.append(str(self.data.train))
+        return lines
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self, resume: str | None, *, is_demo: bool) -> int:
+        """Train to the end, or to a request to stop."""
+        self.fingerprint = self.control.on_first(self.resolved.source.fingerprint)
+        with self.loop.running(resume):
+            for step in self.loop.steps():
+                self._step(step)
+        code = self.loop.outcome.exit_code
+        if code == 0:
+            parity = [parity_line(self.resolved, self.data, self.device)] if is_demo else []
+            self.loop.conclude(*parity)
+        return code
+
+    def state(self) -> dict[str, Any]:
+        """What checkpoints hold beside tensors. With an adapter, an exchange of small JSON."""
+        state = {
+            "sampler": self.sampler.state(),
+            "config": self.config.model_dump(mode="json"),
+            "data": self.fingerprint,
+            "strategy": str(self.config.parallel.strategy),
+            "mesh": self.resolved.mesh.sizes,
+            "code": self.resolved.spec.code,
+        }
+        if self._base is not None:
+            state["base"] = self.control.on_first(lambda: fingerprint(self._base))
+        return state
+
+    def check(self, path: Path) -> list[str]:
+        """Refuse a checkpoint whose configuration or state does not fit; returns what differs. Small JSON."""
+        asked = self.resolved.asked
+        changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, asked))
+        batch, groups = self.resolved.batch.total, self.optimizer.param_groups
+        spec, allows = self.resolved.spec, self.config.checkpoint.allow_other_code
+        self.control.on_first(lambda: check_state(path, batch, groups, asked, spec=spec, allows_other_code=allows))
+        return changes
+
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Take up what a checkpoint says of data and base. Small JSON."""
+        if self._base is not None:
+            self.control.on_first(lambda: check_base(self._base, state.get("base")))
+        self.sampler.load_state(state["sampler"])
+        if state["data"] != self.fingerprint:
+            raise DataError(
+                f"{self.resolved.source.name}: the data is not what the run began with (its hash has changed).\n"
+                "  Restore the data, or start a new run."
+            )
+        return resharded(state.get("mesh") or {}, self.resolved.mesh.sizes)
+
+    def evaluate(self) -> dict[str, float] | None:
+        """The held-out loss and metrics. As of ``Evaluation.values``."""
+        found = self.evaluation.values()
+        if found is not None:
+            more = "".join(
+                f", {name.removeprefix('eval_')} {value:.4f}" for name, value in found.items() if name != "eval_loss"
+            )
+            step = self.loop.done.step
+            self.loop.progress.say(
+                f"step {step}  held-out loss {found['eval_loss']:.4f}{more} ({self.evaluation.num_samples} samples)"
+            )
+        return found
+
+    @property
+    def _base(self) -> Path | None:
+        """The folder of the weights below the run's adapters, which checkpoints leave out."""
+        folder = self.config.model.hf
+        return Path(folder).expanduser() if self.config.lora.is_used and folder is not None else None
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def _step(self, step: int) -> None:
+        """Make the step after ``step`` of them. What it finds stays on the device.
+
+        Collective:
+            The model's and its optimizer's; with a loss of the user's one all-reduce of 16 bytes.
+        """
+        loop, batch, scaler, config = self.loop, self.resolved.batch, self.loop.parts.scaler, self.config
+        ratio = self.resolved.ratio(step)
+        set_lr(self.optimizer, config.optimizer, ratio)  # before the backward, which may be what updates
+        scale = scaler.get_scale() if scaler.is_enabled() else None
+        loop.fault_at("before_backward", step + 1)
+        everyones = self.sampler.whole_step()
+        samples = self.sampler.next_step()
+        loss = self._forward_backward(samples, everyones)
+        every = config.train.check_replicas_every
+        if every is not None and (step + 1) % every == 0:
+            loop.check_replicas(step + 1, after_backward=True)
+        fault.at("before_update", step + 1, loop.gradients)
+        update = None if config.optimizer.in_backward else StepTime(self.device)
+        with loop.trace.optimizer(step + 1):
+            norm, is_skipped = (None, False) if update is None else self.update.make(scaler)
+        if update is not None:
+            update.stop()
+        if loop.parts.average is not None:
+            loop.parts.average.update()
+        loop.found(
+            loss=loss,
+            num_losses=batch.accumulation,
+            norm=norm,
+            is_skipped=is_skipped,
+            update=update,
+            lr=config.optimizer.lr * ratio,
+            scale=scale,
+            data_s=self.microbatches.data_s,
+            samples=samples,
+            tokens=batch.total * self.resolved.seq_len,
+        )
+
+    def _forward_backward(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Tensor | None:
+        """The sum of this rank's losses, on the device; ``None`` on a rank that has no loss.
+
+        Gradients are ready then, or where backward updates, parameters are new.
+
+        Args:
+            samples: Those of each microbatch of this rank.
+            everyones: Those of all ranks.
+        """
+        losses: list[Tensor] = []
+        counts: list[Tensor | float] = []
+        objective = objective_of(self.resolved)
+
+        def loss_fn(output: Any, batch: Any) -> Tensor:
+            found = objective.loss_fn(output, batch)
+            if isinstance(found, Mean):
+                counts.append(found.count)
+                found = found.total
+            return with_true_gradient(found)
+
+        self.microbatches.data_s = 0.0
+        sw.train_step(
+            self.model,
+            self.microbatches.read(self.data.train, samples, everyones, self.resolved.batch.total),
+            loss_fn,
+            self.resolved.batch.accumulation,
+            scaler=self.loop.parts.scaler,
+            forward=objective.forward,
+            losses=losses,
+        )
+        loss = sum(losses, torch.zeros((), device=self.device)) if losses else None
+        if self.resolved.spec.loss is None:
+            return loss
+        factor = self._factor(counts, has_loss=bool(losses))
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+        return None if loss is None else loss * factor.to(loss.dtype)
+
+    def _factor(self, counts: Sequence[Tensor | float], *, has_loss: bool) -> Tensor:
+        """What makes the mean over microbatches and ranks of sums the mean by what they count; 1 where none counts.
+
+        Collective:
+            One all-reduce of 16 bytes, which the host does not wait for on a GPU.
+        """
+        told = torch.zeros(2, dtype=torch.float64, device=self.device)
+        told[1] = float(has_loss)
+        for count in counts:
+            told[0] += count
+        engine_of(self.model, "train").comms.control.all_reduce(told, unit="loss").wait()
+        factor = told[1] * self.resolved.batch.accumulation / told[0]
+        return torch.where(told[0] > 0, factor, torch.ones_like(factor))
