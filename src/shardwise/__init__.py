@@ -93,7 +93,7 @@ _LAZY = {
     "DataParallel": "shardwise.api.data_parallel",
     "DistributedSampler": "shardwise.train.data.sampler",
 }
-_MODULES = {"models", "planner"}
+_MODULES = {"launch", "models", "planner", "train"}
 
 __all__ = [
     "ActivationOffloadPolicy",

@@ -22,3 +22,21 @@ In the order of a run:
 ``trained``      what has been trained and can be asked: a run, a checkpoint, or a Hugging Face folder; ``export``: as a
                  Hugging Face folder
 """
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+
+class _Package(types.ModuleType):
+    """The package, which can be called: ``sw.train(...)`` is ``shardwise.train.call.train``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from shardwise.train.call import train
+
+        return train(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Package

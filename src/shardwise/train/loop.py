@@ -101,7 +101,7 @@ class Loop:
     """The steps of a run on one rank, and all that is around them.
 
     Where ``is_own_loop``, its owner is a loop of the user's own: the update has been made when a loss is read, and
-    steps may have values of any name.
+    steps may have values of any name. ``foreign_bytes`` of tensors, such as a data set's, are not counted as the run's.
 
     Attributes:
         step: How many steps of the run have been made.
@@ -125,6 +125,7 @@ class Loop:
         profiled: range = range(0),
         callbacks: Sequence[Callback] = (),
         is_own_loop: bool = False,
+        foreign_bytes: int = 0,
     ) -> None:
         self.owner, self.parts, self.report, self.config, self.control = owner, parts, report, config, control
         self.stop, self.pace, self.callbacks, self._is_own_loop = stop, pace, callbacks, is_own_loop
@@ -138,7 +139,7 @@ class Loop:
         self.must_end: str | None = None
         self.outcome = Outcome(1, "failed")
         self.save_s = 0.0  # of the last save that training waited for
-        self._has_ended = False
+        self._has_ended, self._foreign_bytes = False, foreign_bytes
         self._found: dict[str, Any] = {}  # what the present step has left
         profiled = range(profiled.start, min(profiled.stop, config.train.steps + 1))
         self.trace = StepTrace(
@@ -315,7 +316,7 @@ class Loop:
             self._generators = random_state.take(self.device)
             yield
         if memory is not None:
-            self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.peak_bytes)
+            self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.peak_bytes - self._foreign_bytes)
             if self.control.is_first and 1 <= self.speed.made_steps < MEASURED_STEPS and memory.history and is_parallel:
                 held = held_bytes(engine_of(self.model, "train"), [self.optimizer])
                 self.report.write_memory(self.step + 1, memory.history, held)

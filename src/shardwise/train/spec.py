@@ -134,6 +134,10 @@ def load_spec(name: str) -> TrainSpec:
     Raises:
         ConfigError: There is no such file, module or name, or it is no spec; errors of the code itself are passed on.
     """
+    if name.endswith(".pkl"):  # which sw.train has written for its processes
+        import cloudpickle
+
+        return cloudpickle.loads(Path(name).read_bytes())
     where, _, attribute = name.partition(":")
     module = _of_file(Path(where).expanduser()) if where.endswith(".py") else _of_module(where)
     attribute = attribute or USUAL_NAME

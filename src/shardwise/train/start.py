@@ -22,6 +22,7 @@ from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.lock import RunLock
 from shardwise.train.new_world import keep_batch
 from shardwise.train.predicted.budget import check_budget, find_device
+from shardwise.train.spec import TrainSpec
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -233,6 +234,7 @@ def work(
     is_demo: bool,
     profiled: range = range(0),
     show_error: Callable[[ShardwiseError], None],
+    spec: TrainSpec | None = None,
 ) -> int:
     """Train as one of the workers. Returns the exit code."""
     from shardwise.launch.error_file import reported
@@ -243,7 +245,7 @@ def work(
         from shardwise.train.rank import train
 
         given = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
-        resolved = resolve(given, world.size, world.ranks_per_machine)
+        resolved = resolve(given, world.size, world.ranks_per_machine, spec=spec)
         check_extras(resolved.config)
         if world.source != "launcher":  # which has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))

@@ -34,7 +34,7 @@ from shardwise.train.loop import Loop, Parts
 from shardwise.train.microbatches import Microbatches
 from shardwise.train.model.build import build_optimizer, defer_model, objective_of, parameter_groups, set_lr
 from shardwise.train.model.lora import check_base, fingerprint
-from shardwise.train.predicted.memory import least_checkpoint_bytes, predict
+from shardwise.train.predicted.memory import least_checkpoint_bytes, predict, tensor_bytes
 from shardwise.train.predicted.record import describe
 from shardwise.train.predicted.time import predict_step
 from shardwise.train.proof import parity_line
@@ -63,6 +63,7 @@ class Trainer:
         profiled: range = range(0),
     ) -> None:
         self.resolved, self.control, self.device = resolved, control, device
+        foreign_bytes = 0 if resolved.spec.data is None else tensor_bytes(device)
         config, batch = resolved.config, resolved.batch
         self.data = data_of(resolved)
         stream, reader = stream_of(self.data.train), resolved.mesh.data_parallel_rank(control.rank)
@@ -104,6 +105,7 @@ class Trainer:
             pace=pace,
             profiled=profiled,
             callbacks=resolved.spec.callbacks,
+            foreign_bytes=foreign_bytes,
         )
         stops = config.train.non_finite == "stop"
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)

@@ -73,6 +73,16 @@ class PeakTensorBytes:
         self._mode = None
 
 
+def tensor_bytes(device: torch.device) -> int:
+    """Bytes of the tensors that live on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    count = StorageCount(device.type)
+    count.see_all_objects()
+    count.forget()
+    return count.live_bytes
+
+
 def predict(
     resolved: RunConfig,
     model: nn.Module,

@@ -1,0 +1,122 @@
+"""``sw.train``: what ``shardwise train`` does, called from a script or a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.launch.elastic import num_workers
+from shardwise.launch.world import read_world
+from shardwise.spec.errors import ShardwiseError
+from shardwise.spec.run_files import SUMMARY
+from shardwise.spec.text import printable
+from shardwise.train import folder
+from shardwise.train.config.sections import RawConfig, read_config
+from shardwise.train.spec import TrainSpec
+from shardwise.train.start import launch_training, work
+
+
+def train(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    spec: TrainSpec | None = None,
+    *,
+    nproc: int | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: bool | str = False,
+    max_restarts: int = 0,
+) -> dict[str, Any]:
+    """Train, as ``shardwise train`` does, and return what ``summary.json`` says.
+
+    ::
+
+        found = sw.train({"parallel": {"strategy": "zero3"}, "train": {"steps": 1000}}, spec, nproc=2)
+        found["final_loss"], found["directory"]
+
+    Processes are started here, unless this one is a rank already, as under ``torchrun``.
+
+    Args:
+        config: A run.yaml, or its content.
+        spec: What replaces parts of the run. It travels to the processes by cloudpickle: classes and functions of a
+            notebook's cells are found there.
+        nproc: Processes; by default one for each GPU, or two on a CPU.
+        run_dir: The run's folder; by default ``runs/NAME``.
+        resume: Go on from the newest checkpoint, or from the one named.
+        max_restarts: How often all processes are started again after one was lost.
+
+    Returns:
+        The content of ``summary.json``, and ``directory``, the run's folder.
+
+    Raises:
+        ConfigError, DataError, PlanError, MemoryBudgetError: As the command refuses, before a process is started.
+        ShardwiseError: A rank failed, and has said why; ``exit_code`` is the launcher's.
+    """
+    wanted = ("latest" if resume else None) if isinstance(resume, bool) else resume
+    directory = None if run_dir is None else Path(run_dir)
+    world = read_world()
+    if world.source != "alone":
+        raw = _read(config)
+        code = work(raw, world, run_dir=directory, resume=wanted, is_demo=False, show_error=_show_error, spec=spec)
+        directory = directory or folder.newest(raw.config.name)
+    else:
+        with tempfile.TemporaryDirectory(prefix="shardwise-train-") as private:
+            file = _written(config, Path(private))
+            words = ["train", str(file)]
+            if spec is not None:
+                words += ["--spec", str(_pickled(spec, Path(private)))]
+            raw = read_config(file, [f"spec={words[-1]}"] if spec is not None else [])
+            raw.raise_if_any()
+            directory = folder.choose(raw.config.name, directory, is_resuming=wanted is not None, wanted=wanted)
+            words += [] if wanted is None else ["--resume", wanted]
+            code = launch_training(
+                raw,
+                num_workers(nproc),
+                words,
+                run_dir=directory,
+                resume=wanted,
+                max_restarts=max_restarts,
+                say=_say,
+            )
+    if code or directory is None:
+        failed = ShardwiseError(f"sw.train: the run ended with exit code {code}.\n  See above for what it said.")
+        failed.exit_code = code
+        raise failed
+    return {**json.loads((directory / SUMMARY).read_text()), "directory": str(directory)}
+
+
+def _show_error(error: ShardwiseError) -> None:
+    sys.stderr.write(f"{type(error).__name__}: {printable(error, is_block=True)}\n")
+
+
+def _say(text: str) -> None:
+    print(printable(text, is_block=True))  # noqa: T201 - of the caller's cell or terminal
+
+
+def _read(config: str | os.PathLike[str] | Mapping[str, Any]) -> RawConfig:
+    if isinstance(config, Mapping):
+        return read_config(None, base=dict(config), title="sw.train")
+    return read_config(Path(config))
+
+
+def _written(config: str | os.PathLike[str] | Mapping[str, Any], private: Path) -> Path:
+    """The file of a configuration, which workers read again."""
+    if not isinstance(config, Mapping):
+        return Path(config)
+    _read(config).raise_if_any()
+    file = private / "run.yaml"
+    file.write_text(yaml.safe_dump(dict(config)))
+    return file
+
+
+def _pickled(spec: TrainSpec, private: Path) -> Path:
+    import cloudpickle
+
+    file = private / "spec.pkl"
+    file.write_bytes(cloudpickle.dumps(spec))
+    return file
