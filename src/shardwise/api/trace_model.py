@@ -13,12 +13,14 @@ from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import UnitWork
 from shardwise.measure.meta import without_values
 from shardwise.measure.trace import trace
-from shardwise.parallel.pipeline.batch import LossFn, forward_loss, num_rows
+from shardwise.pipeline.batch import Forward, LossFn, forward_loss, num_rows
 from shardwise.spec.errors import StateError
 from shardwise.spec.text import first_line
 
 
-def trace_model(module: nn.Module, example_batch: Any, loss_fn: LossFn | None = None) -> TracedModel:
+def trace_model(
+    module: nn.Module, example_batch: Any, loss_fn: LossFn | None = None, *, forward: Forward | None = None
+) -> TracedModel:
     """Trace one step of any module without values, for ``sw.planner.estimate`` in place of a ``ModelShape``.
 
     Forward and backward run on meta tensors, once in 16 bit and once in fp32, in train mode, with the kernels that a
@@ -36,6 +38,7 @@ def trace_model(module: nn.Module, example_batch: Any, loss_fn: LossFn | None = 
         example_batch: Samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes count. Estimates for
             another number of samples are scaled from it in proportion.
         loss_fn: As for ``sw.train_step``: ``loss_fn(output, batch)``. ``None``: the output's ``loss``, or the output.
+        forward: As for ``sw.train_step``.
 
     Raises:
         StateError: The module cannot run without values, gave no scalar loss, or the batch has no samples.
@@ -53,7 +56,7 @@ def trace_model(module: nn.Module, example_batch: Any, loss_fn: LossFn | None = 
     for dtype, word in ((torch.bfloat16, "16 bit"), (torch.float32, "fp32")):
         inputs = _in_dtype(batch, dtype)
         try:
-            found[dtype] = trace(module, functools.partial(forward_loss, module, inputs, loss_fn), dtype)
+            found[dtype] = trace(module, functools.partial(forward_loss, module, inputs, loss_fn, forward), dtype)
         except (NotImplementedError, RuntimeError) as caught:
             if isinstance(caught, StateError):
                 raise

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from shardwise.api.dry_run import DryRun, OptimizerFactory
     from shardwise.spec.plan import ParallelPlan
+    from shardwise.train.model.build import Objective
 
 #: What is run where --strategies does not say, besides a configuration's own.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
@@ -62,6 +63,7 @@ def dry_run(  # noqa: PLR0917  typer's form
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="What a group of hybrid sharding is by default.")] = 8,
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: what this machine would use.")] = "nccl",
+    spec: Annotated[str | None, typer.Option(metavar="FILE", help="An sw.TrainSpec, with a file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything, events too.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, with a file.")] = None,
     check_order: Annotated[  # noqa: FBT002  typer's form
@@ -82,17 +84,27 @@ def dry_run(  # noqa: PLR0917  typer's form
             raise ConfigError(f"{option} {value}: expected at least 1.\n  Set {option} 1 or more.")
     check_writable(json_file)
     local_size = min(gpus_per_node, world_size)
+    if spec is not None:
+        overrides = [*(overrides or []), f"spec={spec}"]
     subject = _subject(model, world_size, local_size, overrides or [])
     plans, left_out = _plans(
         subject.plan, strategies, precision or subject.compute_dtype, world_size=world_size, local_size=local_size
     )
     tokens_BT = _tokens(micro_batch or subject.micro_batch, seq or subject.seq_len)
+    if subject.own is not None and (seq is not None or micro_batch is not None):
+        raise ConfigError(
+            "--seq and --micro-batch: the spec's own samples say how long they are.\n"
+            "  Leave them out, and set train.micro_batch_size."
+        )
     results, orders = [], []
     for plan in plans:
+        batch: Any = TokenBatch(tokens_BT, tokens_BT)
         trained = objective(is_from_hf=subject.is_from_hf, cp=plan.cp)
+        if subject.own is not None:
+            batch, trained = subject.own
         options = {
             "world_size": world_size,
-            "batch": TokenBatch(tokens_BT, tokens_BT),
+            "batch": batch,
             "loss_fn": trained.scalar,
             "forward": trained.forward,
             "optimizer": optimizer or subject.optimizer,
@@ -125,7 +137,8 @@ def _order(build: Callable[[], nn.Module], plan: ParallelPlan, options: dict[str
 class _Subject:
     """What is to be run: the model and how it is trained.
 
-    ``compute_dtype`` is that of the folder's weights, for which masters in fp32 are kept; ``None``: fp32.
+    ``compute_dtype`` is that of the folder's weights, for which masters in fp32 are kept; ``None``: fp32. ``own`` is
+    the microbatch and the objective where a spec replaces parts of the run.
     """
 
     build: Callable[[], nn.Module]
@@ -137,6 +150,7 @@ class _Subject:
     plan: ParallelPlan | None = None
     compute_dtype: str | None = None
     is_from_hf: bool = False
+    own: tuple[Any, Objective] | None = None
 
 
 def _subject(model: str, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
@@ -181,7 +195,13 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
 
     from shardwise.train.config.resolve import resolve
     from shardwise.train.config.sections import read_config
-    from shardwise.train.model.build import build_model, build_optimizer, parameter_groups
+    from shardwise.train.model.build import (
+        blank_batch,
+        build_model,
+        build_optimizer,
+        objective_of,
+        parameter_groups,
+    )
 
     resolved = resolve(read_config(path, overrides), world_size, local_size, checks_data=False)
     config = resolved.config
@@ -192,7 +212,9 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
         return built[0]
 
     def make_optimizer(_parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return build_optimizer(config.optimizer, parameter_groups(config.optimizer, built.pop()))
+        return build_optimizer(
+            config.optimizer, parameter_groups(config.optimizer, built.pop()), resolved.spec.optimizer
+        )
 
     return _Subject(
         build,
@@ -203,6 +225,7 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
         has_average=config.train.ema_decay is not None,
         plan=resolved.plan,
         is_from_hf=config.model.hf is not None,
+        own=None if resolved.spec.is_empty else (blank_batch(resolved, torch.device("meta")), objective_of(resolved)),
     )
 
 

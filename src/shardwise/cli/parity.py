@@ -49,6 +49,9 @@ def register(app: typer.Typer) -> None:
 def parity(  # noqa: PLR0917  typer calls it by name
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML or JSON file; none for the demo.")] = None,
+    spec: Annotated[
+        str | None, typer.Option(metavar="FILE[:NAME]|MODULE:NAME", help="Your own model, data, loss: an sw.TrainSpec.")
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     strategies: Annotated[str, typer.Option(help="Presets, separated by commas.")] = ",".join(STRATEGIES),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
@@ -67,7 +70,7 @@ def parity(  # noqa: PLR0917  typer calls it by name
         raise ConfigError(f"--steps {steps}: expected at least 1.\n  Set --steps 3.")
     if not names:
         raise ConfigError(f"--strategies {strategies!r} names none.\n  Use some of: {', '.join(STRATEGIES)}.")
-    raw, _ = named_config(config, overrides or [])
+    raw, _ = named_config(config, overrides or [], spec=spec)
     if world.source != "alone":
         raise typer.Exit(
             run_worker(lambda: _compare(raw, world, names, steps, locate=locate or None), world, show_error)

@@ -49,6 +49,9 @@ def plan(  # noqa: PLR0917  typer's form
     model: Annotated[
         str | None, typer.Argument(help="Well-known name, Hugging Face folder, config.json, or configuration.")
     ] = None,
+    spec: Annotated[
+        str | None, typer.Option(metavar="FILE[:NAME]|MODULE:NAME", help="Any model of your own: an sw.TrainSpec.")
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="Name of the GPU, or a file of `shardwise calibrate`; by default this machine's.")
     ] = None,
@@ -97,7 +100,7 @@ def plan(  # noqa: PLR0917  typer's form
     check_writable(report)
     check_writable(trace)
     cluster = _cluster(gpu, gpus, gpus_per_node, network)
-    subject = find_subject(model or _LARGEST if largest else model)
+    subject = find_subject(model or _LARGEST if largest else model, spec)
     rank = subject.lora_rank if lora is None else lora
     if rank is not None and out is not None and "preset" in (subject.model or {}):
         raise ConfigError(
@@ -122,7 +125,7 @@ def plan(  # noqa: PLR0917  typer's form
         )
     workload = Workload(
         seq_len=tokens,
-        global_batch=_given(global_batch, subject.global_batch, cluster.num_gpus * max(1, _TOKENS_PER_GPU // tokens)),
+        global_batch=_given(global_batch, subject.global_batch, cluster.num_gpus * _samples_of(tokens)),
         precision=precision or subject.precision,
         optimizer=optimizer or subject.optimizer,
         compile=bool(fixed.get("compile", False)),
@@ -133,6 +136,11 @@ def plan(  # noqa: PLR0917  typer's form
         _show_largest(subject.shape, cluster, workload, fixed, is_json=json_output)
     else:
         _show_plans(subject, cluster, workload, fixed, out=out, report=report, trace=trace, is_json=json_output)
+
+
+def _samples_of(tokens: int) -> int:
+    """Samples that a GPU gets of a step; of what is no sequence of tokens eight."""
+    return max(1, _TOKENS_PER_GPU // tokens) if tokens > 1 else 8
 
 
 def _show_plans(
@@ -250,8 +258,8 @@ class Subject:
         return {"hf": str(folder.resolve())}
 
 
-def find_subject(model: str | None) -> Subject:
-    """What MODEL names.
+def find_subject(model: str | None, spec: str | None = None) -> Subject:
+    """What MODEL names, a configuration file or none where a spec brings the model.
 
     Raises:
         ConfigError: Nothing has that name.
@@ -260,6 +268,10 @@ def find_subject(model: str | None) -> Subject:
     from shardwise.spec.shape.gpt import PRESETS
     from shardwise.spec.shape.names import KNOWN, is_known, plain_name
 
+    if spec is not None:
+        if model is not None and not model.lower().endswith(CONFIG_ENDINGS):
+            raise ConfigError(f"--spec {spec}: the spec brings the model.\n  Leave {model!r} out, or name a run.yaml.")
+        return _from_file(None if model is None else local_folder(model), spec)
     if model is None:
         raise ConfigError(
             f"plan: no model was named.\n  Name one of {', '.join([*list(KNOWN)[:6], *PRESETS])}, ..., a folder with a"
@@ -294,22 +306,29 @@ def _shape(source: str | Path | GPTConfig) -> ModelShape:
 _TRAIN = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation_steps"}
 
 
-def _from_file(path: Path) -> Subject:
+def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     from shardwise.spec.precision import item_bytes
     from shardwise.spec.shape.gpt import gpt_config
     from shardwise.train.config.hf import stored_dtype
     from shardwise.train.config.sections import read_config
     from shardwise.train.predicted.workload import optimizer_of
 
-    raw = read_config(path)
+    overrides = [] if spec is None else [f"spec={spec}"]
+    raw = read_config(path, overrides, base=None if path is not None else {}, title="the spec's run")
     raw.raise_if_any()
     config, train, parallel = raw.config, raw.given("train"), raw.given("parallel")
     section = config.model
     stored = None
-    if section.hf is not None:
+    model: dict[str, Any]
+    if config.spec is not None:
+        from shardwise.train.config.resolve import resolve
+        from shardwise.train.predicted.workload import traced
+
+        shape, model = traced(resolve(raw, 1)), dict(raw.document.values.get("model") or {})
+    elif section.hf is not None:
         folder = Path(section.hf).expanduser()
         shape, stored = _shape(folder), stored_dtype(folder)
-        model: dict[str, Any] = {"hf": section.hf}
+        model = {"hf": section.hf}
     else:
         preset = section.preset or "gpt-tiny"
         shape = _shape(gpt_config(preset, **section.overrides))
@@ -331,7 +350,7 @@ def _from_file(path: Path) -> Subject:
         model,
         base=raw.document.values,
         fixed=fixed,
-        seq_len=config.data.seq_len,
+        seq_len=config.data.seq_len or (shape.seq_len or 1 if config.spec is not None else None),
         global_batch=config.train.global_batch_size,
         precision="bf16" if computed == "auto" else str(computed),
         optimizer=optimizer_of(config.optimizer),

@@ -37,9 +37,10 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
     held: dict[str, Any] = {
         key: dict(value) if isinstance(value, dict) else value for key, value in (base or {}).items()
     }
-    held["model"] = model
-    held.setdefault("data", {"source": "random"})
-    held["data"]["seq_len"] = workload.seq_len
+    if model or "spec" not in held:
+        held["model"] = model
+    if "spec" not in held:
+        held["data"] = {"source": "random"} | dict(held.get("data") or {}) | {"seq_len": workload.seq_len}
     held["parallel"] = plan_fields_of(made.plan)
     held["parallel"].pop("dp_shard", None) if made.plan.dp_replicate == 1 else None
     pipeline = held["parallel"].get("pipeline")

@@ -113,7 +113,7 @@ class OneProcess:
         _put_buffers(self.model, kept)
         for parameter, grad in total.items():
             dtype = torch.promote_types(grad.dtype, torch.float32)
-            parameter.grad = grad.div_(torch.full((1,), len(readers), dtype=dtype, device=grad.device))
+            parameter.grad = grad.div_(torch.full((1,) * grad.dim(), len(readers), dtype=dtype, device=grad.device))
 
     def update(self) -> float:
         """Clip and step; returns the norm of the gradients."""

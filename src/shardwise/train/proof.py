@@ -18,8 +18,10 @@ from shardwise.spec.policies import check_offload
 from shardwise.testing.parity import ParityReport
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import RawConfig
+from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.samples import Data
-from shardwise.train.model.build import build_model, build_optimizer, parameter_groups, to_tensors
+from shardwise.train.data.source import is_indexed
+from shardwise.train.model.build import build_model, build_optimizer, objective_of, parameter_groups, to_tensors
 from shardwise.train.saves.random_state import seed_all
 
 #: What says how the model is cut and what is done to its modules: nothing where one process runs copies of it.
@@ -92,7 +94,19 @@ def compare_with_one_process(
         seed_all(config.train.seed)
         return build_model(resolved, device)
 
+    spec, loss_fn = resolved.spec, None
+    if not spec.is_empty:
+        loss_fn = objective_of(resolved).scalar
+        if spec.forward is not None or (spec.data is not None and not is_indexed(spec.data)):
+            raise PlanError(
+                "parity: the spec calls the model by a forward of its own, or reads an iterable; the comparison needs"
+                " whole global batches that the model takes as they are.\n  Give a data set with len and items, and let"
+                " the model take what collate makes."
+            )
+
     def batch(step: int) -> Any:
+        if isinstance(data.train, GivenSamples):
+            return data.train.batch(range(step * size, (step + 1) * size), device)
         held = to_tensors(data.train, range(step * size, (step + 1) * size), device)
         inputs_BT = held.inputs
         if config.model.hf is None:  # of conversations every token counts here, as the mean is taken by rank
@@ -104,9 +118,9 @@ def compare_with_one_process(
         return sw.parity(
             build,
             [batch(step) for step in range(num_steps)],
-            None,
+            loss_fn,
             under_strategies(plan, strategies),
-            optimizer=lambda groups: build_optimizer(config.optimizer, groups),
+            optimizer=lambda groups: build_optimizer(config.optimizer, groups, spec.optimizer),
             parameters=lambda model: parameter_groups(config.optimizer, model),
             max_norm=config.train.clip_grad_norm or float("inf"),
             locate=locate,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.cost.workload import Workload
 from shardwise.planner.time import model_flops
@@ -12,8 +13,31 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import RecomputePolicy
 from shardwise.spec.shape import ModelShape
+from shardwise.spec.text import first_line
 from shardwise.train.config.resolve import RunConfig
 from shardwise.train.config.sections import OptimizerSection
+
+
+def traced(resolved: RunConfig) -> Any:
+    """What the model and the loss of a spec compute in a microbatch, traced without values: an ``sw.TracedModel``.
+
+    Raises:
+        ConfigError: They cannot be traced; why.
+    """
+    import torch
+
+    from shardwise.api.trace_model import trace_model
+    from shardwise.train.model.build import blank_batch, build_model, objective_of
+
+    meta = torch.device("meta")
+    try:
+        objective, batch = objective_of(resolved), blank_batch(resolved, meta)
+        return trace_model(build_model(resolved, meta), batch, objective.scalar, forward=objective.forward)
+    except Exception as error:
+        raise ConfigError(
+            f"the spec's model is not known to the planner: {first_line(error)}\n"
+            "  A forward and a loss are traced that read no values, and make tensors on their inputs' device."
+        ) from error
 
 
 def shape_of(resolved: RunConfig) -> ModelShape:
@@ -22,6 +46,8 @@ def shape_of(resolved: RunConfig) -> ModelShape:
     Raises:
         ConfigError: No arithmetic knows it.
     """
+    if not resolved.spec.is_empty:
+        return traced(resolved)
     if resolved.model is not None:
         return ModelShape.from_config(resolved.model, resolved.config.model.preset or "the model")
     if resolved.config.model.hf is None:
@@ -38,7 +64,7 @@ def workload_of(resolved: RunConfig) -> Workload:
     plan, section = resolved.plan, resolved.config.optimizer
     dtype = plan.precision.param_dtype if plan.mp_policy is not None else None
     return Workload(
-        seq_len=resolved.seq_len,
+        seq_len=max(resolved.seq_len, 1),
         global_batch=resolved.batch.total,
         micro_batch=resolved.batch.micro,
         precision={"auto": "bf16", "fp64": "fp32", None: "fp32"}.get(dtype, dtype or "fp32"),
@@ -58,6 +84,8 @@ def optimizer_of(section: OptimizerSection) -> str:
 
 def flops_per_token(resolved: RunConfig) -> float | None:
     """Operations that the model needs for a token, forward and backward; ``None`` where no arithmetic knows it."""
+    if not resolved.seq_len:
+        return None
     try:
         workload = workload_of(resolved)
         return model_flops(shape_of(resolved), workload) / (workload.global_batch * workload.seq_len)
