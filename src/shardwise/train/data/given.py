@@ -128,7 +128,7 @@ class IterableSampler:
 
     def state(self) -> dict[str, int]:
         """What a checkpoint holds."""
-        return {"position": self.position}
+        return {"seed": 0, "position": self.position, "num_samples": self.ENDLESS}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Read up to the place where ``state`` was taken, on any number of ranks.

@@ -1,0 +1,278 @@
+"""A user's own model, data, loss, optimizer, schedule, metric and callback in the trainer, beside a plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.spec.errors import ConfigError
+from shardwise.testing import run_on_ranks
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import read_config
+from shardwise.train.data.sampler import Sampler
+from shardwise.train.data.token_files import DataError
+from shardwise.train.saves import random_state
+from shardwise.train.spec import load_spec
+from tests.train import towers
+from tests.train.train_here import losses, metrics, sets, summary
+
+SPEC = str(Path(towers.__file__))
+CONFIG = """
+train: {steps: 12, micro_batch_size: 4, global_batch_size: 16, eval_every: 6, eval_batches: 2, seed: 3}
+optimizer: {lr: 1e-2, weight_decay: 0.01}
+checkpoint: {every: 6, keep: 10}
+log: {tensorboard: false}
+"""
+CUT = '{"*.blocks.*.up": colwise, "*.blocks.*.down": rowwise}'
+
+
+def plain_losses(steps: int = 12) -> list[float]:
+    """The same training by torch alone, with the samples in the order that is documented."""
+    random_state.seed_all(3)
+    model = towers.Towers()
+    decays = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = towers.optimizer(groups, 1e-2)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    data, order, found = towers.Pairs(256, 0), Sampler(256, 3, 4, 4, 0, 1), []
+    for step in range(steps):
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * (1.0 if step < 6 else 0.5)
+        total, count = torch.zeros(()), torch.zeros(())
+        for indices in order.next_step():
+            batch = torch.utils.data.default_collate([data[index] for index in indices])
+            mean = towers.loss(model(**batch), batch)
+            total, count = total + mean.total, count + mean.count
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total / count).item())
+    return found
+
+
+def train(folder: str, runs: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+    os.chdir(folder)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    results = []
+    for arguments in runs:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            code = main(["train", "run.yaml", "--spec", *arguments])
+        results.append((code, text.getvalue()))
+    return results
+
+
+def train_on(world: int, folder: Path, *runs: Sequence[str], config: str = CONFIG) -> list[tuple[int, str]]:
+    (folder / "run.yaml").write_text(config)
+    return run_on_ranks(train, world, str(folder), runs, timeout_s=200)[0]
+
+
+def test_every_plan_trains_as_a_plain_loop_and_resumes_on_another_world(tmp_path: Path) -> None:
+    expected = plain_losses()
+    runs = [
+        (SPEC, "--run-dir", "ddp", "--set", "parallel.strategy=ddp"),
+        (SPEC, "--run-dir", "zero3"),
+        (SPEC, "--run-dir", "tp", "--set", "parallel.tp=2", "--set", f"parallel.tp_plan={CUT}"),
+    ]
+    results = train_on(2, tmp_path, *runs)
+    assert [code for code, _ in results] == [0, 0, 0], results
+    for name in ("ddp", "zero3", "tp"):
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=2e-6), name
+    told = [line for line in results[1][1].splitlines() if line.startswith("told: ")]
+    at = ["told: ['eval_accuracy', 'eval_loss'] at"]
+    assert told == [
+        *("told: start at 0", f"{at[0]} 0", f"{at[0]} 6", "told: saved 6"),
+        *(f"{at[0]} 12", f"told: step 12 has loss {losses(tmp_path / 'zero3')[-1]:.5f}", "told: saved 12", "told: end"),
+    ]
+    lines = metrics(tmp_path / "zero3")
+    assert [line["step"] for line in lines if "eval_accuracy" in line] == [6, 12]
+    assert lines[11]["lr"] == 0.005
+    # The checkpoint of step 6 of two ranks goes on on one, with the same numbers.
+    for checkpoint in (tmp_path / "zero3" / "checkpoints").glob("step-00000012"):
+        checkpoint.rename(tmp_path / "later")
+    arguments = (SPEC, "--run-dir", "zero3", "--resume", "step-00000006")
+    ((code, text),) = train_on(1, tmp_path, arguments)
+    assert code == 0, text
+    assert "resumed at step 6" in text
+    assert losses(tmp_path / "zero3") == pytest.approx(expected, rel=2e-6)
+    held = summary(tmp_path / "zero3")
+    assert held["peak_memory_bytes"] == pytest.approx(held["predicted_peak_memory_bytes"], rel=0.02)
+
+
+def test_held_out_loss_and_metric_are_those_of_all_samples_at_once(tmp_path: Path) -> None:
+    ((code, text),) = train_on(
+        2, tmp_path, (SPEC, "--run-dir", "run", "--set", "train.steps=1", "--set", "train.eval_every=1")
+    )
+    assert code == 0, text
+    random_state.seed_all(3)
+    model, data = towers.Towers(), towers.Pairs(64, 1)
+    total, count, right = 0.0, 0.0, 0.0
+    with torch.no_grad():
+        for first in range(0, 32, 4):  # every second of 64 samples, four at a time
+            batch = torch.utils.data.default_collate([data[2 * index] for index in range(first, first + 4)])
+            output = model(**batch)
+            mean = towers.loss(output, batch)
+            total, count = total + mean.total.item(), count + float(mean.count)
+            right += float(towers.accuracy(output, batch).total)
+    assert f"step 0  held-out loss {total / count:.4f}, accuracy {right / 32:.4f} (32 samples)" in text
+
+
+class Numbers:
+    """An iterable that ends after 40 items."""
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(40):
+            x = torch.randn(3, generator=generator)
+            yield x, x.sum()
+
+
+class Line(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).squeeze(-1) - y).square().mean()
+
+
+class EndsAtFive(sw.Callback):
+    def on_step(self, run: Any, record: Any) -> None:
+        if record.step == 5:
+            run.must_end = "good enough"
+
+
+iterable = sw.TrainSpec(model=Line, data=Numbers())
+short = sw.TrainSpec(model=Line, data=Numbers(), callbacks=[EndsAtFive()])
+IMPORTS = "import shardwise as sw\nfrom tests.train.test_spec import Line, Numbers\n"
+HERE = str(Path(__file__))
+
+
+def test_an_iterable_is_read_in_its_order_and_resumed_at_the_item(tmp_path: Path) -> None:
+    config = "train: {steps: 8, micro_batch_size: 4}\noptimizer: {lr: 0.1}\nschedule: {name: constant}\n"
+    name = f"{HERE}:iterable"
+    first = (name, "--run-dir", "cut", *sets("train.steps=5"))
+    results = train_on(2, tmp_path, (name, "--run-dir", "whole"), first, config=config)
+    again = (name, "--run-dir", "cut", "--resume", *sets("train.gradient_accumulation_steps=2"))
+    ((code, text),) = train_on(1, tmp_path, again, config=config)
+    assert [each for each, _ in results] == [0, 0], results
+    assert code == 0, text
+    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)  # 64 items, more than 40
+    random_state.seed_all(0)
+    model, items = Line(), list(Numbers())[:8]
+    batch = torch.utils.data.default_collate(items)
+    assert losses(tmp_path / "whole")[0] == pytest.approx(model(*batch).item(), rel=1e-6)
+
+
+def test_a_callback_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
+    ((code, text),) = train_on(1, tmp_path, (f"{HERE}:short", "--run-dir", "run"), config="log: {tensorboard: false}\n")
+    assert code == 0, text
+    assert summary(tmp_path / "run")["reason"] == "good enough"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000005").is_dir()
+
+
+def test_other_code_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    code = f"{IMPORTS}spec = sw.TrainSpec(model=Line, data=Numbers())\n"
+    mine.write_text(code)
+    short = ("--run-dir", "run", "--set", "log.tensorboard=false")
+    assert train_on(1, tmp_path, ("mine.py", *short, "--set", "train.steps=2"))[0][0] == 0
+    mine.write_text(code + "# changed\n")
+    again = ("mine.py", *short, "--resume", "--set", "train.steps=3")
+    (refused, text), (allowed, _) = train_on(1, tmp_path, again, (*again, "--set", "checkpoint.allow_other_code=true"))
+    assert (refused, allowed) == (65, 0)
+    assert "was saved by a run whose spec was other code (its hash has changed)" in text
+    assert "--set checkpoint.allow_other_code=true" in text
+
+
+def test_what_a_spec_brings_may_not_be_configured_as_well(tmp_path: Path) -> None:
+    config = "model: {preset: gpt-nano}\ndata: {source: random}\noptimizer: {name: sgd}\n"
+    with pytest.raises(ConfigError) as caught:
+        resolve(read_config(None, base=dict(_yaml(config))), 1, spec=towers.spec)
+    text = str(caught.value)
+    for part, key in (("model", "preset"), ("data", "source"), ("optimizer", "name")):
+        assert f"{part}.{key}: the spec brings the {part}" in text
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"loss": 3}, "loss=3: expected something to call"),
+        ({"data": 3}, "data=3: expected a data set or an iterable"),
+        ({"metrics": {"a": None}}, r"metrics\['a'\]: expected something to call"),
+        ({"callbacks": [print]}, "is no sw.Callback"),
+        ({"eval_data": [1]}, "eval_data without data"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        sw.TrainSpec(**fields)
+
+
+def test_a_spec_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import shardwise as sw\nspecs = sw.TrainSpec()\nother = 3\n")
+    with pytest.raises(ConfigError, match=r"there is no 'spec' in it\. Did you mean 'specs'"):
+        load_spec(str(tmp_path / "mine.py"))
+    with pytest.raises(ConfigError, match="other is a int, expected an sw"):
+        load_spec(str(tmp_path / "mine.py:other"))
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_spec(str(tmp_path / "none.py"))
+    with pytest.raises(ConfigError, match="there is no module 'no_such'"):
+        load_spec("no_such.module:spec")
+
+
+def test_samples_that_cannot_be_read_are_named() -> None:
+    class Broken(list):
+        def __getitem__(self, index: Any) -> Any:
+            raise KeyError("image")
+
+    resolved = resolve(read_config(None, base={}), 1, spec=dataclasses.replace(towers.spec, data=Broken([0] * 99)))
+    from shardwise.train.config.resolve import data_of
+
+    with pytest.raises(DataError, match=r"samples 1, 2 of Broken could not be read: KeyError: 'image'"):
+        data_of(resolved).train.batch([1, 2], torch.device("cpu"))  # type: ignore[attr-defined]
+
+
+def test_a_spec_is_planned_run_dry_and_compared_with_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert main(["plan", "--spec", SPEC, "--gpus", "2", "--gpu", "H100-80GB-SXM", "--out", "plan.yaml"]) == 0
+    assert "Towers, 34,753 parameters" in capsys.readouterr().out
+    assert resolve(read_config(tmp_path / "plan.yaml"), 2).batch.total == 16
+    assert main(["dry-run", "run.yaml", "--spec", SPEC, "--world-size", "2", "--json", "dry.json"]) == 0
+    (dry,) = json.loads((tmp_path / "dry.json").read_text())
+    assert dry["num_parameters"] == 34753
+    assert dry["bytes_by_category"]["activations"] > 0
+    report = run_on_ranks(compared, 2, str(tmp_path))[0]
+    assert report == [True, True]
+
+
+def compared(folder: str) -> list[bool]:
+    from shardwise.launch.world import read_world
+    from shardwise.train.proof import compare_here
+
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    raw = read_config(Path(folder) / "run.yaml", [f"spec={SPEC}"])
+    report = compare_here(raw, read_world(), strategies=["ddp", "zero3"], num_steps=2, locate=False)
+    return [row.is_bitwise for row in report.rows]
