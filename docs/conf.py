@@ -61,6 +61,7 @@ contents: dict[str, tuple[str, ...]] = {
     "Start": (
         "Start here <docs/start>",
         "Which plan? <docs/which-plan>",
+        "Your own model, data and loss <docs/your-own>",
         "Fine-tune <docs/fine-tuning>",
         "Checkpoints <docs/checkpoints>",
         "Launch <docs/launching>",

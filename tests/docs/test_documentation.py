@@ -52,6 +52,8 @@ def on_cpus(program: str) -> str:
 
 
 def run_file(path: str) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.chdir(Path(path).parent)
     runpy.run_path(path, run_name="__main__")
 
 

@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "shardwise"
 UNSAFE = {
     *("eval", "exec", "__import__", "pickle.load", "pickle.loads", "torch.load", "yaml.load", "yaml.unsafe_load"),
     *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list"),
-    *("marshal.loads", "os.system", "os.popen"),
+    *("marshal.loads", "os.system", "os.popen", "cloudpickle.loads", "loader.exec_module"),
 }
 #: Where one is right all the same: the file, the call and why.
 ALLOWED = {
@@ -29,6 +29,9 @@ ALLOWED = {
         "torch.load",
     ): "checkpoints of Fabric, which passes weights_only on; torch's own default is True",
     ("integrations/transformers.py", "torch.load"): "weights_only=True",
+    ("launch/function.py", "cloudpickle.loads"): "between processes of one call of sw.launch",
+    ("train/spec.py", "cloudpickle.loads"): "what sw.train has left for the processes that it started",
+    ("train/spec.py", "loader.exec_module"): "a spec, which the user names and has written",
     ("testing/oracle.py", "all_gather_object"): "between ranks that a test has started",
     ("testing/ranks.py", "pickle.loads"): "from processes that this one has started",
 }

@@ -11,8 +11,9 @@ import pytest
 
 from shardwise.spec.errors import StorageError
 from shardwise.train.config.sections import Config, LogSection
-from shardwise.train.log.metrics import MetricsFile, Record
+from shardwise.train.log.metrics import MetricsFile
 from shardwise.train.log.recorder import Recorder
+from shardwise.train.record import Record
 
 CONFIG = Config(log=LogSection(tensorboard=False, wandb=True))
 

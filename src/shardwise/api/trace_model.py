@@ -13,7 +13,7 @@ from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import UnitWork
 from shardwise.measure.meta import without_values
 from shardwise.measure.trace import trace
-from shardwise.pipeline.batch import Forward, LossFn, forward_loss, num_rows
+from shardwise.parallel.pipeline.batch import Forward, LossFn, forward_loss, num_rows
 from shardwise.spec.errors import StateError
 from shardwise.spec.text import first_line
 

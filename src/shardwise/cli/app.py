@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from shardwise.cli.output import CONFIG_ENDINGS, show_error
+from shardwise.cli.output import CONFIG_ENDINGS
+from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ShardwiseError
 
 #: Verb (or group of verbs) and the module that has it. Modules import torch inside their functions only.

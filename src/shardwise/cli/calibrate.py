@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.output import check_writable, show, show_error, write
+from shardwise.cli.output import check_writable, show, write
+from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import aligned, printable, size
 

@@ -7,17 +7,11 @@ import sys
 from pathlib import Path
 
 from shardwise.launch.file import replace
-from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
+from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.spec.text import printable
 
 #: How the names of configuration files end. TOML is refused by name.
 CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml")
-
-
-def show_error(error: ShardwiseError) -> None:
-    """One block on stderr: the kind of error, what happened, what to do."""
-    sys.stderr.write(f"{type(error).__name__}: {printable(error, is_block=True)}\n")
-    sys.stderr.flush()
 
 
 def show(text: str) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.output import show, show_error
+from shardwise.cli.output import show
+from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ConfigError
 
 _HELP = """Train a model; without CONFIG the built-in demo.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardwise.cli.output import show_error
+from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -136,6 +136,12 @@ def _reserve_of(directory: Path, rank: int) -> Path:
     return directory / f".exit-{rank}.reserve"
 
 
+def show_error(error: ShardwiseError) -> None:
+    """One block on stderr: the kind of error, what happened, what to do."""
+    sys.stderr.write(f"{type(error).__name__}: {printable(error, is_block=True)}\n")
+    sys.stderr.flush()
+
+
 def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseError], object]) -> int:
     """Run one rank's part of a command.
 

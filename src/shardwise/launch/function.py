@@ -14,10 +14,9 @@ from typing import Any
 
 from shardwise.launch.elastic import launch as launch_module
 from shardwise.launch.elastic import num_workers
-from shardwise.launch.exit_codes import run_worker
+from shardwise.launch.exit_codes import run_worker, show_error
 from shardwise.launch.world import read_world
 from shardwise.spec.errors import ShardwiseError
-from shardwise.spec.text import printable
 
 _CALL = "call.pkl"
 
@@ -75,11 +74,7 @@ def _work(folder: Path) -> int:
         (folder / f"result-{world.rank}.pkl").write_bytes(cloudpickle.dumps(fn(*args, **kwargs)))
         return 0
 
-    return run_worker(call, world, _show)
-
-
-def _show(error: ShardwiseError) -> None:
-    sys.stderr.write(f"{type(error).__name__}: {printable(error, is_block=True)}\n")
+    return run_worker(call, world, show_error)
 
 
 if __name__ == "__main__":

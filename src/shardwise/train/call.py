@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from shardwise.launch.elastic import num_workers
+from shardwise.launch.exit_codes import show_error
 from shardwise.launch.world import read_world
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.run_files import SUMMARY
@@ -62,7 +62,7 @@ def train(
     world = read_world()
     if world.source != "alone":
         raw = _read(config)
-        code = work(raw, world, run_dir=directory, resume=wanted, is_demo=False, show_error=_show_error, spec=spec)
+        code = work(raw, world, run_dir=directory, resume=wanted, is_demo=False, show_error=show_error, spec=spec)
         directory = directory or folder.newest(raw.config.name)
     else:
         with tempfile.TemporaryDirectory(prefix="shardwise-train-") as private:
@@ -88,10 +88,6 @@ def train(
         failed.exit_code = code
         raise failed
     return {**json.loads((directory / SUMMARY).read_text()), "directory": str(directory)}
-
-
-def _show_error(error: ShardwiseError) -> None:
-    sys.stderr.write(f"{type(error).__name__}: {printable(error, is_block=True)}\n")
 
 
 def _say(text: str) -> None:

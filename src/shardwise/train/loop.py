@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.api.save import drop_save
-from shardwise.forms.attachment import attachment_of, engine_of
-from shardwise.forms.part import plain_of
+from shardwise.engine.storage.attachment import attachment_of, engine_of
+from shardwise.engine.storage.part import plain_of
 from shardwise.launch import fault
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
@@ -35,11 +35,11 @@ from shardwise.train import folder
 from shardwise.train.callback import Callback
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
-from shardwise.train.log.metrics import Record
 from shardwise.train.log.progress import Progress
 from shardwise.train.log.recorder import Recorder
 from shardwise.train.log.report import Outcome, Progressed, Report, Speed
 from shardwise.train.predicted.memory import PeakTensorBytes
+from shardwise.train.record import Record
 from shardwise.train.saves import random_state
 from shardwise.train.saves.checkpoints import Checkpoints, find_checkpoint
 from shardwise.train.steps.health import Health
@@ -231,7 +231,7 @@ class Loop:
     def _load(self, path: Path, *, is_newest: bool) -> dict[str, Any]:
         """Fill model, optimizer and average; says how to go around the newest checkpoint where that is damaged."""
         try:
-            return self.saves.load(path, self.optimizer, self.parts.average)
+            return self.saves.load(path, self.optimizer, self.parts.average, keep_settings=not self._is_own_loop)
         except CheckpointError as error:
             if not is_newest:
                 raise

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.api.dry_run import DryRun
 from shardwise.api.model import data_parallel_rank, data_parallel_size
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch.error_file import reported
-from shardwise.launch.exit_codes import run_worker
+from shardwise.launch.exit_codes import run_worker, show_error
 from shardwise.launch.world import World, read_world
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.spec.text import printable
@@ -382,7 +382,6 @@ def _as_pair(value: Tensor | float | Mean) -> tuple[Tensor | float, Tensor | flo
 
 def _left_with(error: ShardwiseError, world: World) -> int:
     """Tell the launcher why this rank leaves; the exit code."""
-    from shardwise.cli.output import show_error
 
     def fail() -> int:
         raise error

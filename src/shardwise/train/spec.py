@@ -166,7 +166,7 @@ def _of_file(path: Path) -> ModuleType:
     if key in sys.modules:
         return sys.modules[key]
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+        sys.path.append(str(path.parent))  # last: nothing there may stand in for a library
     made = importlib.util.spec_from_file_location(key, path)
     assert made is not None
     assert made.loader is not None
@@ -182,7 +182,7 @@ def _of_file(path: Path) -> ModuleType:
 
 def _of_module(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.forms.attachment import engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch import fault
 from shardwise.launch.stop_request import StopRequest
 from shardwise.optim.scaler import needs_scaler

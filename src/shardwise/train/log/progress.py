@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from shardwise.spec.text import printable
-from shardwise.train.log.metrics import Record
+from shardwise.train.record import Record
 
 
 class Progress:

@@ -14,7 +14,8 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.run_files import EVENTS, METRICS, WANDB_ID
 from shardwise.train.config.sections import Config
 from shardwise.train.folder import replace_text
-from shardwise.train.log.metrics import MetricsFile, Record
+from shardwise.train.log.metrics import MetricsFile
+from shardwise.train.record import Record
 
 _SHOWN = (
     "loss", "eval_loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes",

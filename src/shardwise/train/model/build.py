@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 import shardwise as sw
 from shardwise import torch_private
 from shardwise.checkpoint.weights import WeightFiles
-from shardwise.forms.attachment import attachment_of
-from shardwise.forms.flat_parameters import group_of
-from shardwise.pipeline.batch import call_model, scalar_loss
+from shardwise.engine.storage.attachment import attachment_of
+from shardwise.engine.storage.flat_parameters import group_of
+from shardwise.parallel.pipeline.batch import call_model, scalar_loss
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import LoraSection, OptimizerSection

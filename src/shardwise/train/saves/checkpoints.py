@@ -386,13 +386,17 @@ class Checkpoints:
         path: Path,
         optimizer: torch.optim.Optimizer,
         average: ExponentialMovingAverage | None = None,
+        *,
+        keep_settings: bool = True,
     ) -> dict[str, Any]:
         """Fill model, optimizer and average from a checkpoint and return its state.
+
+        With ``keep_settings`` the optimizer's groups keep the settings that they have, such as the rate.
 
         Raises:
             CheckpointError: It is damaged, or of another model or optimizer.
         """
-        state = sw.load(path, self._model, optimizer, average=average, keep_settings=True)
+        state = sw.load(path, self._model, optimizer, average=average, keep_settings=keep_settings)
         place = path.parent.parent.absolute()
         if place in (self._memory.root, self._run_dir.absolute()):
             self._run_id = state["run_id"]  # which the run keeps, however its folder is called by now

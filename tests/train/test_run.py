@@ -1,0 +1,236 @@
+"""``sw.Run`` around a loop of one's own, on one rank and two, beside the loop without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import shardwise as sw
+from shardwise.spec.errors import CheckpointError, ConfigError, NonFiniteError
+from shardwise.testing import run_on_ranks
+from tests.train.towers import Pairs, Towers
+from tests.train.train_here import losses, metrics, summary
+
+STEPS = 12
+
+
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = sw.parallelize(Towers())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+
+
+def mean(output: Any, _batch: Any) -> torch.Tensor:
+    return (output[0] - output[1]).square().mean()
+
+
+def batches(loader: DataLoader, sampler: sw.DistributedSampler) -> Iterator[Any]:
+    while True:
+        yield from loader
+        sampler.set_epoch(sampler.epoch + 1)
+
+
+def make_steps(run: sw.Run | None, steps: Any, parts: dict[str, Any]) -> list[float]:
+    model, optimizer, schedule, sampler = (parts[name] for name in ("model", "optimizer", "scheduler", "sampler"))
+    data, found = Pairs(72, 0), []
+    loader = DataLoader(data, batch_size=8 // sw.data_parallel_size(model), sampler=sampler)
+    feed = batches(loader, sampler)
+    for step in steps:
+        batch = next(feed)
+        value = sw.train_step(model, batch, mean)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        found.append(value.item())
+        if run is not None:
+            weight = batch["weight"]
+            run.log(loss=value, tokens=len(weight), weight=sw.Mean(weight.sum(), len(weight)))
+            run.log(**({"eval_loss": 0.5} if step == 3 else {}))
+    return found
+
+
+def plain(_folder: str) -> list[float]:
+    model, optimizer, schedule = build()
+    parts = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+    return make_steps(None, range(STEPS), {**parts, "sampler": sw.DistributedSampler(72, model=model)})
+
+
+def with_run(folder: str, stop_at: int | None = None, **options: Any) -> int:
+    """Returns the exit code."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model, optimizer, schedule = build()
+    sampler = sw.DistributedSampler(72, model=model)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": schedule, "sampler": sampler}
+    given = {"checkpoint": {"every": 5}, "log": {"tensorboard": False}, "config": {"lr": 1e-2}, **options}
+
+    def steps(run: sw.Run) -> Iterator[int]:
+        for step in run.steps():
+            if step == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield step
+
+    try:
+        with sw.Run(folder, steps=STEPS, **parts, **given) as run:
+            make_steps(run, steps(run), parts)
+    except SystemExit as left:
+        return int(str(left.code))
+    return 0
+
+
+def test_a_loop_with_a_run_is_the_loop_and_goes_on_where_it_was_stopped_on_another_world(tmp_path: Path) -> None:
+    expected = run_on_ranks(plain, 1, "")[0]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run_on_ranks(with_run, 1, str(whole)) == [0]
+    assert losses(whole) == expected
+    assert run_on_ranks(with_run, 2, str(cut), 6) == [75, 75]
+    assert summary(cut)["reason"] == "stop requested, saved step 7, start the same command again to continue"
+    assert run_on_ranks(with_run, 1, str(cut)) == [0]
+    assert losses(cut) == pytest.approx(expected, rel=1e-5)
+    lines = metrics(cut)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["lr"] for line in lines] == [line["lr"] for line in metrics(whole)]
+    assert [line["tokens"] for line in lines] == [8 * step for step in range(1, STEPS + 1)]
+    weights = [line["weight"] for line in metrics(whole)]
+    assert [line["weight"] for line in lines] == pytest.approx(weights)
+    assert [line.get("eval_loss") for line in lines] == [None] * 3 + [0.5] + [None] * 8
+    held = summary(cut)
+    assert (held["steps"], held["exit_code"], held["eval_loss_final"]) == (STEPS, 0, 0.5)
+    assert "<html" in (cut / "report.html").read_text()
+    assert sorted(path.name for path in (cut / "checkpoints").iterdir()) == [
+        "step-00000007",
+        "step-00000010",
+        "step-00000012",
+    ]
+
+
+def diverges(folder: str) -> str:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model, optimizer, _ = build()
+    try:
+        with sw.Run(folder, model=model, optimizer=optimizer, steps=5, log={"tensorboard": False}) as run:
+            for step in run.steps():
+                run.log(loss=float("nan") if step == 2 and sw.data_parallel_rank(model) == 1 else 1.0)
+    except (NonFiniteError, SystemExit) as error:
+        return repr(error)
+    return "it went on"
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    assert run_on_ranks(diverges, 2, str(tmp_path / "run")) == ["SystemExit(80)", "SystemExit(80)"]
+    held = summary(tmp_path / "run")
+    assert held["reason"].startswith("step 3: the loss is nan on rank 1. Nothing was saved since")
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
+
+
+def alone(folder: str) -> list[str]:
+    """What a wrong use says, in a process that nothing has started as a rank."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    model, optimizer, _ = build()
+    said = []
+
+    def tried(*, name: str = "run", steps: int = 3, **options: Any) -> None:
+        given = {"model": model, "optimizer": optimizer, "log": {"tensorboard": False}, **options}
+        try:
+            with sw.Run(Path(folder) / name, steps=steps, **given) as run:
+                for _ in run.steps():
+                    run.log(**options.get("values", {}))
+        except (ConfigError, CheckpointError, TypeError) as error:
+            said.append(str(error))
+        else:
+            said.append("")
+
+    tried(model=Towers())
+    tried(checkpoint={"evry": 3})
+    tried(train={"clip_grad_norm": 1.0})
+    tried(sampler=object())
+    tried()
+    tried(sampler=sw.DistributedSampler(8, model=model), steps=4)
+    with sw.Run(Path(folder) / "short", model=model, optimizer=optimizer, steps=9, log={"tensorboard": False}) as run:
+        for step in run.steps():
+            run.log(loss=1.0)
+            if step == 1:
+                run.stop("enough")
+    said.append(run.summary["reason"])
+    return said
+
+
+def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
+    (said,) = run_on_ranks(alone, 1, str(tmp_path))
+    for text, words in zip(
+        said,
+        (
+            "Towers is not parallelized.\n  Call model = sw.parallelize(model) before the optimizer is built",
+            "checkpoint.evry: unknown key. Did you mean 'every'?",
+            "'clip_grad_norm': ...}): what a step does is the loop's own",
+            "sw.Run(sampler=...): object has no state_dict and load_state_dict",
+            "",
+            "the checkpoint has no state of the sampler",
+            "enough",
+        ),
+        strict=True,
+    ):
+        assert words in text, (words, text)
+    assert (tmp_path / "short" / "checkpoints" / "step-00000002").is_dir()
+    assert summary(tmp_path / "short")["steps"] == 2
+
+
+CELLS = """
+import torch, shardwise as sw
+from torch import nn
+# %%
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    def forward(self, x, y):
+        return (self.layers(x) - y).square().mean()
+data = [(torch.full((4,), float(i)), torch.ones(1)) for i in range(32)]
+# %%
+config = {"name": "cells", "train": {"steps": 4, "micro_batch_size": 2}, "log": {"tensorboard": False}}
+found = sw.train(config, sw.TrainSpec(model=Net, data=data), nproc=2)
+print(found["steps"], found["world_size"], found["directory"])
+# %%
+def place(base):
+    torch.manual_seed(0)
+    model = sw.parallelize(nn.Linear(2, 2))
+    return base + sw.data_parallel_rank(model)
+sw.launch(place, 10, nproc=2)
+# %%
+def fails():
+    raise sw.ConfigError("as it should")
+try:
+    sw.launch(fails, nproc=1)
+except sw.ShardwiseError as error:
+    print(error.exit_code, error)
+"""
+
+
+def test_functions_and_runs_start_from_the_cells_of_a_notebook(tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    cells = CELLS.split("# %%\n")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    for cell in notebook.cells:
+        cell.pop("id", None)
+    client = nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
+    shown = ["".join(_texts(cell)) for cell in notebook.cells]
+    assert "4 2 runs/cells" in shown[2]
+    assert "[10, 11]" in shown[3]
+    assert "78 sw.launch(fails): its ranks ended with exit code 78." in shown[4]
+    assert json.loads((tmp_path / "runs" / "cells" / "summary.json").read_text())["exit_code"] == 0
+
+
+def _texts(cell: Any) -> Iterator[str]:
+    for output in cell.outputs:
+        yield output.get("text", "") + output.get("data", {}).get("text/plain", "")
