@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from bench import migrating_tables
+from shardwise.cli.convert import tables
 from shardwise.spec.errors import ShardwiseError
 from shardwise.testing import run_on_ranks
 from tests.common.ranks import refusal
@@ -114,3 +116,9 @@ def test_every_name_of_ours_exists() -> None:
     names = set(re.findall(r"\bsw\.(\w+)", PAGE))
     assert len(names) > 20
     assert [name for name in sorted(names) if not hasattr(sw, name)] == []
+
+
+@pytest.mark.parametrize("kind", tables())
+def test_the_tables_of_keys_are_those_of_convert(kind: str) -> None:
+    table = PAGE.partition(migrating_tables.START.format(kind))[2].partition(migrating_tables.END.format(kind))[0]
+    assert table.strip() == migrating_tables.table(kind), "run: python -m bench.migrating_tables"

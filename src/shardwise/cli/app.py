@@ -26,6 +26,7 @@ VERBS = {
     "plan": "shardwise.cli.plan",
     "schedule": "shardwise.cli.schedule",
     "report": "shardwise.cli.report",
+    "convert": "shardwise.cli.convert",
     "validate": "shardwise.cli.settings",
     "config-schema": "shardwise.cli.settings",
     "data": "shardwise.cli.files",

@@ -9,6 +9,7 @@ documents, duplicate keys, deep nesting and floods of aliases are refused.
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,19 +67,28 @@ def _merged(base: Any, over: Any) -> Any:
     return base | {key: _merged(base[key], value) if key in base else value for key, value in over.items()}
 
 
-def read_document(path: Path) -> Document:
+def read_document(path: Path, *, takes_toml: bool = False) -> Document:
     """Read one YAML or JSON file, whose values are a mapping.
+
+    Args:
+        path: The file.
+        takes_toml: Read a TOML file too, which another project has written; its values remember no places.
 
     Raises:
         ConfigError: The file cannot be read, is too large, or is not such a mapping.
     """
-    if path.suffix.lower() == ".toml":
+    is_toml = path.suffix.lower() == ".toml"
+    if is_toml and not takes_toml:
         raise ConfigError(
             f"{path} is TOML; a configuration is YAML or JSON.\n"
             "  Write it as YAML: a table [optimizer] becomes 'optimizer:' with its keys indented below, 'lr: 0.1' each."
+            f"\n  One of torchtitan: shardwise convert {path} --out run.yaml"
         )
     try:
-        document = parse_yaml(_read_text(path), str(path))
+        text = _read_text(path)
+        document = Document(tomllib.loads(text)) if is_toml else parse_yaml(text, str(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}.\n  Correct the file.") from None
     except (FileNotFoundError, IsADirectoryError):
         kind = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise ConfigError(

@@ -31,6 +31,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import did_you_mean
 from shardwise.train.config.document import Document, Problem, parse_yaml, read_document
+from shardwise.train.config.foreign import check_is_ours
 
 Positive = Annotated[int, Field(ge=1, le=10**12)]
 Count = Annotated[int, Field(ge=0, le=10**12)]
@@ -419,6 +420,7 @@ def read_config(
 def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
     """A file laid on the one that it extends, which lies in the first file's folder, or with it in the current one."""
     document = read_document(path)
+    check_is_ours(path, document.values)
     where, name = document.where.get(("extends",)), document.values.pop("extends", None)
     if name is None:
         return document

@@ -1,0 +1,416 @@
+"""``convert``: a configuration of Accelerate, DeepSpeed or torchtitan as one for ``train``, with a comment per key.
+
+``data/conversion.yaml`` has the keys. Here are the rules about several keys at once, one function for each project.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.cli.output import check_writable, show, write
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.text import first_line, printable
+
+_HELP = """Turn a configuration of Accelerate (YAML or JSON; its FSDP, DeepSpeed or Megatron-LM plugin), DeepSpeed
+(JSON) or torchtitan (TOML) into one for `train`. A comment says what each key became; the end lists keys with nothing
+to set here, and keys without a counterpart, with what to do.
+
+Example: shardwise convert ds_config.json --model models/llama --data corpus/ --out run.yaml
+"""
+
+#: Fields of a plan that may be left out where they do not go with the others, and change no result.
+_OPTIONAL = ("compile", "offload_activations", "sequence_parallel", "reshard_after_forward")
+_TITLES = {
+    "none": "No counterpart",
+    "auto": "Filled in by the Trainer from its arguments",
+    "automatic": "Nothing to set",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("convert", help=_HELP)(convert)
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(help="The configuration of the other project.")],
+    model: Annotated[str | None, typer.Option(help="Hugging Face folder, or preset, to train.")] = None,
+    data: Annotated[str | None, typer.Option(help="What data.source is to be.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the configuration here.")] = None,
+) -> None:
+    """Convert a configuration."""
+    check_writable(out)
+    text = converted(file, model=model, data=data)
+    if out is None:
+        show(text.rstrip())
+    else:
+        write(out, text)
+        show(f"{out}: check it with `shardwise validate {out}`")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What keys become; ``data/conversion.yaml`` says what each field means."""
+
+    keys: str
+    to: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+    @property
+    def sets(self) -> bool:
+        """Whether a key here takes the value."""
+        return self.to not in _TITLES
+
+    def matches(self, key: str) -> bool:
+        """Whether ``key`` is one of the row's."""
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys.split())
+
+    def value(self, given: Any) -> Any:
+        """The value here, or ``"default"``.
+
+        Raises:
+            KeyError: There is none.
+        """
+        word = str(given).lower() if isinstance(given, bool | str) else f"{given:g}" if _is_number(given) else ""
+        is_open = all(value is None or value == "default" or _is_number(value) for value in self.values.values())
+        return given if self.sets and is_open and word not in self.values else self.values[word]
+
+
+@functools.cache
+def tables() -> dict[str, tuple[dict[str, Any], list[Row]]]:
+    """By project: its defaults, and the rows of its keys."""
+    from shardwise.train.config.document import parse_yaml
+
+    text = (Path(__file__).parent / "data" / "conversion.yaml").read_text("utf-8")
+    held = parse_yaml(text, "conversion.yaml").values
+    return {kind: (table["defaults"], [Row(**row) for row in table["rows"]]) for kind, table in held.items()}
+
+
+@dataclass
+class Conversion:
+    """A configuration in the making.
+
+    Attributes:
+        given: The other project's keys, with their sections, and values.
+        made: The values here, by key with its section.
+        why: What each of them comes from.
+        notes: Other keys, by what is said of them, by ``automatic``, ``none`` and ``auto``.
+    """
+
+    given: dict[str, Any]
+    made: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, dict[str, list[str]]] = field(default_factory=lambda: {title: {} for title in _TITLES})
+
+    def put(self, key: str, value: Any, reason: str) -> None:
+        """Set a key of the run's configuration; an earlier value goes, its reason stays."""
+        self.made[key] = value
+        self.why.setdefault(key, []).append(reason)
+
+    def drop(self, key: str, reason: str) -> None:
+        """Take a key out again."""
+        if key in self.made:
+            del self.made[key]
+            for source in self.why.pop(key):
+                self.note("none", source, reason)
+
+    def take(self, kind: str) -> None:
+        """Apply the rows of a project, and its defaults for keys that are not given."""
+        usual, rows = tables()[kind]
+        left, usual = dict(self.given), dict(usual)
+        for row in rows:
+            found = {key: left.pop(key) for key in list(left) if row.matches(key)}
+            others = {key: usual.pop(key) for key in list(usual) if row.matches(key)}
+            for key, value in (found or others).items():
+                self._apply(row, key, value, "" if found else f" ({kind}'s default)")
+        for key, value in left.items():
+            self.note("none", _shown(key, value), "`shardwise convert` does not know this key")
+
+    def note(self, group: str, shown: str, text: str) -> None:
+        """Say something about a key that became nothing."""
+        self.notes[group].setdefault(text, []).append(shown)
+
+    def _apply(self, row: Row, key: str, value: Any, origin: str = "") -> None:
+        shown = _shown(key, value) + origin
+        if row.sets and value == "auto":
+            self.note("auto", shown, f"set {row.to}")
+            return
+        try:
+            here = row.value(value)
+        except KeyError:
+            is_off = value in (None, False, "no", "none", [], "") or row.to == "automatic"
+            text = "; ".join(filter(None, [row.text, f"set {row.to} by hand" * row.sets]))
+            self.note("automatic" if is_off else "none", shown, "off" if is_off and row.sets else text)
+            return
+        if here != "default":
+            self.put(row.to, here, shown)
+        elif not origin:
+            self.note("automatic", shown, "as here")
+
+    def parallel(self) -> dict[str, Any]:
+        """The section of the plan."""
+        return _nested(self.made).get("parallel", {})
+
+
+def converted(file: Path, *, model: str | None = None, data: str | None = None) -> str:
+    """The text of a run's configuration, made from another project's.
+
+    Raises:
+        ConfigError: The file is no such configuration, or asks for what is refused here.
+    """
+    from shardwise.train.config.document import read_document
+    from shardwise.train.config.foreign import MARKS, kind_of
+
+    values = read_document(file, takes_toml=True).values
+    kind = kind_of(values)
+    if kind is None:
+        known = "; ".join(f"{name}: {', '.join(sorted(marks))}" for name, (_, marks) in MARKS.items())
+        raise ConfigError(
+            f"{printable(file)} is no configuration of {', '.join(MARKS)}.\n  Their keys are {known}."
+            f"\n  One of shardwise needs no conversion: shardwise validate {printable(file)}"
+        )
+    made = Conversion(dict(_flat(values)))
+    made.take(kind)
+    _FINISH[kind](made)
+    if kind == "Accelerate" and (other := made.given.get("deepspeed_config.deepspeed_config_file")):
+        path = next((path for path in (file.parent / str(other), Path(str(other))) if path.is_file()), None)
+        if path is None:
+            made.note("none", _shown("deepspeed_config_file", other), "there is no such file: convert it by itself")
+        else:
+            inner = Conversion(dict(_flat(read_document(path).values)), made.made, made.why, made.notes)
+            inner.take("DeepSpeed")
+            _finish_deepspeed(inner)
+    _finish(made, file)
+    _stand_in(made, model, data)
+    return _text(made, kind, file)
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    from shardwise.train.config.document import plain_scalar
+
+    for key, value in values.items():
+        name = key if not above.startswith("fsdp_config.") or key.startswith("fsdp_") else f"fsdp_{key}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            held = plain_scalar(value) if isinstance(value, str) else value
+            yield above + name, int(held) if isinstance(held, float) and held.is_integer() else held
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(key: str, value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return printable(f"{key}: {text if len(text) <= 60 else text[:57] + '...'}")
+
+
+# -- several keys at once
+
+
+def _finish_accelerate(made: Conversion) -> None:
+    computed = made.made.get("parallel.mp_policy.param_dtype")
+    if str(made.given.get("distributed_type")).upper() == "FSDP" and computed:
+        made.put("parallel.mp_policy.reduce_dtype", computed, "FSDP reduces in the dtype of mixed_precision")
+    if "size" not in str(made.given.get("fsdp_config.fsdp_auto_wrap_policy")).lower():
+        made.drop("parallel.auto_wrap_policy.by_size", "only with SIZE_BASED_WRAP")
+    if made.made.get("parallel.dp_replicate", 1) > 1 and made.made.get("parallel.dp_shard", 1) > 1:
+        _make_hybrid(made, "two sizes of data parallelism")
+    elif made.made.get("parallel.strategy") in {"hsdp", "hybrid_shard_grad_op"}:
+        machines, count = made.given.get("num_machines", 1), made.given.get("num_processes")
+        if machines > 1:
+            made.put("parallel.dp_replicate", machines, "one group for each of num_machines")
+        elif count:
+            made.put("parallel.dp_shard", count, "num_processes of one machine")
+
+
+def _make_hybrid(made: Conversion, reason: str) -> None:
+    kept = made.made.get("parallel.strategy") == "shard_grad_op"
+    made.put("parallel.strategy", "hybrid_shard_grad_op" if kept else "hsdp", reason)
+
+
+def _finish_deepspeed(made: Conversion) -> None:
+    given = {key.removeprefix("optimizer.params."): value for key, value in made.given.items()}
+    if "parallel.dp_shard" in made.made:
+        _make_hybrid(made, "mics_shard_size")
+    if (name := made.made.get("optimizer.name")) == "adamw":
+        if str(given["optimizer.type"]).lower() == "adam" and given.get("adam_w_mode") is False:
+            made.put("optimizer.name", "adam", "adam_w_mode: false")
+        usual = {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0}
+        for key in usual.keys() - given.keys():
+            made.put(f"optimizer.{key}", usual[key], "DeepSpeed's default")
+    elif name == "sgd":
+        made.made.setdefault("optimizer.momentum", 0.0)
+    train = [f"train.{key}" for key in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")]
+    if all(key in made.made for key in train):
+        made.drop(train[2], "micro batch x accumulation x ranks")
+    lowest = {"linear": 0.0, "cosine": 0.0001}.get(made.made.get("schedule.name", ""))
+    if lowest is not None and "schedule.min_lr_ratio" not in made.made:
+        made.put("schedule.min_lr_ratio", lowest, "DeepSpeed's default")
+    if lowest is None:
+        made.drop("schedule.min_lr_ratio", "the schedule has no end rate")
+
+
+def _finish_torchtitan(made: Conversion) -> None:
+    held, given = made.made, made.given
+    replicas, shards = held.get("parallel.dp_replicate", 1), held.get("parallel.dp_shard", -1)
+    strategy = "zero3" if replicas == 1 else "hsdp"
+    if shards == 1:
+        strategy = "ddp"
+    held["parallel.strategy"] = strategy
+    made.why["parallel.strategy"] = [f"data parallelism of {replicas} x {'the rest' if shards == -1 else shards} ranks"]
+    if held.get("parallel.tp", 1) > 1:
+        made.put("parallel.sequence_parallel", value=True, reason="torchtitan's tp divides positions too")
+    if "optimizer.betas" in held:
+        held["optimizer.betas"] = [given.get("optimizer.beta1", 0.9), given.get("optimizer.beta2", 0.95)]
+    if held.get("optimizer.in_backward"):
+        made.put("train.clip_grad_norm", None, "early_step_in_backward")
+    if (ratio := held.get("schedule.decay_steps")) is not None:
+        steps, warmup = held["train.steps"], held["schedule.warmup_steps"]
+        held["schedule.decay_steps"] = max(1, min(round(steps * ratio), steps - warmup))
+        made.put("schedule.name", "warmup-stable-decay", "decay_ratio")
+    if not held["checkpoint.final"]:
+        for key in ("every", "keep", "asynchronous"):
+            made.drop(f"checkpoint.{key}", "off: checkpoint.enable is false")
+    elif "checkpoint.every" not in held:
+        made.put("checkpoint.every", 500, "torchtitan's default")
+    if not (given.get("validation.enable") or given.get("validation.enabled")):
+        made.drop("train.eval_batches", "off: validation.enable is false")
+        held["train.eval_every"] = None
+    _divide_batch(made)
+
+
+def _divide_batch(made: Conversion) -> None:
+    """With a pipeline, torchtitan divides the local batch into microbatches; here these are its accumulation."""
+    local = made.given.get("training.local_batch_size", made.given.get("training.batch_size", 8))
+    micro = made.given.get("parallelism.pipeline_parallel_microbatch_size", 1)
+    if made.made.get("parallel.pp", 1) == 1:
+        made.drop("parallel.pipeline.schedule", "only with a pipeline")
+        made.made["train.micro_batch_size"] = local
+        return
+    made.put("train.micro_batch_size", micro, "a microbatch of the pipeline")
+    if "train.global_batch_size" not in made.made:
+        reason = f"{local} samples in microbatches of {micro}"
+        made.put("train.gradient_accumulation_steps", max(1, local // micro), reason)
+
+
+_FINISH: dict[str, Callable[[Conversion], None]] = {
+    "Accelerate": _finish_accelerate,
+    "DeepSpeed": _finish_deepspeed,
+    "torchtitan": _finish_torchtitan,
+}
+
+
+def _finish(made: Conversion, file: Path) -> None:
+    """What holds for every project: options that do not combine here are left out, and said."""
+    if "parallel.mp_policy.reduce_dtype" in made.made and "parallel.mp_policy.param_dtype" not in made.made:
+        made.put("parallel.mp_policy.param_dtype", None, "no dtype to compute in is given")
+    steps, warmup = made.made.get("train.steps", 1000), made.made.get("schedule.warmup_steps", 0)
+    if warmup > steps:
+        made.put("train.steps", 10 * warmup, f"a stand-in: {warmup} warm-up steps do not fit in {steps}")
+    while (problem := _problem(plan := made.parallel())) is not None:
+        without = {name: {key: plan[key] for key in plan if key != name} for name in _OPTIONAL if name in plan}
+        helps = [name for name, rest in without.items() if _problem(rest) != problem]
+        if not helps:
+            raise ConfigError(
+                f"{printable(file)} asks for a plan that is refused here: {problem}\n"
+                "  Change it there and convert it again, or start from `shardwise plan`."
+            )
+        made.drop(f"parallel.{helps[0]}", f"left out: {problem}")
+
+
+def _problem(plan: Mapping[str, Any]) -> str | None:
+    from shardwise.spec.plan import ParallelPlan, check_plan
+
+    try:
+        check_plan(ParallelPlan(**plan))
+    except ShardwiseError as error:
+        return first_line(error)
+    return None
+
+
+def _stand_in(made: Conversion, model: str | None, data: str | None) -> None:
+    """Model and data, which these files do not name: as they are given, or what a first try takes."""
+    from shardwise.spec.shape.gpt import PRESETS
+
+    held, length = made.made, made.made.pop("data.seq_len", None)
+    if model is not None:
+        made.put("model.preset" if model in PRESETS else "model.hf", model, "--model")
+    else:
+        made.put("model.preset", "gpt-tiny", "A STAND-IN: write `hf: FOLDER` of your model instead, or convert --model")
+        sizes = {"seq_len": length, "num_heads": _above(held, 4, "tp", "cp"), "num_layers": _above(held, 6, "pp")}
+        for name in [name for name, size in sizes.items() if size]:
+            made.put(f"model.{name}", sizes[name], "of the stand-in")
+    reason = "--data" if data else "A STAND-IN, random tokens: name your data, or convert --data PATH"
+    made.put("data.source", data or "random", reason)
+    if length is not None:
+        held["data.seq_len"] = length
+
+
+def _above(held: Mapping[str, Any], usual: int, *axes: str) -> int | None:
+    """Heads or layers of the stand-in, where degrees need more than it has: two stages a rank, a head for each rank."""
+    needed = 2 if axes == ("pp",) else 1
+    for axis in axes:
+        needed *= held.get(f"parallel.{axis}", 1)
+    return needed if needed > usual or usual % needed else None
+
+
+# -- the text
+
+
+def _nested(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by section, key and, for policies, field."""
+    result: dict[str, Any] = {}
+    for key, value in made.items():
+        *above, last = key.split(".")
+        place = result
+        for name in above:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return result
+
+
+def _text(made: Conversion, kind: str, file: Path) -> str:
+    from shardwise.train.config.sections import Config
+
+    sections = _nested(made.made)
+    names = [name for name in Config.model_fields if name not in {"name", "lora"}]
+    lines = [f"# {printable(file.name)}, a configuration of {kind}, converted by `shardwise convert`."]
+    count, machines = made.given.get("num_processes"), made.given.get("num_machines") or 1
+    if isinstance(count, int) and count > 0:
+        nodes = f"--nnodes {machines} --rdzv-endpoint HOST:29500 " if machines > 1 else ""
+        lines.append(f"# start: torchrun {nodes}--nproc-per-node {count // machines} -m shardwise train THIS_FILE")
+    lines += ["# Keys that are not here have the defaults of `shardwise train`; `shardwise validate` prints them."]
+    if others := [name for name in names if name not in sections]:
+        lines.append(f"# The file says nothing of {', '.join(others)}.")
+    for name in [name for name in names if name in sections]:
+        lines += ["", f"{name}:", *_entries(sections[name], made.why, name)]
+    for group, title in _TITLES.items():
+        lines += ["", f"# {title}:"] if made.notes[group] else []
+        for text, keys in made.notes[group].items():
+            lines += [*(f"#   {key}" for key in keys), f"#     -> {text}"]
+    return "\n".join(lines) + "\n"
+
+
+def _entries(values: Mapping[str, Any], why: Mapping[str, list[str]], above: str, depth: int = 1) -> Iterator[str]:
+    import yaml
+
+    for key, value in values.items():
+        path = f"{above}.{key}"
+        if isinstance(value, dict):
+            yield f"{'  ' * depth}{key}:"
+            yield from _entries(value, why, path, depth + 1)
+            continue
+        written = yaml.safe_dump(value, default_flow_style=True, width=1 << 20).removesuffix("...\n").strip()
+        reasons = "; ".join(why.get(path, []))
+        yield f"{'  ' * depth}{key}: {written}" + (f"  # {reasons}" if reasons else "")
