@@ -12,6 +12,7 @@ from shardwise.generation.conveyor import Conveyor
 from shardwise.generation.lane import Entry, Order, few_lengths
 from shardwise.generation.runner import Stages
 from shardwise.generation.sample import Sampling
+from shardwise.generation.score import Row
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.common.ranks import refusal
@@ -25,6 +26,9 @@ DRAWN = {2: 11, 4: 12}
 #: The row that is wanted no longer after so many tokens.
 LEAVES, AFTER = 5, 6
 LEAST_MARGIN = 1e-5
+#: Rows that are scored while others are under way, by turn: the number of a prompt, its first token that is scored, and
+#: how many likeliest tokens are asked for.
+SCORED = {4: [(2, 2, 0), (4, 1, 3)], 6: [(1, 1, 0)], 9: [(0, 1, 1)]}
 
 
 def build(family="gpt", layers=2):
@@ -63,10 +67,32 @@ def alone(model):
     return rows
 
 
+def scores_alone(model):
+    """Log-probabilities of what is scored, by a plain forward of each row, and the likeliest token of each place."""
+    found = []
+    for number, start, _ in [each for turn in sorted(SCORED) for each in SCORED[turn]]:
+        with torch.no_grad():
+            output = model.eval()(torch.tensor([PROMPTS[number]]))
+        logprobs = getattr(output, "logits", output)[0, start - 1 : -1].log_softmax(dim=-1)
+        own = logprobs.gather(1, torch.tensor(PROMPTS[number][start:], dtype=torch.int64)[:, None])
+        found.append((own[:, 0].tolist(), logprobs.argmax(dim=-1).tolist()))
+    return found
+
+
+def same_scores(scores, expected):
+    asked = [num_top for turn in sorted(SCORED) for _, _, num_top in SCORED[turn]]
+    for score, (logprobs, likeliest), num_top in zip(scores, expected, asked, strict=True):
+        torch.testing.assert_close(score.logprobs, logprobs, rtol=1e-9, atol=1e-9)
+        if num_top:
+            assert [next(iter(each)) for each in score.top] == likeliest
+            assert {len(each) for each in score.top} >= {num_top}
+
+
 class Decider:
-    """Lets rows come at their turns, and one leave; notes what they say."""
+    """Lets rows come at their turns, and one leave; has some scored; notes what they say."""
 
     def __init__(self):
+        self.scores = []
         self.said = collections.defaultdict(list)
         self.turn = 0
         self.most_together = 0
@@ -83,15 +109,17 @@ class Decider:
         new = [n for n, turn in enumerate(COMES) if turn <= self.turn and n not in self._begun][:2]
         self._begun.update(new)
         self._live.update(new)
+        scored = [(Row(PROMPTS[n], start), num_top) for n, start, num_top in SCORED.get(self.turn, ())]
         self.turn += 1
         is_over = len(self._begun) == len(PROMPTS) and not self._live
-        return Order(sorted(gone), [entry(number) for number in new], is_last=is_over)
+        return Order(sorted(gone), [entry(number) for number in new], is_last=is_over, scored=scored)
 
 
 def converse(model):
     decider = Decider()
     conveyor = Conveyor(model)
-    conveyor.run(decider)
+    conveyor.run(decider, decider.scores.extend)
+    same_scores(decider.scores, scores_alone(model))
     assert conveyor.vocab_size == VOCAB
     assert conveyor.positions == SEQ
     return [decider.said[number] for number in range(len(PROMPTS))], decider.most_together
@@ -168,9 +196,11 @@ def over_ranks(expected, plans):
         model = sw.parallelize(build(family, layers).train(), plan)
         decider = Decider()
         is_first = torch.distributed.get_rank() == 0
-        Conveyor(model).run(decider if is_first else None)
+        Conveyor(model).run(decider if is_first else None, decider.scores.extend if is_first else None)
         if is_first:
-            assert [decider.said[number] for number in range(len(PROMPTS))] == expected[family, layers], (family, plan)
+            rows, scores = expected[family, layers]
+            assert [decider.said[number] for number in range(len(PROMPTS))] == rows, (family, plan)
+            same_scores(decider.scores, scores)
         else:
             assert not decider.said
         assert all(module.training for module in model.modules())
@@ -201,7 +231,8 @@ def test_two_ranks_of_tp_and_of_pp_say_what_one_process_says():
     expected = {}
     for family, layers, _ in plans:
         model = build(family, layers).eval()
-        expected[family, layers] = rows = alone(model)
+        rows = alone(model)
+        expected[family, layers] = rows, scores_alone(model)
         greedy = [number for number in range(len(PROMPTS)) if number not in DRAWN]
         assert min(margin(model, PROMPTS[number], rows[number]) for number in greedy) > LEAST_MARGIN
     run_on_ranks(over_ranks, 2, expected, plans, timeout_s=120)

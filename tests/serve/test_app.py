@@ -12,6 +12,7 @@ import time
 import openai
 import pytest
 
+from shardwise.generation.score import Score
 from shardwise.serve.app import MOST_BYTES, make_app
 from shardwise.serve.completion import Queue
 from shardwise.serve.protocol import Served
@@ -32,6 +33,12 @@ def soon(condition, limit_s=20.0):
             return True
         time.sleep(0.01)
     return False
+
+
+def scored(row, num_top):
+    """A token at place ``n`` has the log-probability ``-n / 8``; the likeliest in each place are ``A``, ``B``, ..."""
+    top = {ord("A") + rank: -rank / 16 for rank in range(num_top)}
+    return Score([-place / 8 for place in range(row.start, len(row.ids))], False, [top] * (len(row.ids) - row.start))
 
 
 class Hand:
@@ -56,6 +63,7 @@ class Hand:
         self.rows = {number: at + 1 for number, at in self.rows.items() if number not in order.gone}
         self.rows |= {entry.number: 0 for entry in order.new}
         self.orders.append(order)
+        self.scheduler.report([scored(row, num_top) for row, num_top in order.scored])
         return order
 
     def start(self):
@@ -134,6 +142,52 @@ def test_completions_come_at_once_or_in_pieces_and_count_tokens(make):
     assert stopped[-1].choices[0].finish_reason == "stop"
 
 
+def test_logprobs_and_echo_come_with_the_whole_answer(make):
+    hand, client = make(most_connections=9)
+    answer = complete(client, prompt="abc", max_tokens=3, logprobs=2).choices[0]
+    assert (answer.text, answer.finish_reason) == (SAID[:3], "length")
+    assert answer.logprobs.tokens == ["h", "e", "l"]
+    assert answer.logprobs.token_logprobs == [-3 / 8, -4 / 8, -5 / 8]
+    assert answer.logprobs.top_logprobs[1] == {"A": 0, "B": -1 / 16, "e": -4 / 8}
+    assert answer.logprobs.text_offset == [0, 1, 2]
+    for prompt in ("abc", [[97, 98, 99]]):
+        answer = complete(client, prompt=prompt, max_tokens=2, logprobs=1, echo=True).choices[0]
+        assert answer.text == "abche"
+        assert answer.logprobs.tokens == ["a", "b", "c", "h", "e"]
+        assert answer.logprobs.token_logprobs == [None, -1 / 8, -2 / 8, -3 / 8, -4 / 8]
+        assert answer.logprobs.top_logprobs == [None, *({"A": 0, t: -n / 8} for n, t in enumerate("bche", 1))]
+    several = complete(client, prompt=["a", "bcd"], n=2, max_tokens=0, logprobs=0, echo=True)
+    assert [choice.text for choice in several.choices] == ["a", "a", "bcd", "bcd"]
+    assert [choice.finish_reason for choice in several.choices] == ["length"] * 4
+    assert several.choices[3].logprobs.token_logprobs == [None, -1 / 8, -2 / 8]
+    assert several.choices[0].logprobs.token_logprobs == [None]
+    assert several.usage.completion_tokens == 0
+    assert max(len(order.new) for order in hand.orders[-4:]) == 0  # nothing was generated
+    echoed = complete(client, prompt="ab", max_tokens=2, echo=True)
+    assert (echoed.choices[0].text, echoed.choices[0].logprobs) == ("abhe", None)
+    pieces = [piece.choices[0].text for piece in complete(client, prompt="ab", max_tokens=2, echo=True, stream=True)]
+    assert pieces == ["abh", "e"]
+
+
+def test_chats_have_no_logprobs_and_no_echo(make, tmp_path):
+    _, client = make(OfFolder(save_tokenizer(tmp_path, template=TEMPLATE)), starts=False)
+    for field in ("logprobs", "echo"):
+        with pytest.raises(openai.BadRequestError, match=f"{field} is not supported by this server"):
+            client.chat.completions.create(
+                model="hand", messages=[{"role": "user", "content": "hi"}], extra_body={field: True}
+            )
+
+
+def test_an_answer_that_ends_with_an_end_of_text_token_has_its_logprob(make, tmp_path):
+    tokenizer = OfFolder(save_tokenizer(tmp_path))
+    hand, client = make(tokenizer)
+    hand.says = [*tokenizer.encode("return x"), tokenizer.ends[0]]
+    answer = complete(client, prompt="def number", max_tokens=13, logprobs=0).choices[0]
+    assert (answer.text, answer.finish_reason) == ("return x", "stop")
+    assert "".join(answer.logprobs.tokens) == "return x"
+    assert len(answer.logprobs.token_logprobs) == len(hand.says)
+
+
 def test_chats_go_through_the_template_and_end_where_the_tokenizer_says(make, tmp_path):
     tokenizer = OfFolder(save_tokenizer(tmp_path, template=TEMPLATE))
     hand, client = make(tokenizer)
@@ -178,10 +232,13 @@ def test_a_tokenizer_without_a_template_is_told_for_chats(make, tmp_path):
         ({"best_of": 2}, openai.BadRequestError, "best_of is not supported"),
         ({"n": 3, "prompt": ["a", "b"]}, openai.BadRequestError, r"6 answers are asked for \(prompts: 2, n=3\)"),
         ({"prompt": [1, 2.5]}, openai.BadRequestError, "prompt: expected a text, a list of token ids"),
-        ({"logprobs": 0}, openai.BadRequestError, "logprobs is not supported"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs: Input should be less than or equal to 20"),
+        ({"logprobs": 1, "stream": True}, openai.BadRequestError, "logprobs come with an answer as a whole: leave str"),
+        ({"logprobs": 1, "stop": "a"}, openai.BadRequestError, "logprobs come with an answer as a whole: leave stop"),
+        ({"max_tokens": 0, "logprobs": 1}, openai.BadRequestError, "max_tokens=0 asks for no text: set echo and logpr"),
         ({"frequency_penalty": 0.5}, openai.BadRequestError, "frequency_penalty is not supported"),
         ({"extra_body": {"beams": 3}}, openai.BadRequestError, "beams: there is no such field"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens: Input should be greater"),
+        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens: Input should be greater"),
         ({"temperature": -1}, openai.BadRequestError, "temperature=-1.0: expected 0 or more"),
         ({"temperature": 1, "top_p": 2}, openai.BadRequestError, "top_p=2.0: expected above 0"),
         ({"prompt": ""}, openai.BadRequestError, "prompt 0 is empty"),

@@ -154,6 +154,8 @@ def test_the_python_model_says_what_generate_says_streamed_and_at_once(folder, t
         assert whole == [PROMPTS[2] + expected[2]]
         long = Request(PROMPTS[0], stream=True, leaves_after=1, sampling_parameters={"max_tokens": 40, "seed": 1})
         wrong = [
+            (Request("x", sampling_parameters={"logprobs": 1}), "logprobs and echo are not supported in Triton"),
+            (Request("x", sampling_parameters={"echo": True}), "logprobs and echo are not supported in Triton"),
             (Request("x", sampling_parameters={"n": 2}), "a request gets at most 1"),
             (Request("x", sampling_parameters={"max_tokens": 1000}), "there are 64"),
             (Request("x", sampling_parameters=[1]), "no JSON object"),

@@ -6,7 +6,7 @@ waits. A model that is whole on every rank (one process, ``tp``) has one lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,12 +18,15 @@ from shardwise.generation.decode import generating_engine
 from shardwise.generation.decoder import decoder_of
 from shardwise.generation.lane import Lane, Order
 from shardwise.generation.runner import Runner, Stages, WholeModel
+from shardwise.generation.score import BATCH_TOKENS, Score, Scorer
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 
 #: What the first rank decides: ``decide(lane, tokens)`` is told the newest tokens of a lane, by the numbers of its
 #: rows, and returns what this lane does next.
 Decide = Callable[[int, Mapping[int, int]], Order]
+#: What the first rank does with the scores of an order's rows.
+Report = Callable[[Sequence[Score]], object]
 
 
 class Conveyor:
@@ -54,30 +57,32 @@ class Conveyor:
         pipelined = pipelined_of(model)
         self.num_lanes = 1 if pipelined is None else len(pipelined.around()[2])
 
-    def run(self, decide: Decide | None) -> None:
+    def run(self, decide: Decide | None, report: Report | None = None) -> None:
         """Generate until the order is to end. The model is in eval mode meanwhile.
 
         Args:
             decide: What the lanes do, on rank 0; not called on other ranks.
+            report: Takes scores, on rank 0.
 
         Collective:
-            A broadcast of small JSON for each turn of a lane, and what its forward takes. All ranks must call.
+            A broadcast of small JSON for each turn of a lane, and what its forward takes; for rows that are scored what
+            :meth:`Scorer.whole` takes. All ranks must call.
         """
         trained = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
             if self._engine is None:
                 assert decide is not None
-                self._run(decide, None, next(self._model.parameters()).device)
+                self._run(decide, report, None, next(self._model.parameters()).device)
                 return
             with constant_parameters(self._engine, "a conveyor"):
                 world = self._engine.comms.world
-                self._run(decide, world if world.size > 1 else None, world.device)
+                self._run(decide, report, world if world.size > 1 else None, world.device)
         finally:
             for module in trained:
                 module.training = True
 
-    def _run(self, decide: Decide | None, world: Comm | None, device: torch.device) -> None:
+    def _run(self, decide: Decide | None, report: Report | None, world: Comm | None, device: torch.device) -> None:
         pipelined = pipelined_of(self._model)
         runner: Runner = WholeModel(self._model) if pipelined is None else Stages(self._model, (), *pipelined.around())
         lanes = [Lane(index, self._make_decoder, runner, device, self.positions) for index in range(self.num_lanes)]
@@ -91,6 +96,11 @@ class Conveyor:
             order = _ordered(decide, world, lane.index, lane.take())
             if order.is_last:
                 break
+            if order.scored:
+                scorer = Scorer(self._model, self._engine, BATCH_TOKENS, max(num_top for _, num_top in order.scored))
+                scores = scorer.whole([row for row, _ in order.scored])
+                if report is not None:
+                    report(scores)
             lane.begin(order)
             for other, stage in at[1:]:
                 if other.is_under_way:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from shardwise.generation.decoder import Decoder, MakeDecoder
-from shardwise.generation.runner import Runner
+from shardwise.generation.runner import Runner, few_lengths
 from shardwise.generation.sample import RngStreams, Sampling
+from shardwise.generation.score import Row
 
 #: A cache is given room for so many tokens at a time: a row that may become long takes memory only as it does.
 ROOM = 256
@@ -63,21 +64,24 @@ class Order(NamedTuple):
         gone: Numbers of rows that have ended or are wanted no longer.
         new: Rows that begin.
         is_last: Nothing is under way in any lane, and the conveyor ends.
+        scored: Rows whose tokens are scored before anything else, and how many of the likeliest tokens to report.
     """
 
     gone: Sequence[int] = ()
     new: Sequence[Entry] = ()
     is_last: bool = False
+    scored: Sequence[tuple[Row, int]] = ()
 
     def to_json(self) -> list[Any]:
         """All of it, for :meth:`from_json`."""
-        return [[*self.gone], [entry.to_json() for entry in self.new], self.is_last]
+        return [[*self.gone], [entry.to_json() for entry in self.new], self.is_last, [*self.scored]]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> Order:
         """See :meth:`to_json`."""
-        gone, new, is_last = value
-        return cls(gone, [Entry.from_json(entry) for entry in new], is_last)
+        gone, new, is_last, scored = value
+        rows = [(Row(*row), num_top) for row, num_top in scored]
+        return cls(gone, [Entry.from_json(entry) for entry in new], is_last, rows)
 
 
 class _Row:
@@ -211,13 +215,3 @@ class Lane:
         layers = self._runner.layers.items()
         decoders = {stage: self._make_decoder(capacity, padding, some) for stage, some in layers}
         return _Group([_Row(entry) for entry in entries], decoders)
-
-
-def few_lengths(length: int) -> int:
-    """A length from ``length`` on, at most a quarter longer or 32, of which there are four between powers of two.
-
-    Over a pipeline the model is traced for each shape that is new, which takes seconds for many layers: prompts of all
-    lengths are padded to a few.
-    """
-    step = max(32, 1 << (length - 1).bit_length() >> 3)
-    return -(-length // step) * step

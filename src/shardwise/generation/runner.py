@@ -257,6 +257,16 @@ class Stages(Runner):
             flow.learned[stage] = read_header(told)
 
 
+def few_lengths(length: int) -> int:
+    """A length from ``length`` on, at most a quarter longer or 32, of which there are four between powers of two.
+
+    Over a pipeline the model is traced for each shape that is new, which takes seconds for many layers: prompts of all
+    lengths are padded to a few.
+    """
+    step = max(32, 1 << (length - 1).bit_length() >> 3)
+    return -(-length // step) * step
+
+
 def _trace(make_decoder: MakeForward, model: nn.Module, batch: Any) -> Any:
     """The model on new tokens, as if they were the first ones, without padding: the same path."""
     new_BT = batch["new tokens"]

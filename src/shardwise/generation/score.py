@@ -24,11 +24,12 @@ from shardwise.engine.extensions.pipeline_step import constant_parameters
 from shardwise.generation.chunks import slots
 from shardwise.generation.decode import Prompts, batches_of_readers, check_ids, generating_engine, rows_of
 from shardwise.generation.decoder import Forward, decoder_of
-from shardwise.generation.lane import few_lengths
-from shardwise.generation.runner import Runner, Stages, WholeModel
+from shardwise.generation.runner import Runner, Stages, WholeModel, few_lengths
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, ShardwiseError
 
+#: The most tokens of one forward, where nobody says how many.
+BATCH_TOKENS = 4096
 #: The most numbers of logits that are normalised at a time.
 _NORMALISED_NUMEL = 1 << 24
 
@@ -60,7 +61,7 @@ def score(
     prompts: Prompts,
     continuations: Prompts,
     *,
-    batch_tokens: int = 4096,
+    batch_tokens: int = BATCH_TOKENS,
     top_logprobs: int = 0,
 ) -> list[Score]:
     """Log-probabilities of continuations after their prompts.
@@ -187,6 +188,15 @@ class Scorer:
             check_ids(prompt, self._vocab_size, f"prompt {number}")
             check_ids(continuation, self._vocab_size, f"continuation {number}")
         return [Row(prompt + after[number], len(prompt)) for number, prompt in enumerate(before)]
+
+    def whole(self, rows: Sequence[Row]) -> list[Score]:
+        """The scores of rows that every rank has, where all ranks hold one copy of the model.
+
+        Collective:
+            As :meth:`compute`.
+        """
+        batches = self.batches(rows, range(len(rows)))
+        return self.scores(rows, batches, self.compute(rows, batches))
 
     def batches(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[list[int]]:
         """The rows of these ``numbers`` that go through the model together, the longest first.

@@ -28,6 +28,7 @@ from shardwise.serve.protocol import (
     Served,
     read_chat,
     read_completion,
+    shown_score,
 )
 from shardwise.serve.text import Text
 
@@ -218,6 +219,8 @@ class _UnderWay:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         prompts = [prompt for prompt in asked.prompts for _ in range(asked.num_answers)]
+        self._echoes = [text for text in asked.echoes or [""] * len(asked.prompts) for _ in range(asked.num_answers)]
+        self._tokenizer = served.tokenizer
         self._texts = [Text(served.tokenizer, prompt, asked.stops) for prompt in prompts]
         self._num_new = 0
         self.completions = [
@@ -228,6 +231,8 @@ class _UnderWay:
                 seed=asked.seed,
                 index=index,
                 ends=asked.ends,
+                scored_from=None if asked.num_top is None else 1 if asked.has_echo else len(prompt),
+                num_top=asked.num_top or 0,
                 on_event=self._listener(index),
             )
             for index, prompt in enumerate(prompts)
@@ -244,6 +249,7 @@ class _UnderWay:
         async for piece in self._pieces():
             found[piece.index].text += piece.text
             found[piece.index].finish = piece.finish or found[piece.index].finish
+            found[piece.index].logprobs = piece.logprobs
         return self._form.whole(found, self._num_new)
 
     async def lines(self) -> AsyncIterator[str]:
@@ -271,7 +277,8 @@ class _UnderWay:
             if index not in left:  # a stop string has ended it
                 continue
             piece = self._piece(index, event)
-            piece.is_first = self._asked.is_chat and index not in begun
+            if index not in begun:
+                piece.is_first, piece.text = self._asked.is_chat, self._echoes[index] + piece.text
             begun.add(index)
             if piece.finish is not None:
                 left.discard(index)
@@ -279,16 +286,20 @@ class _UnderWay:
 
     def _piece(self, index: int, event: Event) -> Choice:
         text = self._texts[index]
-        self._num_new += 1
-        assert event.token is not None
-        said = "" if event.finish == "stop" else text.add(event.token)
+        self._num_new += event.token is not None
+        said = "" if event.token is None or event.finish == "stop" else text.add(event.token)
         if event.finish is not None:
             said += text.end()
         finish = event.finish
         if text.is_stopped:
             self.completions[index].is_cancelled = True
             finish = "stop"
-        return Choice(index, said, finish)
+        choice = Choice(index, said, finish)
+        if event.score is not None:
+            row = self.completions[index].scored_row()
+            num_top, has_echo = self._asked.num_top or 0, self._asked.has_echo
+            choice.logprobs = shown_score(row, event.score, self._tokenizer, num_top, has_echo=has_echo)
+        return choice
 
     def _listener(self, index: int) -> Callable[[Event], None]:
         def listen(event: Event) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from shardwise.generation.lane import Entry
 from shardwise.generation.sample import Sampling
+from shardwise.generation.score import Row, Score
 
 _numbers = itertools.count()
 
@@ -21,11 +22,13 @@ class Event(NamedTuple):
         token: A new token.
         finish: Why the completion is over: ``stop`` (``token`` ends a text), ``length``, or ``error``.
         error: What went wrong.
+        score: Log-probabilities of the tokens, with the last event of a completion that is scored.
     """
 
     token: int | None = None
     finish: str | None = None
     error: str = ""
+    score: Score | None = None
 
 
 class Completion:
@@ -38,11 +41,15 @@ class Completion:
         seed: Seed of the draws.
         index: Number of the completion among those of its request: each has draws of its own.
         ends: Ids that end the text.
+        scored_from: The first token, of the prompt or new, whose log-probability is wanted; ``None``: none is.
+        num_top: How many of the likeliest tokens are wanted in each place.
         on_event: Called with every event, in the model's thread. It must return at once.
 
     Attributes:
         entry: The row that the model continues.
         ends: As given.
+        is_scored: Log-probabilities are wanted.
+        num_top: As given.
         is_cancelled: The client has left, or needs no more tokens. Any thread may set it.
         num_new: New tokens so far.
     """
@@ -56,21 +63,39 @@ class Completion:
         seed: int,
         index: int = 0,
         ends: Collection[int],
+        scored_from: int | None = None,
+        num_top: int = 0,
         on_event: Callable[[Event], None],
     ) -> None:
         self.entry = Entry(next(_numbers), prompt, max_new_tokens, sampling, seed, index)
         self.ends = ends
         self.is_cancelled = False
         self.num_new = 0
+        self.is_scored, self.num_top = scored_from is not None, num_top
         self._on_event = on_event
+        self._ids, self._scored_from = [*prompt], scored_from or 0
+        self._last = Event(finish="length")
 
     def add(self, token: int) -> bool:
         """Report a new token. Returns whether it was the last one."""
         self.num_new += 1
         finish = "stop" if token in self.ends else "length" if self.num_new == self.entry.max_new_tokens else None
-        if not self.is_cancelled:
-            self._on_event(Event(token, finish))
+        event = Event(token, finish)
+        if self.is_scored:
+            self._ids.append(token)
+            self._last = event
+        if not self.is_cancelled and not (self.is_scored and finish):
+            self._on_event(event)
         return finish is not None
+
+    def scored_row(self) -> Row:
+        """All tokens, and the first one that is scored."""
+        return Row(self._ids, self._scored_from)
+
+    def end(self, score: Score) -> None:
+        """Report the last event, with the score of :meth:`scored_row`."""
+        if not self.is_cancelled:
+            self._on_event(self._last._replace(score=score))
 
     def fail(self, why: str) -> None:
         """End the completion with an error."""

@@ -5,21 +5,23 @@ A field that would change the answer and is not honoured is refused, unless its 
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from shardwise.generation.decode import check_fit
 from shardwise.generation.sample import Sampling
+from shardwise.generation.score import Row, Score
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import printable
 from shardwise.train.data.tokenizer import OfFolder, Tokenizer
 
-#: Fields that are not honoured, and the values that ask for nothing.
+#: Fields that are not honoured where a request has no such field, and the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -47,6 +49,10 @@ _COMPLETION_TOKENS = 16
 #: The most new tokens of a chat that does not say how many, where the model's positions are not limited.
 _CHAT_TOKENS = 4096
 _MOST_STOPS = 4
+#: The most likely tokens in each place that a request may ask for.
+_MOST_TOP = 20
+#: What stands for minus infinity, which JSON does not have.
+_LEAST_LOGPROB = -9999.0
 
 
 class RequestError(Exception):
@@ -111,6 +117,8 @@ class Asked:
         stops: Strings at which an answer ends.
         is_stream: The answer comes in pieces.
         has_usage: The last piece counts tokens.
+        num_top: So many of the likeliest tokens are reported in each place, with log-probabilities; ``None``: none are.
+        echoes: The texts of the prompts, where answers begin with them.
     """
 
     is_chat: bool
@@ -123,6 +131,13 @@ class Asked:
     stops: list[str]
     is_stream: bool
     has_usage: bool
+    num_top: int | None = None
+    echoes: list[str] | None = None
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether answers begin with their prompts."""
+        return self.echoes is not None
 
 
 def _listed(value: Any) -> Any:
@@ -165,6 +180,9 @@ class _Common(_Fields):
 
 
 class _Completion(_Common):
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=_MOST_TOP)
     prompt: Any  # see _prompts: pydantic lists what is wrong with every token by every alternative, which takes minutes
 
 
@@ -197,7 +215,17 @@ def read_completion(body: Any, served: Served) -> Asked:
         if isinstance(each, str):
             _check_begin(each, f"prompt {number}", "prompt", served)
     rows = [served.tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
-    return _asked(asked, rows, asked.max_tokens or _COMPLETION_TOKENS, served, is_chat=False)
+    most = _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if most == 0 and not (asked.echo and asked.logprobs is not None):
+        raise RequestError("max_tokens=0 asks for no text: set echo and logprobs too, or 1 or more", param="max_tokens")
+    for field in ("stream", "stop"):
+        if asked.logprobs is not None and getattr(asked, field):
+            raise RequestError(f"logprobs come with an answer as a whole: leave {field} out", param=field)
+    checked = _asked(asked, rows, most, served, is_chat=False)
+    if asked.echo:
+        texts = [each if isinstance(each, str) else served.tokenizer.decode(each) for each in prompts]
+        checked = replace(checked, echoes=texts)
+    return replace(checked, num_top=asked.logprobs)
 
 
 def read_chat(body: Any, served: Served) -> Asked:
@@ -269,7 +297,7 @@ def _checked(kind: type[Any], body: Any, served: Served) -> Any:
         raise RequestError(f"the body is {type(body).__name__}, expected a JSON object")
     body = {key: value for key, value in body.items() if key not in _IGNORED}
     for field, neutral in _REFUSED.items():
-        value = body.pop(field, None)
+        value = None if field in kind.model_fields else body.pop(field, None)
         if value is not None and not any(
             value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
         ):
@@ -328,7 +356,7 @@ def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, 
     top_p = None if asked.top_p == 1 or temperature == 0 else asked.top_p
     try:
         sampling = Sampling(temperature, None if temperature == 0 else top_k, top_p)
-        check_fit(rows, most, vocab_size=served.vocab_size, positions=served.positions)
+        check_fit(rows, max(1, most), vocab_size=served.vocab_size, positions=served.positions)
     except ConfigError as error:
         param = "messages" if is_chat else "prompt" if "prompt" in str(error) else None
         is_long = "positions" in str(error)
@@ -363,12 +391,42 @@ class Choice:
         text: New text.
         finish: Why the answer is over: ``stop`` or ``length``; ``None`` while it is not.
         is_first: The piece is the first one.
+        logprobs: What :func:`shown_score` makes.
     """
 
     index: int
     text: str = ""
     finish: str | None = None
     is_first: bool = False
+    logprobs: dict[str, list[Any]] | None = None
+
+
+def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, has_echo: bool) -> dict[str, list[Any]]:
+    """Log-probabilities of the tokens of an answer, as OpenAI's completions have them.
+
+    The likeliest tokens in each place are ``num_top`` and the answer's own. A prompt's first token has none.
+    """
+
+    def text(place: int, token: int) -> str:
+        before = tokenizer.decode(row.ids[place - 1 : place]) if place else ""
+        return tokenizer.decode([*row.ids[max(0, place - 1) : place], token])[len(before) :]
+
+    start = 0 if has_echo else row.start
+    tokens = [text(place, token) for place, token in enumerate(row.ids) if place >= start]
+    shown: dict[str, list[Any]] = {"tokens": tokens, "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    shown["text_offset"] = [0, *itertools.accumulate(map(len, tokens[:-1]))] if tokens else []
+    if has_echo:
+        shown["token_logprobs"], shown["top_logprobs"] = [None], [None]
+    for at, logprob in enumerate(score.logprobs):
+        place = row.start + at
+        own = max(logprob, _LEAST_LOGPROB)
+        likeliest = list(score.top[at].items())[:num_top] if score.top else []
+        top: dict[str, float] = {}
+        for token, each in [*likeliest, (row.ids[place], own)]:
+            top.setdefault(text(place, token), max(each, _LEAST_LOGPROB))
+        shown["token_logprobs"].append(own)
+        shown["top_logprobs"].append(top)
+    return shown
 
 
 class Answer:
@@ -399,7 +457,7 @@ class Answer:
         return {**self._head, "object": kind, "choices": choices, **counted}
 
     def _choice(self, choice: Choice, message: str) -> dict[str, Any]:
-        tail = {"logprobs": None, "finish_reason": choice.finish}
+        tail = {"logprobs": choice.logprobs, "finish_reason": choice.finish}
         if not self._asked.is_chat:
             return {"index": choice.index, "text": choice.text, **tail}
         is_whole = message == "message"

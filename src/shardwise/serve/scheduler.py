@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from shardwise.generation.lane import Order
+from shardwise.generation.score import Score
 from shardwise.serve.completion import Completion, Queue
 
 #: A server without work gives the other ranks an empty order so often, so that none of them runs into a time limit.
@@ -31,6 +32,8 @@ class Scheduler:
         self._queue, self._max_rows, self._time_left_s = queue, max_rows, time_left_s
         self._lanes: list[dict[int, Completion]] = [{} for _ in range(num_lanes)]
         self._has_begun = [False] * num_lanes  # new rows, in the lane's last forward
+        self._ended: list[Completion] = []  # whose tokens are to be scored
+        self._scored: list[Completion] = []  # by the last order
 
     @property
     def num_running(self) -> int:
@@ -41,8 +44,7 @@ class Scheduler:
         """Report the newest tokens of a lane to its completions, and decide what the lane does next."""
         running = self._lanes[lane]
         over = [number for number, token in tokens.items() if number in running and running[number].add(token)]
-        for number in over:
-            del running[number]
+        self._ended += [each for each in map(running.pop, over) if each.is_scored]
         left_s = self._time_left_s()
         if left_s is not None:
             self._queue.close()
@@ -51,20 +53,30 @@ class Scheduler:
         cancelled = [number for number, each in running.items() if each.is_cancelled]
         for number in cancelled:
             del running[number]
-        if not self.num_running and not len(self._queue):
+        if not self.num_running and not len(self._queue) and not self._ended:
             if self._queue.is_closed:
                 return Order(is_last=True)
             self._queue.wait(IDLE_S)
         new = self._next(lane)
-        running.update((each.entry.number, each) for each in new)
-        self._has_begun[lane] = bool(new)
-        return Order(sorted([*over, *cancelled]), [each.entry for each in new])
+        self._ended += [each for each in new if not each.entry.max_new_tokens]
+        begun = [each for each in new if each.entry.max_new_tokens]
+        running.update((each.entry.number, each) for each in begun)
+        self._has_begun[lane] = bool(begun)
+        self._scored, self._ended = [each for each in self._ended if not each.is_cancelled], []
+        scored = [(each.scored_row(), each.num_top) for each in self._scored]
+        return Order(sorted([*over, *cancelled]), [each.entry for each in begun], scored=scored)
+
+    def report(self, scores: Sequence[Score]) -> None:
+        """End the completions that the last order had scored."""
+        ended, self._scored = self._scored, []
+        for each, score in zip(ended, scores, strict=True):
+            each.end(score)
 
     def fail(self, why: str) -> None:
         """End all completions with an error, those that wait too."""
         self._queue.close()
         waiting = self._queue.take(self._queue.most, math.inf)
-        for each in itertools.chain(waiting, *(lane.values() for lane in self._lanes)):
+        for each in itertools.chain(waiting, self._ended, self._scored, *(lane.values() for lane in self._lanes)):
             each.fail(why)
 
     def _next(self, lane: int) -> list[Completion]:

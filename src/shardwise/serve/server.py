@@ -129,7 +129,7 @@ def serve(
         shown, port = held.getsockname()[:2]
         say(f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1")
         try:
-            conveyor.run(scheduler)
+            conveyor.run(scheduler, scheduler.report)
         except BaseException:
             scheduler.fail("the server ends: a process of the model has failed")
             raise

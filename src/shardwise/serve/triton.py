@@ -134,6 +134,8 @@ class _Answer:
         if not isinstance(parameters, dict):
             raise RequestError("sampling_parameters is no JSON object")
         asked = read_completion({**parameters, "model": served.name, "prompt": prompt}, served)
+        if asked.num_top is not None or asked.has_echo:
+            raise RequestError("logprobs and echo are not supported in Triton: leave them out")
         self._text = Text(served.tokenizer, asked.prompts[0], asked.stops)
         self._said = "" if excludes else prompt
         self._completion = Completion(
