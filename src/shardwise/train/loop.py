@@ -28,7 +28,14 @@ from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
 from shardwise.launch.stop_request import StopRequest, exit_code
 from shardwise.measure.storage import held_bytes
-from shardwise.spec.errors import CheckpointError, CommError, RankDisagreement, ShardwiseError, StorageError
+from shardwise.spec.errors import (
+    CheckpointError,
+    CommError,
+    ConfigError,
+    RankDisagreement,
+    ShardwiseError,
+    StorageError,
+)
 from shardwise.spec.run_files import PROFILE, REPORT
 from shardwise.spec.text import printable
 from shardwise.train import folder
@@ -41,7 +48,7 @@ from shardwise.train.log.report import Outcome, Progressed, Report, Speed
 from shardwise.train.predicted.memory import PeakTensorBytes
 from shardwise.train.record import Record
 from shardwise.train.saves import random_state
-from shardwise.train.saves.checkpoints import Checkpoints, find_checkpoint
+from shardwise.train.saves.checkpoints import BEST, Checkpoints, find_checkpoint
 from shardwise.train.steps.health import Health
 from shardwise.train.steps.pace import Pace
 from shardwise.train.steps.trace import StepTrace
@@ -139,6 +146,7 @@ class Loop:
         self.must_end: str | None = None
         self.outcome = Outcome(1, "failed")
         self.save_s = 0.0  # of the last save that training waited for
+        self._is_best = False  # the newest evaluation
         self._has_ended, self._foreign_bytes = False, foreign_bytes
         self._found: dict[str, Any] = {}  # what the present step has left
         profiled = range(profiled.start, min(profiled.stop, config.train.steps + 1))
@@ -278,6 +286,8 @@ class Loop:
                 self._has_ended = True
                 self.outcome = self._stop(self.unread.signal_number)
                 return
+            if self._is_best:
+                self._save_best()
             if saves or (is_last and saving.final):
                 self._save(waits=is_last or not saving.asynchronous)
             elif keeps:
@@ -445,12 +455,51 @@ class Loop:
             self.progress.say(f"step {self.done.step}  the evaluation was left: a stop was requested")
             return None
         self._count_held_out(found["eval_loss"])
+        self._judge(found)
         if self.recorder is not None and not self.step:  # later values are part of their step's record
             self.recorder.send(0, found)
         self.speed.eval_s += time.perf_counter() - begin
         for callback in self.callbacks:
             callback.on_evaluation(self, found)
         return dict(found)
+
+    def _judge(self, found: Mapping[str, float]) -> None:
+        """Compare an evaluation with the best one before, for ``checkpoint.best`` and ``train.patience``.
+
+        Raises:
+            ConfigError: No value has the name that is asked for.
+        """
+        saving, patience, done = self.config.checkpoint, self.config.train.patience, self.done
+        name = saving.best or "eval_loss"
+        if name not in found:
+            raise ConfigError(
+                f"checkpoint.best={name}: an evaluation gives {', '.join(sorted(found))}.\n  Name one of these."
+            )
+        value, sign = found[name], 1 if saving.best_is == "least" else -1
+        if done.best is None or sign * value < sign * done.best:
+            done.best, done.best_step, done.num_worse = value, done.step, 0
+            self._is_best = saving.best is not None and done.step > 0
+            return
+        done.num_worse += 1
+        if patience is not None and done.num_worse >= patience:
+            self.must_end = (
+                f"no better {name} in {patience} evaluations: the best is {done.best:.4f}, of step {done.best_step}"
+            )
+
+    def _save_best(self) -> None:
+        self._is_best = False
+        with self.pace.long("save"):
+            message = self.saves.save_best(
+                self.optimizer,
+                self.parts.average,
+                step=self.done.step,
+                state=self._state(),
+                frozen=self.parts.saves_frozen,
+            )
+        name = self.config.checkpoint.best
+        self.progress.say(
+            message or f"step {self.done.step}  the best {name} so far, kept in {printable(self.directory / BEST)}"
+        )
 
     def must_stop(self) -> bool:
         """Whether any rank has been asked to stop meanwhile. One all-gather of eight bytes per rank."""
@@ -474,7 +523,7 @@ class Loop:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self, *, waits: bool = True, in_memory: bool = False) -> None:
-        state = {"progress": self.done.state(), "scaler": self.parts.scaler.state_dict(), **self.owner.state()}
+        state = self._state()
         begin = time.perf_counter()
         if self.config.train.check_replicas_every is not None and not in_memory:
             self.check_replicas(self.done.step)
@@ -495,6 +544,9 @@ class Loop:
             self.progress.say(message)
         for callback in self.callbacks:
             callback.on_save(self)
+
+    def _state(self) -> dict[str, Any]:
+        return {"progress": self.done.state(), "scaler": self.parts.scaler.state_dict(), **self.owner.state()}
 
     def _finish_save(self) -> None:
         begin = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from shardwise.launch.stop_request import StopRequest
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.hub import hub_name
-from shardwise.spec.run_files import MODEL
+from shardwise.spec.run_files import MODEL, SAMPLES
 from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig, data_of
@@ -27,6 +28,7 @@ from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.stream import StreamSampler, stream_of
 from shardwise.train.data.token_files import DataError
+from shardwise.train.data.tokenizer import BYTES, find_tokenizer
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.log.owned import owned_units
 from shardwise.train.log.report import Report
@@ -253,7 +255,28 @@ class Trainer:
             self.loop.progress.say(
                 f"step {step}  held-out loss {found['eval_loss']:.4f}{more} ({self.evaluation.num_samples} samples)"
             )
+            if self.config.train.sample_prompts:
+                self._show_samples(step)
         return found
+
+    def _show_samples(self, step: int) -> None:
+        """Continue the prompts of the configuration, show the texts, and keep them in samples.jsonl.
+
+        Collective:
+            As of ``sw.generate``.
+        """
+        prompts = self.config.train.sample_prompts
+        tokenizer = find_tokenizer(self.config.data.tokenizer or BYTES)
+        rows = [tokenizer.encode(prompt) for prompt in prompts]
+        made = sw.generate(self.model, rows, max_new_tokens=self.config.train.sample_tokens)
+        self.model.train()
+        if not self.control.is_first:
+            return
+        with (self.loop.directory / SAMPLES).open("a") as file:
+            for prompt, ids in zip(prompts, made, strict=True):
+                text = tokenizer.decode(ids)
+                self.loop.progress.say(f"  {printable(prompt)} ... {printable(text)}")
+                file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
 
     @property
     def _base(self) -> Path | None:

@@ -224,6 +224,7 @@ def resolve(
     optimizer = _check_optimizer(raw, plan)
     _check_lora(raw)
     schedule = _schedule(raw)
+    _check_evaluation(raw, spec)
     batch = _batch(raw, mesh, plan) if has_plan else Batch(1, 1, 1)
     seq_len = _seq_len(raw, facts.positions, plan) if spec.data is None else config.data.seq_len or 0
     if config.optimizer.in_backward:
@@ -276,6 +277,24 @@ def resolve(
         at_once = batch.micro * batch.data_parallel_size if config.train.eval_every else 1
         check_size(source, data_of(resolved), seq_len=seq_len, needed=batch.total, needed_held_out=at_once)
     return resolved
+
+
+def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
+    """Report what is to be done at evaluations, where there are none or they do not give it."""
+    config = raw.config
+    has_none = config.train.eval_every is None or (spec.data is not None and spec.eval_data is None)
+    values = ["eval_loss", *(f"eval_{name}" for name in spec.metrics)]
+    for section, key, wanted in (
+        ("checkpoint", "best", config.checkpoint.best),
+        ("train", "patience", config.train.patience),
+        ("train", "sample_prompts", config.train.sample_prompts),
+    ):
+        if wanted and has_none:
+            raw.fail(section, key, "nothing is evaluated (train.eval_every, and eval_data of a spec); take it out")
+    if config.checkpoint.best is not None and config.checkpoint.best not in values:
+        raw.fail("checkpoint", "best", f"an evaluation gives {', '.join(values)}; name one of these")
+    if config.train.sample_prompts and (config.parallel.cp > 1 or spec.data is not None or spec.model is not None):
+        raw.fail("train", "sample_prompts", "texts are continued by language models on text, without cp; take it out")
 
 
 #: What is not known of a model before it is built.

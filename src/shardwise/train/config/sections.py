@@ -235,6 +235,14 @@ class TrainSection(Section):
         None, description="evaluate a moving average of the weights, such as 0.999; checkpoints hold it too"
     )
     eval_batches: Positive = Field(8, description="global batches of held-out samples per evaluation")
+    patience: Positive | None = Field(
+        None, description="end the run after so many evaluations in a row that are no better than the best one"
+    )
+    sample_prompts: list[str] = Field(
+        default_factory=list,
+        description="texts that the model continues at evaluations: shown, and in samples.jsonl",
+    )
+    sample_tokens: Positive = Field(32, description="new tokens of each of them")
     chunked_cross_entropy: bool = Field(
         default=False,
         description="compute the loss a part of the positions at a time, so that logits are never whole (torch 2.13)",
@@ -275,6 +283,12 @@ class CheckpointSection(Section):
         default=False, description="write checkpoints while training goes on; takes as much memory of the host again"
     )
     allow_non_finite: bool = Field(default=False, description="save NaN and infinity in parameters too")
+    best: str | None = Field(
+        None,
+        description="also keep the step with the best value of this, in best/ of the run's folder: eval_loss, or"
+        " eval_NAME of a spec's metric",
+    )
+    best_is: Literal["least", "most"] = Field("least", description="which value of checkpoint.best is the best one")
     allow_other_code: bool = Field(
         default=False, description="resume also where the code of the run's spec has changed since"
     )

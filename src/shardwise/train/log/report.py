@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Progressed:
-    """How far a run has come: what checkpoints hold beside tensors."""
+    """How far a run has come: what checkpoints hold beside tensors.
+
+    ``best`` is the best value of ``checkpoint.best`` so far, of ``best_step``, and ``num_worse`` the evaluations since.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -34,6 +37,9 @@ class Progressed:
     final_loss: float | None = None
     eval_loss_first: float | None = None
     eval_loss_final: float | None = None
+    best: float | None = None
+    best_step: int = 0
+    num_worse: int = 0
 
     def state(self) -> dict[str, Any]:
         """Plain values."""
@@ -156,6 +162,8 @@ class Report:
             "final_loss": done.final_loss,
             "eval_loss_first": done.eval_loss_first,
             "eval_loss_final": done.eval_loss_final,
+            "best": done.best,
+            "best_step": done.best_step or None,
             "tokens_per_s": speed.tokens_per_s,
             "peak_memory_bytes": peak_bytes or None,
             "predicted_peak_memory_bytes": self.predicted_peak,

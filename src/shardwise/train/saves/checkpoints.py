@@ -33,6 +33,9 @@ _FREE = (
     "train.steps",
     "train.eval_every",
     "train.eval_batches",
+    "train.patience",
+    "train.sample_prompts",
+    "train.sample_tokens",
     "train.check_memory",
     "train.non_finite",
     "train.check_replicas_every",
@@ -59,6 +62,9 @@ _SAID = (
     "train.eval_batches",
 )
 
+
+#: Below a run's folder, what holds the checkpoints of its best evaluations.
+BEST = "best"
 
 #: Words of ``--resume`` for the newest checkpoint, whichever it is.
 NEWEST = ("latest", "latest-good")
@@ -294,6 +300,35 @@ class Checkpoints:
             self._step_under_way, self._is_in_memory, self._is_told = step, in_memory, False
         else:
             self.saved_step = step
+        return said
+
+    def save_best(
+        self,
+        optimizer: torch.optim.Optimizer,
+        average: ExponentialMovingAverage | None,
+        *,
+        step: int,
+        state: dict[str, Any],
+        frozen: bool,
+    ) -> str | None:
+        """Save a step in ``best/`` of the run's folder, in place of the best one before; as :meth:`save`, but waits.
+
+        Of the best ones the newest two are left: one is there whenever the process is lost.
+        """
+        said = self._finish_before(step)
+        try:
+            sw.save(
+                step_directory(self._run_dir / BEST, step),
+                self._model,
+                optimizer,
+                state={**state, "step": step, "run_id": self._run_id},
+                average=average,
+                keep=2,
+                frozen=frozen,
+                allow_non_finite=self._allows_non_finite,
+            )
+        except StorageError as error:
+            return "\n".join(filter(None, (said, self._failed(step, error, in_memory=False))))
         return said
 
     def hear(self) -> str | None:

@@ -46,6 +46,9 @@ class SavedProgress(_Strict):
     final_loss: float | None
     eval_loss_first: float | None
     eval_loss_final: float | None
+    best: float | None = None
+    best_step: _Natural = 0
+    num_worse: _Natural = 0
 
 
 class SavedSampler(_Strict):

@@ -1,0 +1,92 @@
+"""What a run does at its evaluations beside taking values: the best checkpoint, an early end, samples."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.spec.errors import ConfigError
+from shardwise.train.config.resolve import resolve
+from shardwise.train.config.sections import read_config
+from tests.train.test_spec import Line, train_on
+from tests.train.towers import spec as towers
+from tests.train.train_here import metrics, sets, summary, train_here
+
+DATA = [(torch.full((3,), i / 32), torch.tensor(i / 16)) for i in range(32)]
+#: Of the evaluations before the first step and after every second one.
+VALUES = [0.1, 0.2, 0.5, 0.3, 0.5, 0.4, 0.6]
+
+
+def quality(_output: Any, batch: Any) -> sw.Mean:
+    """Given for each evaluation, whatever the model does: two microbatches of each rank ask."""
+    return sw.Mean(torch.tensor(VALUES[next(calls) // 2] * len(batch[0])), len(batch[0]))
+
+
+calls = itertools.count()
+spec = sw.TrainSpec(model=Line, data=DATA, eval_data=DATA[:16], metrics={"quality": quality})
+CONFIG = """
+train: {steps: 99, micro_batch_size: 4, eval_every: 2, eval_batches: 2, patience: 3}
+checkpoint: {best: eval_quality, best_is: most}
+log: {tensorboard: false}
+"""
+
+
+def test_the_best_evaluation_s_step_is_kept_and_a_run_that_gets_no_better_ends(tmp_path: Path) -> None:
+    ((code, text),) = train_on(2, tmp_path, (f"{__file__}:spec", "--run-dir", "run"), config=CONFIG)
+    assert code == 0, text
+    held = summary(tmp_path / "run")
+    assert (held["best"], held["best_step"], held["steps"]) == (0.5, 4, 10)
+    assert held["reason"] == "no better eval_quality in 3 evaluations: the best is 0.5000, of step 4"
+    assert text.count("the best eval_quality so far, kept in run/best") == 2  # of steps 2 and 4
+    assert (tmp_path / "run/best/LATEST").read_text() == "checkpoints/step-00000004\n"
+    assert (tmp_path / "run/LATEST").read_text() == "checkpoints/step-00000010\n"
+    assert [line["eval_quality"] for line in metrics(tmp_path / "run") if "eval_quality" in line] == pytest.approx(
+        VALUES[1:6]
+    )
+
+
+def test_prompts_are_continued_at_each_evaluation_as_the_checkpoint_continues_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = "model: {preset: gpt-nano, vocab_size: 256}\ndata: {source: stdlib, max_bytes: 100000, seq_len: 16}\n"
+    config += "train: {steps: 4, micro_batch_size: 2, eval_every: 2, eval_batches: 1, sample_tokens: 6}\n"
+    prompts = sets("train.sample_prompts=[def , import os]")
+    ((code, text),) = train_here(tmp_path, 2, ("--run-dir", "run", *prompts), config=config)
+    assert code == 0, text
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [
+        (s, p) for s in (0, 2, 4) for p in ("def", "import os")
+    ]
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "run", "--prompt", "import os", "--max-new-tokens", "6", "--nproc", "1", "--json"]) == 0
+    assert json.dumps(lines[-1]["text"]) in capsys.readouterr().out
+    assert losses_are_those_without_samples(tmp_path, config)
+
+
+def losses_are_those_without_samples(folder: Path, config: str) -> bool:
+    ((code, _),) = train_here(folder, 2, ("--run-dir", "without"), config=config)
+    return code == 0 and metrics(folder / "run") == metrics(folder / "without")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"checkpoint": {"best": "eval_f1"}},
+            "checkpoint.best: an evaluation gives eval_loss, eval_accuracy; name",
+        ),
+        ({"train": {"sample_prompts": ["a"]}}, "train.sample_prompts: texts are continued by language models on text"),
+        ({"train": {"eval_every": None, "patience": 2}}, "train.patience: nothing is evaluated"),
+    ],
+)
+def test_what_evaluations_do_not_give_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(read_config(None, base=given), 1, spec=towers)
+    assert words in str(caught.value)
