@@ -7,6 +7,9 @@ import gc
 import pytest
 import torch
 
+import shardwise as sw
+from shardwise.engine.storage.attachment import engine_of
+from shardwise.testing import run_on_ranks
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.model.build import build_model
@@ -97,3 +100,31 @@ def test_predicting_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     assert measure_replicas(resolved, CPU)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def largest_by_unit() -> dict[str, int]:
+    """Of a model whose blocks keep 4, 8 and 2 kB for backward, what a step has made at its peak."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Keeps(count) for count in (1024, 2048, 512)))
+    model = sw.parallelize(model, strategy="ddp", auto_wrap_policy=sw.wrap_by_class("Keeps"))
+    x = torch.zeros(1)
+    with PeakTensorBytes(CPU, engine_of(model, "a test")) as memory:
+        model(x).sum().backward()
+    return memory.by_unit
+
+
+class Keeps(torch.nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.expand(self.count).contiguous() * self.weight).sum().reshape(1)  # the product keeps its operand
+
+
+def test_the_peak_is_told_by_the_unit_whose_forward_made_it() -> None:
+    (found,) = run_on_ranks(largest_by_unit, 1)
+    # In the backward of the second block, when what the third one kept has been freed.
+    assert [found[name] for name in ("0", "1", "2")] == [4096, 8192, 0], found
+    assert found["backward and update"] >= 8192

@@ -50,6 +50,8 @@ class StorageCount(TorchDispatchMode):
         live_bytes: Bytes that live now.
         peak_bytes: The most since the count or :meth:`begin_peak` began.
         history: Where it is a list: ``time.perf_counter`` and ``live_bytes`` after every change.
+        owner: Where it is given: names whom a storage belongs to that is first seen inside the block.
+        peak_by_owner: Of these, the bytes by owner at the peak.
     """
 
     def __init__(self, device_type: str, *, sees_arguments: bool = True) -> None:
@@ -59,6 +61,10 @@ class StorageCount(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.history: list[tuple[float, int]] | None = None
+        self.owner: Callable[[], str] | None = None
+        self.peak_by_owner: dict[str, int] = {}
+        self._by_owner: dict[str, int] = {}
+        self._owners: dict[int, str] = {}
         self._sizes: dict[int, int] = {}
         self._watches: dict[int, weakref.finalize] = {}
 
@@ -111,11 +117,20 @@ class StorageCount(TorchDispatchMode):
         known = self._sizes.get(key)
         if known is None:
             self._watches[key] = weakref.finalize(storage, self._freed, key)
+            if self.owner is not None:
+                self._owners[key] = self.owner()
         if known != size:
             self._sizes[key] = size
-            self.live_bytes += size - (known or 0)
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._change(key, size - (known or 0))
+            if self.live_bytes > self.peak_bytes:
+                self.peak_bytes, self.peak_by_owner = self.live_bytes, dict(self._by_owner)
             self._mark()
+
+    def _change(self, key: int, num_bytes: int) -> None:
+        self.live_bytes += num_bytes
+        owner = self._owners.get(key)
+        if owner is not None:
+            self._by_owner[owner] = self._by_owner.get(owner, 0) + num_bytes
 
     def _mark(self) -> None:
         if self.history is not None:
@@ -131,10 +146,12 @@ class StorageCount(TorchDispatchMode):
             watch.detach()
         self._watches.clear()
         self._sizes.clear()
+        self._owners.clear()
 
     def _freed(self, key: int) -> None:
         self._watches.pop(key, None)
-        self.live_bytes -= self._sizes.pop(key, 0)
+        self._change(key, -self._sizes.pop(key, 0))
+        self._owners.pop(key, None)
         self._mark()
 
 

@@ -134,7 +134,17 @@ def over_a_step(run: Run, missing: list[str]) -> list[Content]:
     return [
         figure("Measured memory over a step", [chart, legend(entries, is_plain=True)], caption),
         folded("Values", table("Bytes over a step", ["ms", *(area.name for area in areas), "sum"], rows)),
+        *_by_unit(run),
     ]
+
+
+def _by_unit(run: Run) -> list[Content]:
+    """What the step had made at its peak, by the unit whose forward made it."""
+    found = run.memory.get("peak_by_unit")
+    if not isinstance(found, Mapping) or not all(finite(held) is not None for held in found.values()):
+        return []
+    rows = [[str(name), num_bytes(held)] for name, held in found.items() if held]
+    return [folded("By unit", table("Bytes at the peak that the step had made, by unit", ["made by", "size"], rows))]
 
 
 def _is_history(held: Any, moments: Any, counts: Any) -> bool:

@@ -322,14 +322,16 @@ class Loop:
         is_parallel = attachment_of(self.model) is not None
         with contextlib.ExitStack() as stack:
             events = stack.enter_context(sw.record_collectives(self.model)) if is_parallel else []
-            memory = stack.enter_context(PeakTensorBytes(self.device)) if is_measured else None
+            engine = engine_of(self.model, "train") if is_parallel else None
+            memory = stack.enter_context(PeakTensorBytes(self.device, engine)) if is_measured else None
             self._generators = random_state.take(self.device)
             yield
         if memory is not None:
             self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.peak_bytes - self._foreign_bytes)
             if self.control.is_first and 1 <= self.speed.made_steps < MEASURED_STEPS and memory.history and is_parallel:
                 held = held_bytes(engine_of(self.model, "train"), [self.optimizer])
-                self.report.write_memory(self.step + 1, memory.history, held)
+                self.report.write_memory(self.step + 1, memory.history, held, memory.by_unit)
+                self.speed.peak_by_unit = memory.by_unit
         self.speed.made_steps += 1
         clock.stop()
         exposed_s = None if waited is None else (self._waited_s() or 0.0) - waited

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Units that are named at the end of a run.
+_LARGEST = 4
+
+
 @dataclass(slots=True)
 class Progressed:
     """How far a run has come: what checkpoints hold beside tensors.
@@ -65,6 +69,7 @@ class Speed:
         made_steps: Steps of this process.
         timed_from: The first so many of them are not timed.
         own_peak_bytes: The most bytes of tensors that this rank has held.
+        peak_by_unit: On a CPU, at the peak of a measured step on this rank, what the step had made, by unit.
         steps_s: Seconds of all steps, those that are not timed included.
         eval_s: Seconds between steps that held-out losses took.
         checkpoint_s: Seconds between steps that saves took.
@@ -77,6 +82,7 @@ class Speed:
     made_steps: int = 0
     timed_from: int = 0
     own_peak_bytes: int = 0
+    peak_by_unit: dict[str, int] = field(default_factory=dict)
     steps_s: float = 0.0
     eval_s: float = 0.0
     checkpoint_s: float = 0.0
@@ -181,13 +187,16 @@ class Report:
             "checkpoint_time_s": speed.checkpoint_s,
         }
 
-    def write_memory(self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int]) -> None:
+    def write_memory(
+        self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int], by_unit: Mapping[str, int]
+    ) -> None:
         """Write memory.json: the bytes of tensors of this rank over one step, and what the engine holds all the time.
 
         Args:
             step: Its number.
             history: Moments and bytes.
             held: Bytes by category at its end.
+            by_unit: Bytes at its peak of what it had made, by the unit whose forward made it.
         """
         begin = history[0][0]
         points = thin([moment - begin for moment, _ in history], [held for _, held in history], columns=150)
@@ -195,6 +204,7 @@ class Report:
         values = {
             "step": step,
             "held_bytes": dict(held),
+            "peak_by_unit": dict(sorted(by_unit.items(), key=lambda item: -item[1])),
             "seconds": [round(moment, 6) for moment, _ in kept],
             "bytes": [int(count) for _, count in kept],
         }
@@ -230,6 +240,10 @@ class Report:
         progress.say("peak memory of tensors, per rank")
         progress.say(f"  predicted  {size(total):>9}  {names}" if total else "  predicted        n/a")
         progress.say(f"  measured   {size(peak_bytes):>9}  {ratio}")
+        largest = sorted(speed.peak_by_unit.items(), key=lambda item: -item[1])[:_LARGEST]
+        if largest:
+            names = ", ".join(f"{name} {size(held)}" for name, held in largest if held)
+            progress.say(f"  largest at the peak, by what made it: {names}")
         self._say_time(progress, speed)
 
     def _say_time(self, progress: Progress, speed: Speed) -> None:

@@ -6,9 +6,10 @@ What the engine holds follows from its layout (``sw.summary(model).footprint``);
 
 from __future__ import annotations
 
+import functools
 import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 # Fake tensors are documented (docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but have no public name.
 # Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.hooks import RemovableHandle
 
 import shardwise as sw
 from shardwise.api import data_parallel, summary
@@ -34,17 +36,60 @@ from shardwise.train.model.build import blank_batch, build_model, objective_of
 from shardwise.weights.state.average import ExponentialMovingAverage
 
 
+class ActiveUnit:
+    """Which unit of a model computes forward now, while it is entered; recomputation in backward counts as forward."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._names: list[str] = []
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def name(self) -> str:
+        """Its name; ``backward and update`` where none computes."""
+        return self._names[-1] if self._names else "backward and update"
+
+    def __enter__(self) -> Self:
+        """Begin to look."""
+        for unit in self._engine.units:
+            for member in unit.members:
+                module = member.module()
+                if module is not None:
+                    self._hooks += [
+                        module.register_forward_pre_hook(functools.partial(self._begin, unit.name)),
+                        module.register_forward_hook(self._end, always_call=True),
+                    ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the modules as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._names = [], []
+
+    def _begin(self, name: str, *_call: Any) -> None:
+        self._names.append(name)
+
+    def _end(self, *_call: Any) -> None:
+        if self._names:
+            self._names.pop()
+
+
 class PeakTensorBytes:
     """Measure the peak of tensor bytes between entry and exit.
 
     Attributes:
+        by_unit: On a CPU the bytes of what was made since entry, at the peak, by the unit whose forward made it.
         peak_bytes: The most that was held at once, what was held at entry included.
         history: On a CPU ``time.perf_counter`` and the bytes held, at entry and after every change.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, engine: Engine | None = None) -> None:
+        """Take the device, and the engine whose units are told apart."""
         self.device = device
         self.peak_bytes = 0
+        self.by_unit: dict[str, int] = {}
+        self._unit = None if engine is None or device.type == "cuda" else ActiveUnit(engine)
         self.history: list[tuple[float, int]] = []
         self._mode: StorageCount | None = None
 
@@ -57,6 +102,9 @@ class PeakTensorBytes:
             self._mode.see_all_objects()
             self.history = [(time.perf_counter(), self._mode.live_bytes)]
             self._mode.history = self.history
+            if self._unit is not None:
+                unit = self._unit.__enter__()
+                self._mode.owner = lambda: unit.name
             self._mode.__enter__()
         return self
 
@@ -68,7 +116,9 @@ class PeakTensorBytes:
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
             return
         self._mode.__exit__(kind, error, trace)
-        self.peak_bytes = self._mode.peak_bytes
+        if self._unit is not None:
+            self._unit.__exit__()
+        self.peak_bytes, self.by_unit = self._mode.peak_bytes, self._mode.peak_by_owner
         self._mode.forget()
         self._mode = None
 
