@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,19 +36,6 @@ Examples:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the arguments say."""
-
-    tasks: list[str]
-    overrides: list[str]
-    batch_tokens: int
-    is_averaged: bool
-    is_chat: bool
-    is_json: bool
-    options: dict[str, Any]
-
-
 def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command("eval", help=_HELP)(evaluate)
@@ -70,65 +56,57 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
 ) -> None:
     """Evaluate."""
     check_packages("eval", "lm_eval", "transformers")
-    options = {"num_fewshot": num_fewshot, "limit": limit}
-    asked = _Asked(tasks, overrides or [], batch_tokens, average, chat, as_json, options)
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise ConfigError(f"--tasks {name}: there is no such file.\n  Name a YAML file, or a task of lm-eval.")
-    run_trained(
-        context,
-        path,
-        asked.overrides,
-        nproc,
-        is_averaged=average,
-        check=lambda trained, count: _check(asked, trained, count),
-        work=lambda trained, world: _evaluate(asked, trained, world),
-    )
+    given = overrides or []
+
+    def check(trained: Trained, count: int) -> None:
+        from shardwise.train.trained import check_continues
+
+        check_continues(trained.resolve(given, count))
+        _tokenizer(trained, is_chat=chat)
+
+    def work(trained: Trained, world: World) -> int:
+        if world.rank:  # the first rank shows how far it is
+            os.environ["TQDM_DISABLE"] = "1"
+        import lm_eval  # pyrefly: ignore[missing-import]
+        from lm_eval.utils import make_table  # pyrefly: ignore[missing-import]
+
+        from shardwise.integrations.lm_eval import ShardwiseLM
+
+        resolved = trained.resolve(given, world.size, world.ranks_per_machine)
+        tokenizer, prefix = _tokenizer(trained, is_chat=chat)
+        names, manager = _found(tasks)
+        with trained.opened(resolved, world, is_averaged=average) as model:
+            found = lm_eval.simple_evaluate(
+                ShardwiseLM(model, tokenizer, batch_tokens=batch_tokens, prefix_token_id=prefix),
+                tasks=names,
+                task_manager=manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                apply_chat_template=chat,
+                log_samples=False,
+            )
+        if world.rank == 0:
+            show(json.dumps(found["results"]) if as_json else make_table(found))
+        return 0
+
+    run_trained(context, path, given, nproc, is_averaged=average, check=check, work=work)
 
 
-def _check(asked: _Asked, trained: Trained, count: int) -> None:
-    from shardwise.train.trained import check_continues
-
-    check_continues(trained.resolve(asked.overrides, count))
-    _tokenizer(asked, trained)
-
-
-def _tokenizer(asked: _Asked, trained: Trained) -> tuple[Any, int | None]:
+def _tokenizer(trained: Trained, *, is_chat: bool) -> tuple[Any, int | None]:
     """The model's tokenizer, as one of transformers, and what begins texts where it has no token for that."""
     from shardwise.train.data.tokenizer import OfFolder, byte_tokenizer
 
     tokenizer = trained.tokenizer()
     held, prefix = (tokenizer.held, None) if isinstance(tokenizer, OfFolder) else (byte_tokenizer(), ord("\n"))
     held.chat_template = trained.read_template() or held.chat_template
-    if asked.is_chat and not held.chat_template:
+    if is_chat and not held.chat_template:
         raise ConfigError(
             "--chat: the model's tokenizer has no chat template, by which messages become text.\n  Leave --chat out."
         )
     return held, prefix
-
-
-def _evaluate(asked: _Asked, trained: Trained, world: World) -> int:
-    if world.rank:  # the first rank shows how far it is
-        os.environ["TQDM_DISABLE"] = "1"
-    import lm_eval  # pyrefly: ignore[missing-import]
-
-    from shardwise.integrations.lm_eval import ShardwiseLM
-
-    resolved = trained.resolve(asked.overrides, world.size, world.ranks_per_machine)
-    tokenizer, prefix = _tokenizer(asked, trained)
-    names, manager = _found(asked.tasks)
-    with trained.opened(resolved, world, is_averaged=asked.is_averaged) as model:
-        lm = ShardwiseLM(model, tokenizer, batch_tokens=asked.batch_tokens, prefix_token_id=prefix)
-        found = lm_eval.simple_evaluate(
-            lm, tasks=names, task_manager=manager, apply_chat_template=asked.is_chat, log_samples=False, **asked.options
-        )
-    if world.rank == 0:
-        results = found["results"]
-        if asked.is_json:
-            show(json.dumps(results))
-        else:
-            show("\n".join(_lines(results)))
-    return 0
 
 
 def _found(given: Sequence[str]) -> tuple[list[str], Any]:
@@ -158,17 +136,3 @@ def _found(given: Sequence[str]) -> tuple[list[str], Any]:
             )
         names += [each for each in own if each not in names]
     return names, manager
-
-
-def _lines(results: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each metric of each task, with its standard error."""
-    rows = [("task", "metric", "value", "+-")]
-    for task, metrics in results.items():
-        for key, value in metrics.items():
-            name, _, way = key.partition(",")
-            if isinstance(value, float) and not name.endswith("_stderr"):
-                error = metrics.get(f"{name}_stderr,{way}")
-                shown = name if way in {"none", ""} else f"{name} ({way})"
-                rows.append((task, shown, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

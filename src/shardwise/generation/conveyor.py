@@ -13,8 +13,7 @@ from torch import nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json
-from shardwise.engine.extensions.pipeline_step import constant_parameters
-from shardwise.generation.decode import generating_engine
+from shardwise.generation.decode import generating_engine, inference
 from shardwise.generation.decoder import decoder_of
 from shardwise.generation.lane import Lane, Order
 from shardwise.generation.runner import Runner, Stages, WholeModel
@@ -68,19 +67,10 @@ class Conveyor:
             A broadcast of small JSON for each turn of a lane, and what its forward takes; for rows that are scored what
             :meth:`Scorer.whole` takes. All ranks must call.
         """
-        trained = [module for module in self._model.modules() if module.training]
-        self._model.eval()
-        try:
-            if self._engine is None:
-                assert decide is not None
-                self._run(decide, report, None, next(self._model.parameters()).device)
-                return
-            with constant_parameters(self._engine, "a conveyor"):
-                world = self._engine.comms.world
-                self._run(decide, report, world if world.size > 1 else None, world.device)
-        finally:
-            for module in trained:
-                module.training = True
+        world = None if self._engine is None else self._engine.comms.world
+        device = next(self._model.parameters()).device if world is None else world.device
+        with inference(self._model, self._engine, "a conveyor"):
+            self._run(decide, report, None if world is None or world.size == 1 else world, device)
 
     def _run(self, decide: Decide | None, report: Report | None, world: Comm | None, device: torch.device) -> None:
         pipelined = pipelined_of(self._model)

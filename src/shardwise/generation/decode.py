@@ -6,12 +6,13 @@ ranks divide the rows between them, or have any number of prompts of their own, 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, RankDisagreement, ShardwiseError, StateError
 
 Prompts = Tensor | Sequence[Sequence[int]]
+T = TypeVar("T")
 
 
 def generate(
@@ -114,19 +116,44 @@ def generate_stream(
         ConfigError, StateError, RankDisagreement: As :func:`generate`, before the first token.
     """
     engine = generating_engine(model)
-    problem: ShardwiseError | None = None
-    call: _Call | None = None
-    try:
-        call = _Call(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), seed, eos, engine)
-    except ShardwiseError as error:
-        problem = error
-    if engine is None and problem is not None:
-        raise problem
-    if engine is not None:
-        fail_together(engine.comms.world, problem)
-    assert call is not None
+    sampling = functools.partial(Sampling, temperature, top_k, top_p)
+    call = made_together(engine, lambda: _Call(model, prompts, max_new_tokens, sampling(), seed, eos, engine))
     call.compare()
     return call.run()
+
+
+def made_together(engine: Engine | None, make: Callable[[], T]) -> T:
+    """What ``make`` returns. Where it raises an error of ours on any rank, every rank raises it.
+
+    Collective:
+        As :func:`fail_together`.
+    """
+    try:
+        made, problem = make(), None
+    except ShardwiseError as error:
+        if engine is None:
+            raise
+        made, problem = None, error
+    if engine is not None:
+        fail_together(engine.comms.world, problem)
+    return cast("T", made)
+
+
+@contextlib.contextmanager
+def inference(model: nn.Module, engine: Engine | None, call: str) -> Iterator[None]:
+    """Inside, the model is in eval mode, and its parameters do not change.
+
+    Collective:
+        As :func:`constant_parameters`.
+    """
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with contextlib.nullcontext() if engine is None else constant_parameters(engine, call):
+            yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 class _Call:
@@ -174,14 +201,8 @@ class _Call:
 
     def run(self) -> Iterator[list[int | None]]:
         """The loop, with the model in eval mode."""
-        trained = [module for module in self._model.modules() if module.training]
-        self._model.eval()
-        try:
-            with nullcontext() if self._engine is None else constant_parameters(self._engine, "sw.generate"):
-                yield from _Columns(*self._prepared(), self._ends).run(self._settings.max_new_tokens)
-        finally:
-            for module in trained:
-                module.training = True
+        with inference(self._model, self._engine, "sw.generate"):
+            yield from _Columns(*self._prepared(), self._ends).run(self._settings.max_new_tokens)
 
     def _prepared(self) -> tuple[RowSplit, list[Chunk], Runner]:
         """The rows, divided over ranks and chunks, and what computes them."""

@@ -10,7 +10,6 @@ Shape suffixes: ``B`` rows, ``T`` tokens, ``K`` columns with logits, ``V`` vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,15 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import fail_together
 from shardwise.engine.engine import Engine
-from shardwise.engine.extensions.pipeline_step import constant_parameters
 from shardwise.generation.chunks import slots
-from shardwise.generation.decode import Prompts, batches_of_readers, check_ids, generating_engine, rows_of
+from shardwise.generation.decode import (
+    Prompts,
+    batches_of_readers,
+    check_ids,
+    generating_engine,
+    inference,
+    made_together,
+    rows_of,
+)
 from shardwise.generation.decoder import Forward, decoder_of
 from shardwise.generation.runner import Runner, Stages, WholeModel, few_lengths
 from shardwise.parallel.pipeline.pipelined import pipelined_of
-from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.errors import ConfigError
 
 #: The most tokens of one forward, where nobody says how many.
 BATCH_TOKENS = 4096
@@ -91,19 +96,8 @@ def score(
         RankDisagreement: Ranks that hold parts of one model were called with different arguments.
     """
     engine = generating_engine(model, "sw.score")
-    problem: ShardwiseError | None = None
-    rows: list[Row] = []
-    scorer: Scorer | None = None
-    try:
-        scorer = Scorer(model, engine, batch_tokens, top_logprobs)
-        rows = scorer.checked(prompts, continuations)
-    except ShardwiseError as error:
-        problem = error
-    if engine is None and problem is not None:
-        raise problem
-    if engine is not None:
-        fail_together(engine.comms.world, problem)
-    assert scorer is not None
+    scorer = made_together(engine, lambda: Scorer(model, engine, batch_tokens, top_logprobs))
+    rows = made_together(engine, lambda: scorer.checked(prompts, continuations))
     shares, own, num_batches = [range(len(rows))], 0, 0
     if engine is not None and engine.comms.world.size > 1:
         told = {"num_batches": len(scorer.batches(rows, shares[0]))}
@@ -116,14 +110,8 @@ def score(
     plans = [scorer.batches(rows, share) for share in shares]
     if len(plans) > 1:
         num_batches = max(map(len, plans))
-    trained = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with nullcontext() if engine is None else constant_parameters(engine, "sw.score"):
-            found_NW = scorer.compute(rows, plans[own], num_batches)
-    finally:
-        for module in trained:
-            module.training = True
+    with inference(model, engine, "sw.score"):
+        found_NW = scorer.compute(rows, plans[own], num_batches)
     if len(plans) > 1:
         assert engine is not None
         found_NW = _joined(engine.comms.control, found_NW, [_num_scored(rows, plan) for plan in plans])
