@@ -115,3 +115,15 @@ def test_a_streamed_run_goes_on_at_the_sample_on_another_number_of_ranks(folder:
     assert [code for code, _ in whole + begun + again] == [0, 0, 0], again
     assert losses(folder / "half") == pytest.approx(losses(folder / "whole"), rel=2e-5)
     assert "bytes in 8 files, tokenized on the way" in whole[0][1]
+
+
+def test_all_of_a_stream_is_trained_on_where_there_is_other_data_to_evaluate_on(folder: Path) -> None:
+    (folder / "held.txt").write_text(TEXT[:900])
+    usual, apart = data_of(run()), data_of(run("data.eval_source=held.txt"))
+    whole = data_of(run("data.source=held.txt", "data.streaming=false", "data.held_out=0.2")).train
+    ends = [len(stream.chunks) for data in (usual, apart) if (stream := stream_of(data.train)) is not None]
+    assert ends[1] == ends[0] + 1
+    assert (apart.held_out.rows([0, 3]).inputs == whole.rows([0, 3]).inputs).all()
+    with pytest.raises(ConfigError, match=r"the number of samples of texts is not known beforehand; set train.steps"):
+        run("train.epochs=1")
+    assert run("train.steps=3").schedule.steps == 3

@@ -40,7 +40,8 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
     if model or "spec" not in held:
         held["model"] = model
     if "spec" not in held:
-        held["data"] = {"source": "random"} | dict(held.get("data") or {}) | {"seq_len": workload.seq_len}
+        data = dict(held.get("data") or {})
+        held["data"] = ({} if data.get("mix") else {"source": "random"}) | data | {"seq_len": workload.seq_len}
     held["parallel"] = plan_fields_of(made.plan)
     held["parallel"].pop("dp_shard", None) if made.plan.dp_replicate == 1 else None
     pipeline = held["parallel"].get("pipeline")

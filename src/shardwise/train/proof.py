@@ -110,7 +110,7 @@ def compare_with_one_process(
         held = to_tensors(data.train, range(step * size, (step + 1) * size), device)
         inputs_BT = held.inputs
         if config.model.hf is None:  # of conversations every token counts here, as the mean is taken by rank
-            return inputs_BT, inputs_BT if resolved.source.kind == "examples" else held.targets
+            return inputs_BT, inputs_BT if "examples" in resolved.source.kinds else held.targets
         return {"input_ids": inputs_BT, "labels": inputs_BT}  # transformers shifts the labels itself
 
     generator = torch.get_rng_state()

@@ -38,7 +38,7 @@ class Trained:
         checkpoint: Where its weights are; ``None``: in the Hugging Face folder.
         folder: The Hugging Face folder that was named; ``None``: a run or checkpoint was.
         model: The configuration's section ``model``.
-        source: The run's ``data.source``.
+        source: The run's ``data.source``, or the first of its mixture.
         tp_plan: The run's ``parallel.tp_plan``.
         tokens_by: The run's ``data.tokenizer``: ``bytes``, a folder, or ``None`` where it is not known.
         lora: The run's section ``lora``.
@@ -225,12 +225,12 @@ def find_trained(path: Path) -> Trained:
             checkpoint,
             None,
             config.get("model", {}),
-            held.data.source,
+            held.data.sources[0].source,
             parallel.get("tp_plan"),
             lora=config.get("lora"),
             raises_masters=isinstance(policy, dict) and policy.get("master_dtype") == "fp32",
             tokens_by=held.data.tokenizer,
-            chat_template=held.data.chat_template,
+            chat_template=next((each.chat_template for each in held.data.sources if each.chat_template), None),
         )
     if not path.exists():
         path = local_folder(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
 from shardwise.train.data.given import IterableSampler
+from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.stream import StreamSampler, stream_of
@@ -74,6 +76,8 @@ class Trainer:
             self.sampler = given.for_reader(*share)
         elif stream is not None:
             self.sampler = StreamSampler(stream, config.train.seed, *share)
+        elif isinstance(mixture := self.data.train, MixedSamples):
+            self.sampler = MixedSampler(mixture.num_samples, config.train.seed, *share, samples=mixture)
         else:
             self.sampler = Sampler(self.data.train.num_samples, config.train.seed, *share)
         self.model, self.optimizer = self._build()
@@ -185,14 +189,17 @@ class Trainer:
             seq_len, longer = resolved.seq_len, resolved.positions or 0
             more = f" (data.seq_len; the model takes up to {longer:,})" if longer > seq_len else ""
             lines.append(f"data {printable(source.name)}: {tokens}; samples of {seq_len:,} tokens{more}")
+            if source.evaluated is not None:
+                count = self.data.held_out.num_samples
+                lines.append(f"evaluated on {printable(source.evaluated.name)}: {count:,} samples")
         lines.append(str(resolved.batch))
         if (stored := resolved.raised_from) is not None:
             lines.append(
                 f"weights are stored in {stored}: the optimizer updates fp32 masters"
                 f" (parallel.mp_policy.master_dtype; {stored} there keeps 16 bit)"
             )
-        if isinstance(self.data.train, PackedRows):
-            lines.append(str(self.data.train))
+        parts = self.data.train.parts if isinstance(self.data.train, MixedSamples) else [self.data.train]
+        lines += [str(part) for part in parts if isinstance(part, PackedRows)]
         return lines
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -322,6 +329,7 @@ class Trainer:
             data_s=self.microbatches.data_s,
             samples=samples,
             tokens=batch.total * self.resolved.seq_len,
+            values=part.shares(list(chain(*samples))) if isinstance(part := self.data.train, MixedSamples) else {},
         )
 
     def _forward_backward(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Tensor | None:

@@ -6,10 +6,13 @@ The launcher calls :func:`resolve` before it starts a process, and every rank ca
 
 from __future__ import annotations
 
+import functools
+import glob
 import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 
 from shardwise.launch.process import num_gpus
@@ -22,12 +25,20 @@ from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule.builders import PipelinePolicy
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_config
 from shardwise.train.config.hf import LanguageModel, NotTrainedError, read_language_model, stored_dtype
-from shardwise.train.config.sections import Config, DataSection, RawConfig
+from shardwise.train.config.sections import Config, DataSection, MixedSection, OneSource, RawConfig
 from shardwise.train.data.chat import COMPLETION, PROMPT, TEXT, Chat, column_of
 from shardwise.train.data.pairs import Pairs
 from shardwise.train.data.records import first_row
 from shardwise.train.data.samples import Data, check_size, open_data
-from shardwise.train.data.source import BYTE_VOCAB, GivenSource, Source, find_source, given_source, is_indexed
+from shardwise.train.data.source import (
+    BYTE_VOCAB,
+    GivenSource,
+    Source,
+    find_source,
+    given_source,
+    is_indexed,
+    mixture_of,
+)
 from shardwise.train.data.stream import open_stream
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer, tokenized
@@ -163,26 +174,18 @@ def data_of(resolved: RunConfig) -> Data:
 
         most = config.train.eval_batches * resolved.batch.total
         return given_data(spec.data, spec.eval_data, spec.collate, most)
+    how = {
+        "seq_len": resolved.seq_len,
+        "vocab_size": resolved.vocab_size,
+        "end": resolved.end_token,
+        "task": resolved.task,
+        "seed": config.train.seed,
+    }
+    opened = functools.partial(open_data, packs=bool(config.data.packing), **how)
     if source.streams:
-        return open_stream(
-            source,
-            config.data.tokenizer or BYTES,
-            seq_len=resolved.seq_len,
-            vocab_size=resolved.vocab_size,
-            end=resolved.end_token,
-            task=resolved.task,
-            seed=config.train.seed,
-        )
-    return open_data(
-        resolved.source,
-        seq_len=resolved.seq_len,
-        held_out=config.data.held_out,
-        vocab_size=resolved.vocab_size,
-        seed=config.train.seed,
-        packs=bool(config.data.packing),
-        end=resolved.end_token,
-        task=resolved.task,
-    )
+        held_out = None if source.evaluated is None else opened(source.evaluated, held_out=None).train
+        return open_stream(source, config.data.tokenizer or BYTES, held_out, **how)
+    return opened(source, held_out=config.data.held_out)
 
 
 def resolve(
@@ -223,7 +226,8 @@ def resolve(
         plan, raised_from = _with_fp32_masters(config, plan)
     optimizer = _check_optimizer(raw, plan)
     _check_lora(raw)
-    schedule = _schedule(raw)
+    has_epochs = _has_epochs(raw)
+    schedule = schedule_of(config) if has_epochs else _schedule(raw)
     _check_evaluation(raw, spec)
     batch = _batch(raw, mesh, plan) if has_plan else Batch(1, 1, 1)
     seq_len = _seq_len(raw, facts.positions, plan) if spec.data is None else config.data.seq_len or 0
@@ -234,12 +238,17 @@ def resolve(
     packs = _packing(raw, plan)
     _check_task(raw, facts.task, plan)
     if spec.data is None:
-        source, tokenizer, end_token, task = _source(raw, facts, say, reads=checks_data)
+        source, tokenizer, end_token, task = _sources(raw, facts, say, reads=checks_data)
     else:
         source, tokenizer, end_token, task = given_source(spec.data), config.data.tokenizer, None, facts.task
     filled: dict[str, dict[str, object]] = {
         "model": {"preset": config.model.preset or (None if config.model.hf or spec.model else _DEFAULT_PRESET)},
-        "data": {"seq_len": seq_len or None, "source": source.name, "tokenizer": tokenizer, "packing": packs},
+        "data": {
+            "seq_len": seq_len or None,
+            "source": None if config.data.mix else source.name,
+            "tokenizer": tokenizer,
+            "packing": packs,
+        },
         "parallel": {"mp_policy": plan.precision.as_dict()} if raised_from is not None else {},
         "optimizer": optimizer
         | ({} if spec.optimizer is None or "flat" in raw.given("optimizer") else {"flat": False}),
@@ -250,6 +259,7 @@ def resolve(
             "micro_batch_size": batch.micro,
             "global_batch_size": batch.total,
             "gradient_accumulation_steps": batch.accumulation,
+            "epochs": config.train.epochs if has_epochs else None,
             **({"eval_every": None} if spec.data is not None and spec.eval_data is None else {}),
         },
     }
@@ -271,12 +281,45 @@ def resolve(
         task,
         spec,
     )
+    num_samples = source.num_samples if isinstance(source, GivenSource) else None
     if isinstance(source, GivenSource):
         _check_count(source, spec, batch)
     elif checks_data and source.kind != "random":
         at_once = batch.micro * batch.data_parallel_size if config.train.eval_every else 1
-        check_size(source, data_of(resolved), seq_len=seq_len, needed=batch.total, needed_held_out=at_once)
-    return resolved
+        data = data_of(resolved)
+        check_size(source, data, seq_len=seq_len, needed=batch.total, needed_held_out=at_once)
+        num_samples = None if source.streams else data.train.num_samples
+    return _with_epochs(raw, resolved, num_samples) if has_epochs and checks_data else resolved
+
+
+def _has_epochs(raw: RawConfig) -> bool:
+    """Whether ``train.epochs`` says how long the run is: ``train.steps`` does where ``--set`` gives it alone."""
+    return raw.config.train.epochs is not None and ("train.steps" not in raw.asked() or "train.epochs" in raw.asked())
+
+
+def _with_epochs(raw: RawConfig, resolved: RunConfig, num_samples: int | None) -> RunConfig:
+    """The run with the steps that its epochs make.
+
+    Raises:
+        ConfigError: The number of samples is not known, other steps are given as well, or the schedule does not fit.
+    """
+    train, total, name = resolved.config.train, resolved.batch.total, resolved.source.name
+    if num_samples is None or "random" in resolved.source.kinds:
+        message = f"the number of samples of {name} is not known beforehand; set train.steps instead"
+        raw.fail("train", "epochs", message)
+        raw.raise_if_any()
+    steps = math.ceil(Fraction(repr(train.epochs)) * (num_samples or 0) / total)
+    is_overruled = "train.epochs" in resolved.asked and "train.steps" not in resolved.asked
+    if "steps" in raw.given("train") and not is_overruled and train.steps != steps:
+        message = (
+            f"{train.epochs:g} epochs of {num_samples:,} samples are {steps} steps of {total}, but"
+            f" train.steps={train.steps}; leave one of the two out"
+        )
+        raw.fail("train", "epochs", message)
+    config = resolved.config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
+    schedule = _schedule(replace(raw, config=config))
+    raw.raise_if_any()
+    return replace(resolved, config=config, schedule=schedule)
 
 
 def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
@@ -310,7 +353,7 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
         raw.fail("model", key, "the spec brings the model; take it out")
     if spec.model is not None and config.lora.is_used:
         raw.fail("lora", "rank", "the spec brings the model; put adapters into it there")
-    for key in ("source", "streaming", "column", "max_bytes"):
+    for key in ("source", "mix", "eval_source", "streaming", "column", "max_bytes"):
         if spec.data is not None and key in raw.given("data"):
             raw.fail("data", key, "the spec brings the data; take it out")
     if spec.optimizer is not None and config.optimizer.name != "adamw":
@@ -416,19 +459,65 @@ def _model(raw: RawConfig) -> tuple[GPTConfig | None, LanguageModel]:
     return shape, LanguageModel(shape.vocab_size, shape.seq_len)
 
 
-def _source(
+_SOURCE = ("data", "source")
+
+
+def _sources(
     raw: RawConfig, facts: LanguageModel, say: Callable[[str], None] | None, *, reads: bool
 ) -> tuple[Source, str | None, int | None, Task]:
-    """The data's files; the tokenizer's name: as given, else the model folder's own, else bytes; its end; the task.
+    """The data of a run: as ``_source`` of one source, of a mixture all of them, with the data to evaluate on."""
+    data = raw.config.data
+    usual = type(data)()
+    for key in ("source", *OneSource.model_fields) if data.mix else ():
+        if getattr(data, key) != getattr(usual, key):
+            raw.fail("data", key, "data.mix has sources of its own; write it in those entries that it is for")
+    names = [each.name or _name_of(each.source) for each in data.mix or ()]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raw.fail("data", "mix", f"two sources are called {twice}; give one of them another name: {{name: ...}}")
+    if data.mix and data.streaming:
+        message = "it is for one source; take it out, or write token files first (shardwise data tokenize)"
+        raw.fail("data", "streaming", message)
+    raw.raise_if_any()
+    found = [
+        _source(raw, each, ("data", "mix", str(number), "source") if data.mix else _SOURCE, facts, say, reads=reads)
+        for number, each in enumerate(data.sources)
+    ]
+    source, tokenizer, end, task = found[0]
+    if data.mix:
+        source = mixture_of([each[0] for each in found], names, [each.weight for each in data.mix])
+        end = next((each[2] for each in found if each[2] is not None), None)  # of random tokens there is none
+    if data.eval_source is not None:
+        section = data.model_copy(update={"source": data.eval_source, "max_bytes": None, "streaming": False})
+        evaluated = _source(raw, section, ("data", "eval_source"), facts, say, reads=reads)[0]
+        source = replace(source, evaluated=evaluated)
+    return source, tokenizer, end, task
+
+
+def _name_of(source: str) -> str:
+    """The name of a source's file, or of the folder that holds all of them."""
+    plain = [part for part in Path(source).parts if not glob.has_magic(part)]
+    return Path(plain[-1]).stem if plain else source
+
+
+def _source(
+    raw: RawConfig,
+    section: MixedSection | DataSection,
+    at: tuple[str, ...],
+    facts: LanguageModel,
+    say: Callable[[str], None] | None,
+    *,
+    reads: bool,
+) -> tuple[Source, str | None, int | None, Task]:
+    """A source's files; the tokenizer's name: as given, else the model folder's own, else bytes; its end; the task.
 
     Text of a folder's tokenizer and rows of data sets become token files, which are written only where ``reads`` is
     set. The name is ``None`` where the model's folder has no tokenizer and the data needs none. The end token is given
-    where documents are kept apart.
+    where documents are kept apart. ``at`` is where the source is written.
     """
     config, vocab_size, task = raw.config, facts.vocab_size, facts.task
     name = config.data.tokenizer or config.model.hf or BYTES
     has_own = name == BYTES or has_tokenizer(Path(name).expanduser())
-    source = find_source(config.data.source, max_bytes=config.data.max_bytes)
+    source = find_source("stdlib" if section.source is None else section.source, max_bytes=section.max_bytes)
     key, wrong, end = "tokenizer", None, None
     separates = config.data.separate_documents and source.kind != "random"
     needs = source.kind in {"text", "records"} or separates or (reads and task.name == MASKED)
@@ -446,7 +535,7 @@ def _source(
                 " use the tokenizer that the model was made for, or a model with as many rows"
             )
         elif source.kind != "tokens":
-            source = _tokenized(raw, source, tokenizer, task, say=say, name=name, reads=reads)
+            source = _tokenized(raw, section, source, tokenizer, task, at=at, say=say, name=name, reads=reads)
     if wrong is None and (source.vocab_size or 0) > vocab_size:
         advice = (
             "tokenize the text with its tokenizer" if config.model.hf else f"set model.vocab_size={source.vocab_size}"
@@ -458,7 +547,7 @@ def _source(
     if reads and wrong is None and task.has_pairs and source.kind != "examples":
         key, wrong = "source", f"model.hf is trained for {task.name}, which takes rows of a data set"
     if wrong is not None:
-        raw.fail("data", key, wrong)
+        raw.fail_at(at if key == "source" else ("data", key), wrong)
         raw.raise_if_any()
     return source, name if has_own else None, end, task
 
@@ -479,34 +568,37 @@ def _with_tokens(raw: RawConfig, task: Task, tokenizer: Tokenizer) -> Task:
 
 def _tokenized(
     raw: RawConfig,
+    section: MixedSection | DataSection,
     source: Source,
     tokenizer: Tokenizer,
     task: Task,
     *,
+    at: tuple[str, ...],
     say: Callable[[str], None] | None,
     name: str,
     reads: bool,
 ) -> Source:
     """Text as tokens, rows of a data set as tokens or, where they are conversations, as examples."""
-    section = raw.config.data
+    streams = isinstance(section, DataSection) and section.streaming
     column, chat = TEXT, None
     if source.kind == "records":
         try:
             column, chat = _chat(section, source, tokenizer, task)
         except ConfigError as error:
-            raw.fail("data", "column" if "column" in str(error).splitlines()[0] else "source", _inline(error))
+            is_column = "column" in str(error).splitlines()[0]
+            raw.fail_at((*at[:-1], "column") if is_column else at, _inline(error))
             raw.raise_if_any()
     if not reads:
         return replace(source, vocab_size=tokenizer.vocab_size)
-    if section.streaming and chat is None:
+    if streams and chat is None:
         return replace(source, vocab_size=tokenizer.vocab_size, streams=True, column=column)
-    if section.streaming:
+    if streams:
         raw.fail("data", "streaming", "it is for texts; conversations are tokenized before training begins")
         raw.raise_if_any()
     return tokenized(source, name, tokenizer, say, column=column, chat=chat)
 
 
-def _chat(section: DataSection, source: Source, tokenizer: Tokenizer, task: Task) -> tuple[str, Chat | Pairs | None]:
+def _chat(section: OneSource, source: Source, tokenizer: Tokenizer, task: Task) -> tuple[str, Chat | Pairs | None]:
     """The column that is trained on, and how it becomes examples; ``None`` where it holds texts.
 
     Raises:
@@ -516,14 +608,14 @@ def _chat(section: DataSection, source: Source, tokenizer: Tokenizer, task: Task
     if task.has_pairs and isinstance(tokenizer, OfFolder):
         target, usual = ("label", TEXT) if task.name == CLASS else (COMPLETION, PROMPT)
         pairs = Pairs(tokenizer.held, section.column or usual, target, task.labels)
-        pairs.check(list(first), section.source)
+        pairs.check(list(first), source.name)
         return pairs.column, pairs
-    column = column_of(list(first), section.column, section.source)
+    column = column_of(list(first), section.column, source.name)
     if column != PROMPT and isinstance(first[column], str):
         return column, None
     if not isinstance(tokenizer, OfFolder):
         raise ConfigError(
-            f"data.source={section.source} holds conversations, which bytes have no form for.\n"
+            f"data.source={source.name} holds conversations, which bytes have no form for.\n"
             "  Name a Hugging Face folder in data.tokenizer."
         )
     template = None

@@ -75,25 +75,9 @@ class ModelSection(Section):
         return dict(self.__pydantic_extra__ or {})
 
 
-class DataSection(Section):
-    """Where tokens come from and how they are cut into samples."""
+class OneSource(Section):
+    """How one source of tokens is read."""
 
-    source: str = Field(
-        "stdlib",
-        description="path, folder or glob: text; token files (ours, .npy, Megatron's .bin with .idx); rows of a data"
-        " set (.jsonl, .parquet, .csv, or what datasets' save_to_disk wrote). 'stdlib' or 'random'",
-    )
-    seq_len: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
-        None, description="tokens per sample; the longest that the model takes, but at most 2,048"
-    )
-    tokenizer: Folder | None = Field(
-        None,
-        description="how text becomes tokens: 'bytes' (one token per byte), or a Hugging Face folder with a tokenizer;"
-        " by default the model's own where model.hf is given, else bytes",
-    )
-    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.05, description="last part of the tokens, not trained on"
-    )
     column: str | None = Field(
         None,
         description="of a data set: the column of the texts or conversations; by default messages, conversations,"
@@ -104,6 +88,47 @@ class DataSection(Section):
     )
     chat_template: str | None = Field(
         None, description="file with the template that makes a conversation text; the tokenizer's own by default"
+    )
+    max_bytes: Positive | None = Field(None, description="use the first bytes of the text only; stdlib: 4,000,000")
+
+
+class MixedSection(OneSource):
+    """One source of a mixture."""
+
+    source: str = Field(description="as data.source")
+    weight: PositiveFloat = Field(1.0, description="share of the samples, in proportion to the other sources' weights")
+    name: str | None = Field(
+        None, description="in metrics, which record share_NAME; by default the name of the file or folder"
+    )
+
+
+class DataSection(OneSource):
+    """Where tokens come from and how they are cut into samples."""
+
+    source: str | None = Field(
+        None,
+        description="path, folder or glob: text; token files (ours, .npy, Megatron's .bin with .idx); rows of a data"
+        " set (.jsonl, .parquet, .csv, or what datasets' save_to_disk wrote). 'stdlib' (where there is no mix) or"
+        " 'random'",
+    )
+    mix: Annotated[list[MixedSection], Field(min_length=1)] | None = Field(
+        None,
+        description="several sources in place of source, each {source: ..., weight: ...}; also with column, learns,"
+        " chat_template, max_bytes and name of its own",
+    )
+    eval_source: str | None = Field(
+        None, description="data to evaluate on, as source; all of source or mix is trained on then (no held_out)"
+    )
+    seq_len: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
+        None, description="tokens per sample; the longest that the model takes, but at most 2,048"
+    )
+    tokenizer: Folder | None = Field(
+        None,
+        description="how text becomes tokens: 'bytes' (one token per byte), or a Hugging Face folder with a tokenizer;"
+        " by default the model's own where model.hf is given, else bytes",
+    )
+    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.05, description="last part of the tokens, of each source, not trained on"
     )
     packing: bool | None = Field(
         None,
@@ -119,7 +144,11 @@ class DataSection(Section):
         description="tokenize texts while training goes on, some files at a time, instead of all before it begins; the"
         " last files are held out",
     )
-    max_bytes: Positive | None = Field(None, description="use the first bytes of the text only; stdlib: 4,000,000")
+
+    @property
+    def sources(self) -> Sequence[MixedSection | DataSection]:
+        """The sources of the mixture, or this one alone."""
+        return self.mix or (self,)
 
 
 #: The types that a file can hold, by the types of the plan's fields; every field has at least one of them.
@@ -222,7 +251,12 @@ class ScheduleSection(Section):
 class TrainSection(Section):
     """How long, how much at once, and how often the held-out loss is taken."""
 
-    steps: Positive = 1000
+    steps: Positive = Field(1000, description="optimizer steps; derived where epochs is given")
+    epochs: PositiveFloat | None = Field(
+        None,
+        description="in place of steps: how often all samples are trained on; of a mixture as many as all its sources"
+        " have together",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     micro_batch_size: Positive | None = Field(None, description="samples per rank and forward")
     global_batch_size: Positive | None = Field(None, description="samples per step over all ranks")
@@ -479,6 +513,10 @@ def _lay_override(document: Document, text: str) -> None:
     document.where.setdefault(path[:1], where)
 
 
+#: A list of sections: its mistakes are reported by entry and field.
+_MIX = ("data", "mix")
+
+
 def _checked(raw: RawConfig) -> Config:
     """The values that are right by themselves; the others are reported, and take their defaults."""
     values = copy.deepcopy(raw.document.values)
@@ -493,23 +531,36 @@ def _checked(raw: RawConfig) -> Config:
             return Config.model_validate(values)
         except pydantic.ValidationError as error:
             details: dict[tuple[str, ...], list[Any]] = {}
+            wrong: set[tuple[str, ...]] = set()
             for detail in error.errors(include_url=False):
-                details.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
+                depth = 4 if detail["loc"][:2] == _MIX else 2
+                details.setdefault(tuple(str(part) for part in detail["loc"][:depth]), []).append(detail)
             for path, found in details.items():
                 *above, key = path
-                section = values[above[0]] if above else values
+                section = functools.reduce(_item, above, values)
                 text = raw.document.texts.get(path)
                 takes_text = any(detail["type"] == "string_type" for detail in found)
                 if takes_text and text is not None and not isinstance(section[key], str):
                     section[key] = text  # text is declared: an unquoted word or number is that text
                     continue
-                raw.fail_at(path, _explain(path, found, section[key] if text is None else text))
-                del section[key]
+                raw.fail_at(path, _explain(path, found, _item(section, key) if text is None else text))
+                wrong.add(path[:2])
+            for *above, key in wrong:
+                del functools.reduce(_item, above, values)[key]
+
+
+def _item(held: Any, key: str) -> Any:
+    """The value of a key, or of a place in a list; ``None`` where there is none."""
+    return held[int(key)] if isinstance(held, list) else held.get(key)
 
 
 def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
     """What was expected in place of ``got``; each branch of a union has reported a mismatch."""
     key, kind = path[-1], details[0]["type"]
+    if kind == "missing":
+        return f"it has no {key}; name one"
+    if kind == "extra_forbidden" and path[:2] == _MIX:
+        return f"unknown key.{did_you_mean(key, MixedSection.model_fields)}"
     if kind == "extra_forbidden":
         homes = [f"{name}.{key}" for name, section in _SECTIONS.items() if key in section.model_fields]
         known = Config.model_fields if len(path) == 1 else _SECTIONS[path[0]].model_fields
@@ -517,7 +568,7 @@ def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
         hint = f" Did you mean {homes[0]}?" if homes and (len(path) == 1 or not near) else near
         return f"unknown key.{hint}" if len(path) > 1 else f"unknown section {key!r}.{hint}"
     if kind == "model_type":
-        return f"expected the fields of section {key}, got {got!r}"
+        return f"expected the fields of {'a source' if path[:2] == _MIX else f'section {key}'}, got {got!r}"
     if path == ("name",):
         return f"{got!r} is no name of a run: 1 to 100 letters, digits, dots, dashes or underscores"
     choices = re.findall("'(.*?)'", " ".join(detail.get("ctx", {}).get("expected", "") for detail in details))

@@ -24,6 +24,22 @@ class Rows(NamedTuple):
     mask: np.ndarray | None = None
 
 
+def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:
+    """Some rows as one, all with a mask or none. Where positions are wanted, rows without any are one document each."""
+    inputs = np.concatenate([rows.inputs for rows in found])
+    places = np.arange(inputs.shape[1])
+    positions = [
+        np.broadcast_to(places, rows.inputs.shape) if rows.positions is None else rows.positions for rows in found
+    ]
+    masks = [rows.mask for rows in found if rows.mask is not None]
+    return Rows(
+        inputs,
+        np.concatenate([rows.targets for rows in found]),
+        np.concatenate(positions) if has_positions else None,
+        np.concatenate(masks) if masks else None,
+    )
+
+
 class Samples(Protocol):
     """What is read by index.
 

@@ -6,6 +6,8 @@ samples takes the next ``B`` positions, whatever the world is; so at a constant 
 same sequence of global batches, and the number of positions taken is all the state there is. Batches run across the
 end of an epoch: no sample is dropped.
 
+Of several sources each has its own permutations, and ``mixture`` says which source a position reads.
+
 Inside a global batch the order is rank-major. With ``R`` data-parallel ranks and ``A`` microbatches of ``M`` samples::
 
     offset of sample j of microbatch m of rank r  =  (r * A + m) * M + j
@@ -97,11 +99,6 @@ class Sampler:
     def global_batch_size(self) -> int:
         """Samples per step over all ranks."""
         return self.micro_batch_size * self.accumulation * self.data_parallel_size
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next sample belongs to."""
-        return self.position // self.num_samples
 
     def sample(self, position: int) -> int:
         """The sample at a global position."""

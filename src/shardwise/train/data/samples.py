@@ -13,15 +13,16 @@ import bisect
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from shardwise.train.data.mixture import mixed
 from shardwise.train.data.packing import pack, split_examples
 from shardwise.train.data.pairs import PairRows
 from shardwise.train.data.rows import Rows, Samples
-from shardwise.train.data.source import Source, mixed
+from shardwise.train.data.source import Source, text_among_tokens
 from shardwise.train.data.token_files import DataError, is_token_file, map_tokens, unknown_token
 from shardwise.train.task import CAUSAL, Task
 
@@ -57,6 +58,11 @@ class Part:
         arrays = self.arrays
         lengths = arrays.lengths if isinstance(arrays, MappedFiles) else [len(array) for array in arrays]
         object.__setattr__(self, "_ends", list(itertools.accumulate(lengths)))
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether documents do not see each other."""
+        return self.end is not None
 
     @property
     def num_samples(self) -> int:
@@ -152,7 +158,7 @@ def open_data(
     source: Source,
     *,
     seq_len: int,
-    held_out: float,
+    held_out: float | None,
     vocab_size: int,
     seed: int,
     packs: bool = True,
@@ -164,7 +170,8 @@ def open_data(
     Args:
         source: Of any kind but ``records``, which are tokenized first.
         seq_len: Tokens per sample.
-        held_out: Share that is not trained on.
+        held_out: Share that is not trained on, of each source of a mixture; ``None``: nothing is held out. Where
+            ``source.evaluated`` is given, all of it is held out instead.
         vocab_size: The model's.
         seed: Of ``random``.
         packs: Several examples share a row; else each has one.
@@ -174,29 +181,42 @@ def open_data(
     Raises:
         DataError: A part has no whole sample.
     """
-    if source.kind == "random":
-        parts = RandomPart(seed, 0, vocab_size, seq_len), RandomPart(seed, 1, vocab_size, seq_len)
-        return for_task(Data(*parts), task, seq_len, vocab_size, seed)
+    opened = functools.partial(
+        open_data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, packs=packs, end=end, task=task
+    )
+    if source.evaluated is not None:
+        other = opened(source.evaluated, held_out=None)
+        train = opened(replace(source, evaluated=None), held_out=None).train
+        return Data(train, other.held_out if source.evaluated.kind == "random" else other.train)
+    if source.parts:
+        found = [opened(part, held_out=held_out) for part, *_ in source.parts]
+        for (part, *_), data in zip(source.parts, found, strict=True):
+            check_size(part, data, seq_len=seq_len, needed=1, needed_held_out=0)
+        _, names, weights = zip(*source.parts, strict=True)
+        train = mixed([data.train for data in found], names, weights, seq_len, is_held_out=False)
+        return Data(train, mixed([data.held_out for data in found], names, weights, seq_len, is_held_out=True))
     if source.kind == "examples":
         parts = split_examples(source.files[0].parent, held_out)
         if task.has_pairs:
             return Data(*(PairRows(part, seq_len, task.pad, is_label=task.labels is not None) for part in parts))
         return Data(*(pack(part, seq_len, packs=packs) for part in parts))
-    train_tokens = split_point(source.num_tokens, held_out, seq_len)
-    arrays, below = MappedFiles(source), vocab_size if source.kind == "tokens" else None
-    data = Data(
-        Part(arrays, 0, train_tokens, seq_len, below, end),
-        Part(arrays, train_tokens, source.num_tokens - train_tokens, seq_len, below, end),
-    )
-    check_size(source, data, seq_len=seq_len, needed=1)
-    return for_task(data, task, seq_len, vocab_size, seed)
+    if source.kind == "random":
+        data = Data(RandomPart(seed, 0, vocab_size, seq_len), RandomPart(seed, 1, vocab_size, seq_len))
+    else:
+        train_tokens = source.num_tokens if held_out is None else split_point(source.num_tokens, held_out, seq_len)
+        arrays, below = MappedFiles(source), vocab_size if source.kind == "tokens" else None
+        data = Data(
+            Part(arrays, 0, train_tokens, seq_len, below, end),
+            Part(arrays, train_tokens, source.num_tokens - train_tokens, seq_len, below, end),
+        )
+        if held_out is not None:
+            check_size(source, data, seq_len=seq_len, needed=1)
+    return Data(*(for_task(part, task, seq_len, vocab_size, seed) for part in (data.train, data.held_out)))
 
 
-def for_task(data: Data, task: Task, seq_len: int, vocab_size: int, seed: int) -> Data:
+def for_task(part: Samples, task: Task, seq_len: int, vocab_size: int, seed: int) -> Samples:
     """The same samples, with hidden tokens where the task is to find them."""
-    if task.mask is None:
-        return data
-    return Data(*(MaskedSamples(part, seq_len, task.mask, vocab_size, seed) for part in (data.train, data.held_out)))
+    return part if task.mask is None else MaskedSamples(part, seq_len, task.mask, vocab_size, seed)
 
 
 def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
@@ -211,12 +231,18 @@ def check_size(source: Source, data: Data, *, seq_len: int, needed: int, needed_
     Raises:
         DataError: With the arithmetic.
     """
-    for label, part, least in (("training", data.train, needed), ("held-out", data.held_out, needed_held_out)):
+    parts = (
+        ("training", source, data.train, needed),
+        ("held-out", source.evaluated or source, data.held_out, needed_held_out),
+    )
+    for label, of, part, least in parts:
         if part.num_samples < least:
+            is_cut_off = part is data.held_out and source.evaluated is None
+            advice = " You may also name data to evaluate on in data.eval_source." if is_cut_off else ""
             raise DataError(
-                f"{source.name}: {source.num_tokens:,} tokens leave {part.num_tokens:,} for the {label} part, that is"
+                f"{of.name}: {of.num_tokens:,} tokens leave {part.num_tokens:,} for the {label} part, that is"
                 f" {part.num_samples:,} samples of {seq_len:,}; {least:,} {'is' if least == 1 else 'are'} needed.\n"
-                "  Use more text, a smaller data.seq_len, or a smaller global batch."
+                f"  Use more text, a smaller data.seq_len, or a smaller global batch.{advice}"
             )
 
 
@@ -250,7 +276,7 @@ class MappedFiles(Sequence[np.ndarray]):
 def _opened(source: Source, file: Path, length: int) -> np.ndarray:
     if source.kind == "tokens":
         if not is_token_file(file):
-            raise mixed(file, source.name)
+            raise text_among_tokens(file, source.name)
         tokens = map_tokens(file)
         if len(tokens) != length:
             raise DataError(

@@ -50,12 +50,15 @@ class Source:
 
     Attributes:
         name: As it was configured.
-        kind: ``text``, ``tokens``, ``records``, ``examples`` (``data.examples``), ``random``, or ``given`` by a spec.
+        kind: ``text``, ``tokens``, ``records``, ``examples`` (``data.examples``), ``random``, a ``mixture`` of several
+            sources, or ``given`` by a spec.
         files: In order.
         lengths: Tokens taken from each file; of records, which nobody has read yet, its bytes.
         vocab_size: Ids are below this; ``None``: the model's, as for ``random`` and files that do not say.
         streams: Text or rows are tokenized while training goes on (``data.stream``).
         column: Of rows: that of the texts.
+        parts: Of a mixture (``data.mixture``): its sources, each with its name in metrics and its weight.
+        evaluated: The source of the held-out samples; ``None``: they are the last part of this one.
     """
 
     name: str
@@ -65,6 +68,17 @@ class Source:
     vocab_size: int | None
     streams: bool = False
     column: str = "text"
+    parts: tuple[tuple[Source, str, float], ...] = ()
+    evaluated: Source | None = None
+
+    @property
+    def kinds(self) -> set[str]:
+        """Its kind, or those of the sources of a mixture."""
+        return {part.kind for part, *_ in self.parts} or {self.kind}
+
+    @property
+    def _others(self) -> list[Source]:
+        return [part for part, *_ in self.parts] + ([] if self.evaluated is None else [self.evaluated])
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +98,8 @@ class Source:
                 check_tokens(file, vocab_size, num_bytes=most)
             elif self.kind == "text":
                 check_text(file, min(length, most))
+        for other in self._others:
+            other.check(vocab_size)
 
     def fingerprint(self) -> str:
         """A hash that changes when the data does.
@@ -104,6 +120,8 @@ class Source:
                 digest.update(handle.read(most // 2))
                 handle.seek(size - most // 2)
                 digest.update(handle.read())
+        for other in self._others:
+            digest.update(other.fingerprint().encode())
         return digest.hexdigest()
 
     def _looked_at(self) -> list[tuple[Path, int, int]]:
@@ -112,6 +130,16 @@ class Source:
         whole = sum(file.stat().st_size for file, _ in held) <= LOOKED_AT_BYTES
         most = LOOKED_AT_BYTES if whole else LOOKED_AT_BYTES // len(held)
         return [(file, length, most) for file, length in held]
+
+
+def mixture_of(sources: Sequence[Source], names: Sequence[str], weights: Sequence[float]) -> Source:
+    """A source that is several ones, under their names in metrics."""
+    shares = [f"{name} ({weight / sum(weights):.3g})" for name, weight in zip(names, weights, strict=True)]
+    files = tuple(file for source in sources for file in source.files)
+    lengths = tuple(length for source in sources for length in source.lengths)
+    return Source(
+        ", ".join(shares), "mixture", files, lengths, None, parts=tuple(zip(sources, names, weights, strict=True))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +191,7 @@ def find_source(name: str, *, max_bytes: int | None = None) -> Source:
         kinds = [is_token_file(file) for file in looked_at]
         if any(kinds):
             if not all(kinds):
-                raise mixed(looked_at[kinds.index(False)], name)
+                raise text_among_tokens(looked_at[kinds.index(False)], name)
             return _tokens(name, files, looked_at, max_bytes)
         return _text(name, files, max_bytes)
     except OSError as error:
@@ -176,7 +204,7 @@ def _spaced(items: Sequence[T]) -> list[T]:
     return [items[index * (len(items) - 1) // max(count - 1, 1)] for index in range(count)]
 
 
-def mixed(file: Path, name: str) -> DataError:
+def text_among_tokens(file: Path, name: str) -> DataError:
     """The error for a file that holds no ids, beside others that do."""
     return DataError(f"{file}: a text file beside token files in {name!r}.\n  Keep them in separate folders.")
 

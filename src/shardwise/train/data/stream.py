@@ -20,10 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardwise.spec.errors import CheckpointError
-from shardwise.train.data.rows import Rows, Samples
+from shardwise.train.data.rows import Rows, Samples, joined
 from shardwise.train.data.sampler import Permutation
 from shardwise.train.data.samples import Data, MappedFiles, Part, for_task
 from shardwise.train.data.source import Source
@@ -51,12 +49,14 @@ def chunks_of(source: Source) -> list[Source]:
             held = 0
         found[-1].append(index)
         held += length
-    if len(found) < 2:
+    if len(found) < 2 and source.evaluated is None:
         raise DataError(
             f"{source.name}: {len(source.files)} files of {source.num_tokens:,} bytes together make one chunk"
             f" (of {CHUNK_BYTES:,} bytes), and the last chunk is held out.\n"
-            "  Leave data.streaming out, or divide the text into more files."
+            "  Leave data.streaming out, divide the text into more files, or name data to evaluate on in"
+            " data.eval_source."
         )
+    source = replace(source, evaluated=None)
     return [
         replace(source, files=tuple(source.files[i] for i in part), lengths=tuple(source.lengths[i] for i in part))
         for part in found
@@ -102,11 +102,7 @@ class Stream:
     def rows(self, indices: Sequence[int]) -> Rows:
         """These samples."""
         found = [self.part(index >> _BITS).rows([index & ((1 << _BITS) - 1)]) for index in indices]
-        inputs, targets = (
-            np.concatenate(column) for column in zip(*((r.inputs, r.targets) for r in found), strict=True)
-        )
-        positions = [rows.positions for rows in found if rows.positions is not None]
-        return Rows(inputs, targets, np.concatenate(positions) if positions else None)
+        return joined(found, has_positions=self.end is not None)
 
     def num_targets(self, indices: Iterable[int]) -> None:
         """Every token is learned."""
@@ -145,18 +141,27 @@ def part_of(chunk: Source, tokenizer: str, seq_len: int, vocab_size: int, end: i
 
 
 def open_stream(
-    source: Source, tokenizer: str, *, seq_len: int, vocab_size: int, end: int | None, task: Task, seed: int
+    source: Source,
+    tokenizer: str,
+    held_out: Samples | None = None,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    end: int | None,
+    task: Task,
+    seed: int,
 ) -> Data:
     """Both parts of a source that is tokenized while it is read. The arguments are those of ``open_data``.
 
+    Held out are the samples of ``source.evaluated`` where they are given, else those of the last chunk.
+
     Raises:
-        DataError: The source is one chunk.
+        DataError: The source is one chunk, of which nothing can be held out.
     """
-    *chunks, last = chunks_of(source)
-    held_out = part_of(last, tokenizer, seq_len, vocab_size, end)
-    return for_task(
-        Data(Stream(chunks, tokenizer, seq_len, vocab_size, end), held_out), task, seq_len, vocab_size, seed
-    )
+    chunks, how = chunks_of(source), (task, seq_len, vocab_size, seed)
+    if held_out is None:
+        held_out = for_task(part_of(chunks.pop(), tokenizer, seq_len, vocab_size, end), *how)
+    return Data(for_task(Stream(chunks, tokenizer, seq_len, vocab_size, end), *how), held_out)
 
 
 def stream_of(samples: Samples) -> Stream | None:

@@ -31,6 +31,7 @@ from shardwise.weights.state.average import ExponentialMovingAverage
 _FREE = (
     "spec",  # its code is compared
     "train.steps",
+    "train.epochs",
     "train.eval_every",
     "train.eval_batches",
     "train.patience",
@@ -55,6 +56,7 @@ _ON_REQUEST = ("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "sc
 #: What differs of these is said.
 _SAID = (
     "train.steps",
+    "train.epochs",
     "parallel",
     "train.micro_batch_size",
     "train.gradient_accumulation_steps",
@@ -173,7 +175,7 @@ def saved_config(path: Path) -> Mapping[str, Any]:
 def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str] = ()) -> list[str]:
     """Compare a run's configuration with the one it is to continue under.
 
-    ``train.steps`` and everything in ``log`` and ``checkpoint`` may differ, and how often the held-out loss is taken.
+    The run's length, everything in ``log`` and ``checkpoint``, and how often the held-out loss is taken may differ.
     The strategy, the cut of the global batch over ranks and how the optimizer's update comes about may too, as
     checkpoints load on any of them. The learning rate, its schedule, the optimizer's other numbers and clipping may
     where ``--set`` asks for it. What changes is returned, to be printed.

@@ -1,0 +1,176 @@
+"""Several sources in one run, each with a weight: which source a sample is taken from, and which of its samples.
+
+The sources are apportioned by Webster's method (Balinski and Young, "Fair Representation", 1982): sample ``k`` of a
+source whose share of the weights is ``w`` is due at ``(k + 1/2) / w``, and samples are taken in the order in which they
+are due, of those due together the one of the first source. So the source at a global position is a function of the
+weights and the position alone, in exact arithmetic. Wherever the sequence is stopped, each count is within half a
+sample of a common multiple of its weight, so that every global batch has the sources in their shares; a draw by hash
+would give the shares on average only.
+
+Of each source the samples are taken in its own order, as ``sampler`` describes it, with epochs of its own: sample ``k``
+of source ``s`` is ``permutation(seed + s, k // num_samples)[k % num_samples]``. A small source begins again while a
+large one is still in its first epoch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from shardwise.train.data.rows import Rows, Samples, joined
+from shardwise.train.data.sampler import Permutation, Sampler
+
+
+class Apportionment:
+    """The order in which sources are taken, by Webster's method.
+
+    Args:
+        weights: One for each source, above 0. Decimals count as they are written: 0.1 is a tenth.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(repr(weight)) for weight in weights]
+        shares = [int(weight * math.lcm(*(each.denominator for each in exact))) for weight in exact]
+        multiple = math.lcm(*shares)
+        self._halves = [multiple // share for share in shares]  # half the time from one sample of a source to the next
+        self._time_of_sample = Fraction(2 * multiple, sum(shares))
+
+    def due(self, source: int, number: int) -> int:
+        """When sample ``number`` of a source is due, in units that make all such times integers."""
+        return (2 * number + 1) * self._halves[source]
+
+    def due_before(self, time: int) -> list[int]:
+        """How many samples of each source are due before a time."""
+        return [(time + half - 1) // (2 * half) for half in self._halves]
+
+    def taken(self, position: int) -> list[int]:
+        """How many of the first ``position`` samples are of each source."""
+        early = max(position - len(self._halves), 0)  # each source is at most half a sample ahead of its share
+        counts = self.due_before(math.floor(early * self._time_of_sample))
+        while sum(counts) < position:
+            counts[self.following(counts)] += 1
+        return counts
+
+    def following(self, counts: Sequence[int]) -> int:
+        """The source of the next sample, where ``counts`` of each have been taken."""
+        return min(range(len(counts)), key=lambda source: self.due(source, counts[source]))
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSamples:
+    """Samples of several sources under one numbering: those of the first source, then those of the second, and so on.
+
+    Attributes:
+        parts: The samples of each source.
+        names: Names of the sources.
+        weights: Their weights.
+        seq_len: Tokens per sample.
+        counts: How many samples of each part are used, evenly spread over it.
+    """
+
+    parts: Sequence[Samples]
+    names: Sequence[str]
+    weights: Sequence[float]
+    seq_len: int
+    counts: Sequence[int]
+    _ends: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ends", list(itertools.accumulate(self.counts)))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all sources together."""
+        return self._ends[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the samples that are used."""
+        used = zip(self.parts, self.counts, strict=True)
+        return sum(part.num_tokens * count // max(part.num_samples, 1) for part, count in used)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether a source keeps its documents apart. Rows of the other sources are one document each then."""
+        return any(getattr(part, "has_positions", False) for part in self.parts)
+
+    def begin(self, source: int) -> int:
+        """The number of a source's first sample."""
+        return self._ends[source] - self.counts[source]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The source of a sample, and its number there.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        source = bisect.bisect_right(self._ends, index)
+        return source, (index - self.begin(source)) * self.parts[source].num_samples // self.counts[source]
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """These samples."""
+        found = [self.parts[source].rows([number]) for source, number in map(self.place, indices)]
+        return joined(found, has_positions=self.has_positions)
+
+    def num_targets(self, indices: Iterable[int]) -> int | None:
+        """How many tokens of these samples are learned; ``None``: all, as in every source."""
+        if all(part.num_targets(()) is None for part in self.parts):
+            return None
+        own: list[list[int]] = [[] for _ in self.parts]
+        for source, number in map(self.place, indices):
+            own[source].append(number)
+        counts = [part.num_targets(numbers) for part, numbers in zip(self.parts, own, strict=True)]
+        return sum(
+            len(numbers) * self.seq_len if count is None else count for numbers, count in zip(own, counts, strict=True)
+        )
+
+    def shares(self, indices: Sequence[int]) -> dict[str, tuple[float, float]]:
+        """For each source, as ``share_NAME``, how many of these samples are of it, and how many there are."""
+        taken = [self.place(index)[0] for index in indices]
+        return {f"share_{name}": (taken.count(source), len(taken)) for source, name in enumerate(self.names)}
+
+
+def mixed(
+    parts: Sequence[Samples], names: Sequence[str], weights: Sequence[float], seq_len: int, *, is_held_out: bool
+) -> MixedSamples:
+    """The samples of several sources: all of them, or of held-out ones as many as there are in proportion."""
+    counts = [part.num_samples for part in parts]
+    if is_held_out:
+        order = Apportionment(weights)
+        counts = order.due_before(min(order.due(source, count) for source, count in enumerate(counts)))
+    return MixedSamples(parts, names, weights, seq_len, counts)
+
+
+@dataclass(slots=True)
+class MixedSampler(Sampler):
+    """The samples of one rank of a mixture, step by step. Its state is that of any ``Sampler``.
+
+    Attributes:
+        samples: The mixture.
+    """
+
+    samples: MixedSamples = field(kw_only=True)
+    _order: Apportionment = field(init=False)
+    _counts: list[int] = field(init=False)
+    _next: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._order = Apportionment(self.samples.weights)
+        self._counts = self._order.taken(0)
+
+    def sample(self, position: int) -> int:
+        """The sample at a global position."""
+        if position != self._next:
+            self._counts = self._order.taken(position)
+        source = self._order.following(self._counts)
+        size = self.samples.counts[source]
+        epoch, place = divmod(self._counts[source], size)
+        self._counts[source] += 1
+        self._next = position + 1
+        return self.samples.begin(source) + Permutation(size, seed=self.seed + source, epoch=epoch)[place]
