@@ -142,3 +142,20 @@ def test_what_a_task_cannot_take_is_refused(
     with pytest.raises(ConfigError) as caught:
         resolve(read_config("run.yaml", settings), 2)
     assert message in str(caught.value)
+
+
+def test_answers_of_a_mixture_keep_their_masks_and_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = save(tmp_path, "answers")
+    (tmp_path / "more.jsonl").write_text("".join((tmp_path / name).read_text().splitlines(keepends=True)[20:]))
+    mix = f"mix: [{{source: {name}}}, {{source: more.jsonl, weight: 3}}]"
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("source: DATA", mix))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    both = data_of(resolve(read_config("run.yaml"), 1)).train
+    apart = [data_of(resolve(read_config("run.yaml", ["data.mix=null", f"data.source={each}"]), 1)).train
+             for each in (name, "more.jsonl")]  # fmt: skip
+    first = apart[0].num_samples
+    rows, parts = both.rows([5, first + 3]), [apart[0].rows([5]), apart[1].rows([3])]
+    for key in ("inputs", "targets", "mask"):
+        assert (getattr(rows, key) == np.concatenate([getattr(part, key) for part in parts])).all()
+    assert both.num_targets([5, first + 3]) == apart[0].num_targets([5]) + apart[1].num_targets([3])

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shardwise.train.data.rows import Rows, Samples, joined
-from shardwise.train.data.sampler import Permutation, Sampler
+from shardwise.train.data.sampler import Sampler, permuted
 
 
 class Apportionment:
@@ -169,8 +169,6 @@ class MixedSampler(Sampler):
         if position != self._next:
             self._counts = self._order.taken(position)
         source = self._order.following(self._counts)
-        size = self.samples.counts[source]
-        epoch, place = divmod(self._counts[source], size)
-        self._counts[source] += 1
-        self._next = position + 1
-        return self.samples.begin(source) + Permutation(size, seed=self.seed + source, epoch=epoch)[place]
+        number, size = self._counts[source], self.samples.counts[source]
+        self._counts[source], self._next = number + 1, position + 1
+        return self.samples.begin(source) + permuted(number, size, self.seed + source)

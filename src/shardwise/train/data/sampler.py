@@ -21,6 +21,7 @@ Permutations are never materialised: a keyed Feistel network on ``2k`` bits, wal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,15 @@ class Permutation:
         return (left << self._half) | right
 
 
+_permutation = functools.lru_cache(64)(Permutation)
+
+
+def permuted(position: int, num_samples: int, seed: int) -> int:
+    """The sample at a position of an endless sequence of epochs."""
+    epoch, place = divmod(position, num_samples)
+    return _permutation(num_samples, seed=seed, epoch=epoch)[place]
+
+
 @dataclass(slots=True)
 class Sampler:
     """The samples of one rank, step by step.
@@ -92,8 +102,6 @@ class Sampler:
     data_parallel_rank: int
     data_parallel_size: int
     position: int = 0
-    _epoch: Permutation | None = None
-    _epoch_number: int = -1
 
     @property
     def global_batch_size(self) -> int:
@@ -102,11 +110,7 @@ class Sampler:
 
     def sample(self, position: int) -> int:
         """The sample at a global position."""
-        epoch, place = divmod(position, self.num_samples)
-        if self._epoch is None or epoch != self._epoch_number:
-            self._epoch = Permutation(self.num_samples, seed=self.seed, epoch=epoch)
-            self._epoch_number = epoch
-        return self._epoch[place]
+        return permuted(position, self.num_samples, self.seed)
 
     def whole_step(self) -> Iterator[int]:
         """The samples of the next global batch, of all ranks."""
