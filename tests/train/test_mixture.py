@@ -307,6 +307,19 @@ def test_a_resolved_mixture_reads_back_and_is_not_resumed_with_other_weights_or_
         resolved(tmp_path, data)
 
 
+def test_a_source_that_is_laid_over_a_mixture_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    mix = "{mix: [{source: words.txt}, {source: code.tokens}], held_out: 0.2}"
+    alone = resolved(tmp_path, mix, "data.source=words.txt")
+    assert (alone.source.name, alone.config.data.mix) == ("words.txt", None)
+    (tmp_path / "base.yaml").write_text("data: {source: words.txt, held_out: 0.2}\ntrain: {steps: 7}\n")
+    (tmp_path / "over.yaml").write_text(f"extends: base.yaml\ndata: {mix}\ntrain: {{epochs: 2}}\n")
+    config = read_config("over.yaml").config
+    assert (config.data.source, config.train.epochs) == (None, 2)
+    assert [each.source for each in config.data.sources] == ["words.txt", "code.tokens"]
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -226,7 +226,7 @@ def resolve(
         plan, raised_from = _with_fp32_masters(config, plan)
     optimizer = _check_optimizer(raw, plan)
     _check_lora(raw)
-    has_epochs = _has_epochs(raw)
+    has_epochs = config.train.epochs is not None
     schedule = schedule_of(config) if has_epochs else _schedule(raw)
     _check_evaluation(raw, spec)
     batch = _batch(raw, mesh, plan) if has_plan else Batch(1, 1, 1)
@@ -259,7 +259,6 @@ def resolve(
             "micro_batch_size": batch.micro,
             "global_batch_size": batch.total,
             "gradient_accumulation_steps": batch.accumulation,
-            "epochs": config.train.epochs if has_epochs else None,
             **({"eval_every": None} if spec.data is not None and spec.eval_data is None else {}),
         },
     }
@@ -292,11 +291,6 @@ def resolve(
     return _with_epochs(raw, resolved, num_samples) if has_epochs and checks_data else resolved
 
 
-def _has_epochs(raw: RawConfig) -> bool:
-    """Whether ``train.epochs`` says how long the run is: ``train.steps`` does where ``--set`` gives it alone."""
-    return raw.config.train.epochs is not None and ("train.steps" not in raw.asked() or "train.epochs" in raw.asked())
-
-
 def _with_epochs(raw: RawConfig, resolved: RunConfig, num_samples: int | None) -> RunConfig:
     """The run with the steps that its epochs make.
 
@@ -309,8 +303,7 @@ def _with_epochs(raw: RawConfig, resolved: RunConfig, num_samples: int | None) -
         raw.fail("train", "epochs", message)
         raw.raise_if_any()
     steps = math.ceil(Fraction(repr(train.epochs)) * (num_samples or 0) / total)
-    is_overruled = "train.epochs" in resolved.asked and "train.steps" not in resolved.asked
-    if "steps" in raw.given("train") and not is_overruled and train.steps != steps:
+    if "steps" in raw.given("train") and train.steps != steps:
         message = (
             f"{train.epochs:g} epochs of {num_samples:,} samples are {steps} steps of {total}, but"
             f" train.steps={train.steps}; leave one of the two out"

@@ -488,8 +488,22 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
     if not base.is_file():
         raise ConfigError(f"{where}: extends names {name!r}, which is no file.\n  The path is relative to {path.name}.")
     below = _read_chain(base, chain)
-    below.lay(document)
+    _lay(below, document)
     return below
+
+
+#: A section's keys that say one thing in two ways.
+_RIVALS = (("train", "steps", "epochs"), ("data", "source", "mix"))
+
+
+def _lay(document: Document, over: Document) -> None:
+    """Lay ``over`` on a document; a key that it gives takes the place of the key's rival, too."""
+    for section, first, second in _RIVALS:
+        given, held = over.values.get(section), document.values.get(section)
+        for key, rival in ((first, second), (second, first)):
+            if isinstance(given, dict) and isinstance(held, dict) and given.get(key) is not None and rival not in given:
+                held.pop(rival, None)
+    document.lay(over)
 
 
 def _lay_override(document: Document, text: str) -> None:
@@ -509,7 +523,7 @@ def _lay_override(document: Document, text: str) -> None:
         value = {part: value}
     keys = [path[:n] for n in range(min(2, len(path)), len(path) + 1)] + [path + inner for inner in given.where]
     texts = {path + inner: text for inner, text in given.texts.items()}
-    document.lay(Document(value, dict.fromkeys(keys, where), texts))
+    _lay(document, Document(value, dict.fromkeys(keys, where), texts))
     document.where.setdefault(path[:1], where)
 
 
