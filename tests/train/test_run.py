@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = sw.parallelize(Towers())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 10], 0.5)  # keys that are numbers
 
 
 def mean(output: Any, _batch: Any) -> torch.Tensor:
@@ -113,6 +114,35 @@ def test_a_loop_with_a_run_is_the_loop_and_goes_on_where_it_was_stopped_on_anoth
     ]
 
 
+def reuses(folder: str) -> None:
+    """Logs a buffer that it writes to in each step, leaves by ``break``, and lets one rank end a second run."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model, optimizer, _ = build()
+    buffer = torch.zeros((), requires_grad=True)
+    log = {"tensorboard": False, "every": 5}
+    with sw.Run(f"{folder}/left", model=model, optimizer=optimizer, steps=50, log=log) as run:
+        for step in run.steps():
+            if step == 7:
+                break
+            buffer.data.fill_(step)
+            run.log(loss=buffer * 1, other=buffer, mean=sw.Mean(buffer, 2))
+    with sw.Run(f"{folder}/ended", model=model, optimizer=optimizer, steps=50, log=log) as run:
+        for step in run.steps():
+            run.log(loss=1.0)
+            if step == 3 and sw.data_parallel_rank(model) == 1:
+                run.stop("one rank has seen enough")
+
+
+def test_values_are_those_of_their_step_and_a_loop_that_is_left_keeps_what_it_has_made(tmp_path: Path) -> None:
+    run_on_ranks(reuses, 2, str(tmp_path))
+    lines = metrics(tmp_path / "left")
+    assert [(line["loss"], line["other"], line["mean"]) for line in lines] == [(i, i, i / 2) for i in range(7)]
+    assert summary(tmp_path / "left")["reason"] == "left by its loop after step 7"
+    assert (tmp_path / "left" / "checkpoints" / "step-00000007").is_dir()
+    held = summary(tmp_path / "ended")
+    assert (held["reason"], held["steps"]) == ("one rank has seen enough", 5)
+
+
 def diverges(folder: str) -> str:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     model, optimizer, _ = build()
@@ -139,12 +169,12 @@ def alone(folder: str) -> list[str]:
     model, optimizer, _ = build()
     said = []
 
-    def tried(*, name: str = "run", steps: int = 3, **options: Any) -> None:
+    def tried(*, name: str = "run", steps: int = 3, values: Any = types.MappingProxyType({}), **options: Any) -> None:
         given = {"model": model, "optimizer": optimizer, "log": {"tensorboard": False}, **options}
         try:
             with sw.Run(Path(folder) / name, steps=steps, **given) as run:
                 for _ in run.steps():
-                    run.log(**options.get("values", {}))
+                    run.log(**values)
         except (ConfigError, CheckpointError, TypeError) as error:
             said.append(str(error))
         else:
@@ -156,6 +186,9 @@ def alone(folder: str) -> list[str]:
     tried(sampler=object())
     tried()
     tried(sampler=sw.DistributedSampler(8, model=model), steps=4)
+    tried(name="a", values={"loss": torch.zeros(2)})
+    tried(name="b", values={"mfu": 1.0})
+    tried(name="c", scheduler=types.SimpleNamespace(state_dict=lambda: {"a": torch.zeros(1)}, load_state_dict=None))
     with sw.Run(Path(folder) / "short", model=model, optimizer=optimizer, steps=9, log={"tensorboard": False}) as run:
         for step in run.steps():
             run.log(loss=1.0)
@@ -176,6 +209,9 @@ def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
             "sw.Run(sampler=...): object has no state_dict and load_state_dict",
             "",
             "the checkpoint has no state of the sampler",
+            "run.log(loss=...): expected a number or a tensor of one element, got a tensor of shape [2]",
+            "run.log(mfu=...): the record has this already",
+            "sw.Run(scheduler=...): its state_dict() holds a Tensor",
             "enough",
         ),
         strict=True,

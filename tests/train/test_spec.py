@@ -7,10 +7,13 @@ import dataclasses
 import io
 import json
 import os
+from collections import UserDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +23,9 @@ from shardwise.spec.errors import ConfigError
 from shardwise.testing import run_on_ranks
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
+from shardwise.train.data.given import given_data, on_device
 from shardwise.train.data.sampler import Sampler
+from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
 from shardwise.train.saves import random_state
 from shardwise.train.spec import load_spec
@@ -86,9 +91,12 @@ def test_every_plan_trains_as_a_plain_loop_and_resumes_on_another_world(tmp_path
         (SPEC, "--run-dir", "ddp", "--set", "parallel.strategy=ddp"),
         (SPEC, "--run-dir", "zero3"),
         (SPEC, "--run-dir", "tp", "--set", "parallel.tp=2", "--set", f"parallel.tp_plan={CUT}"),
+        (f"{HERE}:blocks", "--run-dir", "blocks"),
+        (f"{HERE}:blocks", "--run-dir", "pp", "--set", "parallel.pp=2"),
     ]
     results = train_on(2, tmp_path, *runs)
-    assert [code for code, _ in results] == [0, 0, 0], results
+    assert [code for code, _ in results] == [0] * 5, results
+    assert losses(tmp_path / "pp") == pytest.approx(losses(tmp_path / "blocks"), rel=2e-6)
     for name in ("ddp", "zero3", "tp"):
         assert losses(tmp_path / name) == pytest.approx(expected, rel=2e-6), name
     told = [line for line in results[1][1].splitlines() if line.startswith("told: ")]
@@ -128,6 +136,83 @@ def test_held_out_loss_and_metric_are_those_of_all_samples_at_once(tmp_path: Pat
             total, count = total + mean.total.item(), count + float(mean.count)
             right += float(towers.accuracy(output, batch).total)
     assert f"step 0  held-out loss {total / count:.4f}, accuracy {right / 32:.4f} (32 samples)" in text
+
+
+class Blocks(torch.nn.Module):
+    """The loss, an ``sw.Mean``, is on the last of two stages alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(towers.LEFT, towers.WIDTH)
+        self.blocks = torch.nn.ModuleList(towers.Block() for _ in range(4))
+        self.head = torch.nn.Linear(towers.WIDTH, towers.RIGHT)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = self.embed(left)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def distance(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> sw.Mean:
+    each = (output - batch["right"]).square().mean(1)
+    return sw.Mean((each * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def plain_sgd(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=lr)
+
+
+blocks = sw.TrainSpec(model=Blocks, data=towers.Pairs(256, 0), loss=distance, optimizer=plain_sgd)
+
+
+def next_token(output: Any, batch: Any) -> sw.Mean:
+    logits = getattr(output, "logits", output)
+    found = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    return sw.Mean(found, batch.targets.numel())
+
+
+def right(output: Any, batch: Any) -> sw.Mean:
+    return sw.Mean((output.argmax(-1) == batch.targets).sum(), batch.targets.numel())
+
+
+class Bigram(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(256, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens)
+
+
+own_loss = sw.TrainSpec(loss=next_token)
+own_metric = sw.TrainSpec(metrics={"right": right})
+own_model = sw.TrainSpec(model=Bigram)
+text_config = """
+model: {preset: gpt-nano, vocab_size: 256}
+data: {source: stdlib, max_bytes: 100000, seq_len: 16}
+train: {steps: 3, micro_batch_size: 2, global_batch_size: 8, eval_every: 3, eval_batches: 1}
+log: {tensorboard: false}
+"""
+
+
+def test_one_part_is_replaced_and_the_others_are_the_trainer_s(tmp_path: Path) -> None:
+    names = ("own_loss", "own_metric", "none")
+    runs = [(f"{HERE}:{name}", "--run-dir", name) for name in names]
+    results = train_on(2, tmp_path, *runs, config=text_config)
+    assert [code for code, _ in results] == [0] * 3, results
+    usual = losses(tmp_path / "none")
+    assert losses(tmp_path / "own_loss") == pytest.approx(usual, rel=1e-6)
+    assert losses(tmp_path / "own_metric") == pytest.approx(usual, rel=1e-6)
+    (found,) = [line["eval_right"] for line in metrics(tmp_path / "own_metric") if "eval_right" in line]
+    assert found * 8 * 16 == pytest.approx(round(found * 8 * 16))  # of all tokens of eight samples, on two ranks
+    of_model = text_config.replace("model: {preset: gpt-nano, vocab_size: 256}\n", "")
+    ((code, text),) = train_on(2, tmp_path, (f"{HERE}:own_model", "--run-dir", "model"), config=of_model)
+    assert code == 0, text
+    assert 5 < losses(tmp_path / "model")[0] < 7
+
+
+none = sw.TrainSpec()
 
 
 class Numbers:
@@ -221,11 +306,39 @@ def _yaml(text: str) -> dict[str, Any]:
         ({"metrics": {"a": None}}, r"metrics\['a'\]: expected something to call"),
         ({"callbacks": [print]}, "is no sw.Callback"),
         ({"eval_data": [1]}, "eval_data without data"),
+        ({"metrics": {"loss": print}}, "eval_loss is the held-out loss"),
+        ({"data": torch.utils.data.DataLoader([1])}, "data=DataLoader: it gives batches; give its data set"),
+        ({"data": iter([1])}, "it can be read once"),
     ],
 )
 def test_a_field_of_another_kind_is_named(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sw.TrainSpec(**fields)
+
+
+def test_samples_of_known_kinds_are_read_as_what_they_are() -> None:
+    class Sized(torch.utils.data.IterableDataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+    assert not is_indexed(Sized())
+    assert is_indexed([1])
+    table = datasets.Dataset.from_dict({"x": [[1.0, 2.0], [3.0, 4.0]]})
+    batch = given_data(table, None, None, 1).train.batch([0, 1], torch.device("cpu"))  # type: ignore[attr-defined]
+    assert batch["x"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    encoded = UserDict(x=torch.zeros(2))  # as a BatchEncoding is one
+    assert on_device(encoded, torch.device("meta"))["x"].is_meta
+    assert not sw.TrainSpec(data=np.zeros((4, 2))).is_empty
+    with pytest.raises(DataError, match=r"eval_data=...\) has 3 samples, 4 are needed at once"):
+        given_data([1] * 9, Numbers3(), None, 8, least=4)
+
+
+class Numbers3:
+    def __iter__(self) -> Any:
+        return iter(range(3))
 
 
 def test_a_spec_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.api.model import gradient_sync
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
+from shardwise.launch import heartbeat
 from shardwise.optim.scaler import GradScaler
 from shardwise.parallel.pipeline.batch import Forward, LossFn, call_model, fitting_count, forward_loss, split_batch
 from shardwise.parallel.pipeline.pipelined import pipelined_of
@@ -139,6 +140,7 @@ def eval_step(
 
 
 def _microbatches(batch: Any, count: int) -> Iterable[Any]:
+    heartbeat.move()  # a long evaluation is not taken for a hang
     return _drawn(batch, count) if isinstance(batch, Iterator) else split_batch(batch, count)
 
 

@@ -48,7 +48,7 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
     if isinstance(pipeline, dict):
         pipeline.pop("num_microbatches", None)  # train derives them from the batch
     optimizer = dict(held.get("optimizer") or {})
-    if "name" not in optimizer:
+    if "name" not in optimizer and "spec" not in held:
         name = workload.optimizer.partition("-")[0]
         optimizer |= {"name": name} | ({"momentum": 0.0} if workload.optimizer == "sgd" else {})
     train = {

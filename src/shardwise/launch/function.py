@@ -21,6 +21,22 @@ from shardwise.spec.errors import ShardwiseError
 _CALL = "call.pkl"
 
 
+def packed(value: Any) -> bytes:
+    """``value`` by cloudpickle, with the folders in which this process looks for modules."""
+    import cloudpickle
+
+    return cloudpickle.dumps((sys.path, cloudpickle.dumps(value)))
+
+
+def unpacked(raw: bytes) -> Any:
+    """What :func:`packed` packed: modules are looked for where that process looked, after this one's own places."""
+    import cloudpickle
+
+    path, value = cloudpickle.loads(raw)
+    sys.path += [folder for folder in path if folder not in sys.path]
+    return cloudpickle.loads(value)
+
+
 def launch(
     fn: Callable[..., Any], /, *args: Any, nproc: int | None = None, max_restarts: int = 0, **kwargs: Any
 ) -> list[Any]:
@@ -51,7 +67,7 @@ def launch(
     count = num_workers(nproc)
     with tempfile.TemporaryDirectory(prefix="shardwise-call-") as private:
         folder = Path(private)
-        (folder / _CALL).write_bytes(cloudpickle.dumps((fn, args, kwargs)))
+        (folder / _CALL).write_bytes(packed((fn, args, kwargs)))
         code = launch_module(__name__, [private], count, max_restarts=max_restarts)
         if code:
             failed = ShardwiseError(
@@ -70,7 +86,7 @@ def _work(folder: Path) -> int:
     world = read_world()
 
     def call() -> int:
-        fn, args, kwargs = cloudpickle.loads((folder / _CALL).read_bytes())
+        fn, args, kwargs = unpacked((folder / _CALL).read_bytes())
         (folder / f"result-{world.rank}.pkl").write_bytes(cloudpickle.dumps(fn(*args, **kwargs)))
         return 0
 

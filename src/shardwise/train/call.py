@@ -13,13 +13,14 @@ import yaml
 
 from shardwise.launch.elastic import num_workers
 from shardwise.launch.exit_codes import show_error
+from shardwise.launch.function import packed
 from shardwise.launch.world import read_world
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.run_files import SUMMARY
 from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.sections import RawConfig, read_config
-from shardwise.train.spec import TrainSpec
+from shardwise.train.spec import TrainSpec, with_code
 from shardwise.train.start import launch_training, work
 
 
@@ -56,34 +57,48 @@ def train(
     Raises:
         ConfigError, DataError, PlanError, MemoryBudgetError: As the command refuses, before a process is started.
         ShardwiseError: A rank failed, and has said why; ``exit_code`` is the launcher's.
+        SystemExit: This process is a rank, and the run was stopped or failed: with the code that it should leave with.
     """
     wanted = ("latest" if resume else None) if isinstance(resume, bool) else resume
     directory = None if run_dir is None else Path(run_dir)
     world = read_world()
+    if spec is not None:
+        spec = with_code(spec)
     if world.source != "alone":
-        raw = _read(config)
-        code = work(raw, world, run_dir=directory, resume=wanted, is_demo=False, show_error=show_error, spec=spec)
-        directory = directory or folder.newest(raw.config.name)
-    else:
-        with tempfile.TemporaryDirectory(prefix="shardwise-train-") as private:
-            file = _written(config, Path(private))
-            words = ["train", str(file)]
-            if spec is not None:
-                words += ["--spec", str(_pickled(spec, Path(private)))]
-            raw = read_config(file, [f"spec={words[-1]}"] if spec is not None else [])
-            raw.raise_if_any()
-            directory = folder.choose(raw.config.name, directory, is_resuming=wanted is not None, wanted=wanted)
-            words += [] if wanted is None else ["--resume", wanted]
-            code = launch_training(
-                raw,
-                num_workers(nproc),
-                words,
-                run_dir=directory,
-                resume=wanted,
-                max_restarts=max_restarts,
-                say=_say,
-            )
-    if code or directory is None:
+        found: dict[str, Any] = {}
+        code = work(
+            _read(config),
+            world,
+            run_dir=directory,
+            resume=wanted,
+            is_demo=False,
+            show_error=show_error,
+            spec=spec,
+            found=found,
+        )
+        if code:
+            raise SystemExit(code)
+        return found
+    with tempfile.TemporaryDirectory(prefix="shardwise-train-") as private:  # mode 0700
+        file, spec_file = _written(config, Path(private)), None
+        if spec is not None:
+            spec_file = Path(private) / "spec.pkl"
+            spec_file.write_bytes(packed(spec))
+        raw = read_config(file)
+        raw.raise_if_any()
+        directory = folder.choose(raw.config.name, directory, is_resuming=wanted is not None, wanted=wanted)
+        code = launch_training(
+            raw,
+            num_workers(nproc),
+            ["train", str(file), *([] if wanted is None else ["--resume", wanted])],
+            run_dir=directory,
+            resume=wanted,
+            max_restarts=max_restarts,
+            say=_say,
+            spec=spec,
+            spec_file=spec_file,
+        )
+    if code:
         failed = ShardwiseError(f"sw.train: the run ended with exit code {code}.\n  See above for what it said.")
         failed.exit_code = code
         raise failed
@@ -107,12 +122,4 @@ def _written(config: str | os.PathLike[str] | Mapping[str, Any], private: Path) 
     _read(config).raise_if_any()
     file = private / "run.yaml"
     file.write_text(yaml.safe_dump(dict(config)))
-    return file
-
-
-def _pickled(spec: TrainSpec, private: Path) -> Path:
-    import cloudpickle
-
-    file = private / "spec.pkl"
-    file.write_bytes(cloudpickle.dumps(spec))
     return file

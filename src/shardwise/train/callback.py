@@ -22,7 +22,7 @@ class RunView(Protocol):
         directory: The run's folder.
         control: ``control.rank``, ``control.size`` and ``control.is_first``, of this rank.
         progress: ``progress.say(text)`` prints on rank 0.
-        must_end: Set to a reason, on every rank in the same step, it ends the run with a last checkpoint.
+        must_end: Set to a reason, on any rank, it ends the run with a last checkpoint when steps are read next.
     """
 
     step: int
@@ -50,7 +50,7 @@ class Callback:
         """An evaluation is over: ``eval_loss`` and the metrics, the same on every rank."""
 
     def on_save(self, run: RunView) -> None:
-        """A checkpoint has been written, or, where it is asynchronous, begun."""
+        """A save has returned: written, begun where it is asynchronous, or refused by the disk (``run.saves``)."""
 
     def on_end(self, run: RunView) -> None:
         """The steps are over: all have been made, or a stop was requested. Not called after an error."""

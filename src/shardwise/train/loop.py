@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.api.save import drop_save
-from shardwise.engine.storage.attachment import attachment_of, engine_of
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.part import plain_of
 from shardwise.launch import fault
 from shardwise.launch.exit_codes import note_exit
@@ -86,7 +86,7 @@ class Parts:
     """What is trained.
 
     Attributes:
-        model: The model; parallelized, or plain on one rank.
+        model: The parallelized model.
         optimizer: Its optimizer.
         scaler: Of fp16 losses, if any.
         average: Of the model's weights, if any.
@@ -115,7 +115,7 @@ class Loop:
         done: What checkpoints say of the steps that have been read.
         speed: What has been measured.
         directory: The run's folder.
-        must_end: A reason to end the run after the present step, set on every rank alike; ``None``: go on.
+        must_end: A reason to end the run at the next reading; any rank may set it. ``None``: go on.
         outcome: How the run ended, once it has.
     """
 
@@ -274,14 +274,14 @@ class Loop:
             self.fault_at("after_step", self.step)
             if self.saves.is_under_way and (trouble := self.saves.hear()):
                 self.progress.say(trouble)
-            is_last = self.step == train.steps or self.must_end is not None
+            is_last = self.step == train.steps
             evaluates = train.eval_every is not None and (is_last or self.step % train.eval_every == 0)
             saves = bool(saving.every and self.step % saving.every == 0) or (is_last and saving.final)
             keeps = bool(saving.memory_every and self.step % saving.memory_every == 0) and not saves
             if not (is_last or evaluates or saves or keeps or self.unread.is_due(self.step)):
                 continue
             self._read(evaluates=evaluates)  # a checkpoint is of steps that were read: their values are finite
-            is_last = is_last or self.must_end is not None
+            is_last = self._agree_on_end() or is_last
             if self.unread.signal_number and not is_last:
                 self._has_ended = True
                 self.outcome = self._stop(self.unread.signal_number)
@@ -294,16 +294,36 @@ class Loop:
                 self._save(in_memory=True)
             if self.must_end is not None:
                 break
-        self.leave(self.must_end or "finished")
+        self._finish(self.must_end or "finished")
 
-    def leave(self, reason: str = "left by its loop before the last step") -> None:
-        """The steps are over: what is being written is finished. Does nothing where they have ended before.
+    def leave(self) -> None:
+        """The loop has left the steps before their end: read and save those that were made.
+
+        Does nothing where the steps have ended by themselves. All ranks must have left after the same step.
 
         Raises:
             StorageError: The last checkpoint was not saved.
         """
         if self._has_ended:
             return
+        if self.unread.steps:
+            self._read(evaluates=False)
+        if self.config.checkpoint.final and self.done.step:
+            self._save()
+        self._finish(f"left by its loop after step {self.done.step}")
+
+    def _agree_on_end(self) -> bool:
+        """Whether a rank has said that the run is to end; ``must_end`` is then its reason on all of them.
+
+        Collective:
+            One all-gather of small JSON, where callbacks or a loop of the user's may say so.
+        """
+        if self.callbacks or self._is_own_loop:
+            self.must_end = next((reason for reason in self.control.all_json(self.must_end) if reason), None)
+        return self.must_end is not None
+
+    def _finish(self, reason: str) -> None:
+        """What is being written is finished, and the run has ended."""
         self._has_ended, saving = True, self.config.checkpoint
         self._finish_save()
         self.pace.end(saved_step=self.saves.saved_step)
@@ -319,16 +339,14 @@ class Loop:
         self._found = {}
         clock, waited = StepTime(self.device), self._waited_s()
         is_measured = self.device.type == "cuda" or self.speed.made_steps < MEASURED_STEPS
-        is_parallel = attachment_of(self.model) is not None
         with contextlib.ExitStack() as stack:
-            events = stack.enter_context(sw.record_collectives(self.model)) if is_parallel else []
-            engine = engine_of(self.model, "train") if is_parallel else None
+            events, engine = stack.enter_context(sw.record_collectives(self.model)), engine_of(self.model, "train")
             memory = stack.enter_context(PeakTensorBytes(self.device, engine)) if is_measured else None
             self._generators = random_state.take(self.device)
             yield
         if memory is not None:
             self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.peak_bytes - self._foreign_bytes)
-            if self.control.is_first and 1 <= self.speed.made_steps < MEASURED_STEPS and memory.history and is_parallel:
+            if self.control.is_first and 1 <= self.speed.made_steps < MEASURED_STEPS and memory.history:
                 held = held_bytes(engine_of(self.model, "train"), [self.optimizer])
                 self.report.write_memory(self.step + 1, memory.history, held, memory.by_unit)
                 self.speed.peak_by_unit = memory.by_unit
@@ -359,7 +377,7 @@ class Loop:
 
     def _waited_s(self) -> float | None:
         """Seconds that this rank has waited for the model's communication; ``None`` where the host does not wait."""
-        if self.device.type != "cpu" or attachment_of(self.model) is None:
+        if self.device.type != "cpu":
             return None
         comms = engine_of(self.model, "train").comms
         of_model = (comms.gather, comms.reduce, comms.replicate)  # which may be the control's too

@@ -123,7 +123,8 @@ def session(
             control.on_first(check)
             control.on_first(lambda: note_starters(directory, names))
         resume = control.on_first(lambda: begins_from(directory, resume, is_restart=is_again))
-        stack.callback(_watch(world, directory / LOGS, pace).set)
+        if not (goes_on and world.source == "alone" and step_timeout_s is None):  # a person is there, or a debugger
+            stack.callback(_watch(world, directory / LOGS, pace).set)
         yield Session(control, directory, device, stop, pace, resume)
 
 
@@ -136,6 +137,7 @@ def train(
     takes_over: bool = False,
     is_demo: bool = False,
     profiled: range = range(0),
+    found: dict[str, Any] | None = None,
 ) -> int:
     """Train on this rank and return the exit code.
 
@@ -147,6 +149,7 @@ def train(
         takes_over: Take the folder of a run on another machine that gives no sign of life.
         is_demo: Compare with one process after training.
         profiled: Steps of which a trace is written.
+        found: Gets what summary.json says, and ``directory``.
 
     Raises:
         ShardwiseError: Its ``exit_code`` is what the process should leave with.
@@ -169,7 +172,10 @@ def train(
         trainer = Trainer(
             resolved, held.control, held.directory, held.device, stop=held.stop, pace=held.pace, profiled=profiled
         )
-        return trainer.run(held.resume, is_demo=is_demo)
+        code = trainer.run(held.resume, is_demo=is_demo)
+        if found is not None:
+            found |= {**trainer.loop.summary, "directory": str(held.directory)}
+        return code
 
 
 def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:

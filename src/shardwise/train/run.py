@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +19,7 @@ import shardwise as sw
 from shardwise.api.dry_run import DryRun
 from shardwise.api.model import data_parallel_rank, data_parallel_size
 from shardwise.engine.storage.attachment import engine_of
+from shardwise.launch import heartbeat
 from shardwise.launch.error_file import reported
 from shardwise.launch.exit_codes import run_worker, show_error
 from shardwise.launch.world import World, read_world
@@ -29,7 +32,9 @@ from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.predicted.time import PredictedStep
 from shardwise.train.rank import Session, session
+from shardwise.train.record import Record
 from shardwise.train.saves.checkpoints import resharded, saved_config
+from shardwise.train.saves.plain import as_json, from_json
 from shardwise.train.spec import Mean
 from shardwise.train.steps.unread import TOKENS
 
@@ -76,8 +81,7 @@ class Run:
         checkpoint: Fields of ``checkpoint:`` in a run.yaml, such as ``{"every": 100, "keep": 3}``. By default one
             checkpoint, at the end.
         log: Fields of ``log:``, such as ``{"every": 10, "wandb": True}``.
-        train: Of ``train:``: ``step_timeout_s``, ``grace_s``, ``non_finite``, ``check_replicas_every`` and ``seed``,
-            which seeds the generators of a resume on another number of ranks.
+        train: Of ``train:``: ``step_timeout_s``, ``grace_s``, ``non_finite`` and ``check_replicas_every``.
         sampler: What the samples come from, saved and restored: an ``sw.DistributedSampler``, a loader with state.
         scheduler: The learning rate's, saved and restored.
         scaler: Of fp16 losses.
@@ -126,9 +130,8 @@ class Run:
                 " number, and checkpoints load on any other."
             ) from None
         scaler = scaler or sw.GradScaler("cpu", enabled=False)
-        seed = (train or {}).get("seed")
-        self._parts = Parts(model, optimizer, scaler, average, data_parallel_rank(model), seed=None)
-        self._seed, self._callbacks = seed, callbacks
+        self._parts = Parts(model, optimizer, scaler, average, data_parallel_rank(model))
+        self._callbacks = callbacks
         self._world: World = read_world()
         self._stack = contextlib.ExitStack()
         self._loop: Loop | None = None
@@ -166,6 +169,7 @@ class Run:
                 callbacks=self._callbacks,
                 is_own_loop=True,
             )
+            held.control.check_same(self.state(), "state of sampler and scheduler")
             stack.enter_context(loop.running(held.resume))
             self._stack = stack.pop_all()
         return self
@@ -180,8 +184,12 @@ class Run:
         """
         loop = self._running
         with self._exit_codes():
-            if kind is None:
-                loop.leave()
+            try:
+                if kind is None:
+                    loop.leave()
+            except BaseException:
+                self._stack.__exit__(*sys.exc_info())
+                raise
             self._stack.__exit__(kind, error, trace)
         if isinstance(error, ShardwiseError) and self._world.source != "alone":
             raise SystemExit(_left_with(error, self._world)) from error
@@ -240,13 +248,14 @@ class Run:
             **values: Others, by the names that the record gets: an ``sw.Mean``, or a number or tensor without
                 dimensions, which is averaged over the ranks. ``eval_loss`` is a held-out loss.
         """
-        reserved = {"step", "lr", "tokens_per_s", "step_time_s", *_KNOWN} & set(values)
+        heartbeat.move()
+        reserved = {each.name for each in dataclasses.fields(Record) if each.name != "eval_loss"} & set(values)
         if reserved:
             raise ConfigError(
                 f"run.log({', '.join(sorted(reserved))}=...): the record has this already; name it otherwise."
             )
         given = {"loss": loss, "grad_norm": grad_norm, "tokens": tokens, **values}
-        self._logged |= {name: value for name, value in given.items() if value is not None}
+        self._logged |= {name: _kept(name, value) for name, value in given.items() if value is not None}
 
     def _note(self, loop: Loop) -> None:
         model, found = self._parts.model, dict(self._logged)
@@ -255,18 +264,24 @@ class Run:
         if tokens is not None:
             pairs[TOKENS] = float(tokens) * data_parallel_size(model), 1.0
         loop.found(
-            loss=loss.detach() if isinstance(loss, Tensor) else loss,
-            norm=norm.detach() if isinstance(norm, Tensor) else norm,
+            loss=loss,
+            norm=norm,
             lr=float(self._parts.optimizer.param_groups[0]["lr"]),
             values=pairs,
         )
+
+    @contextlib.contextmanager
+    def long(self, phase: str = "evaluation") -> Iterator[None]:
+        """Around what takes longer than a step, such as an evaluation: it is not taken for a hang."""
+        with self._running.pace.long(phase):
+            yield
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar, on rank 0."""
         self._running.progress.say(text)
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, with a last checkpoint. Every rank must call in the same step."""
+        """End the run with a last checkpoint when metrics are read next; any rank may say so."""
         self._running.must_end = reason
 
     @property
@@ -288,7 +303,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What checkpoints hold beside tensors."""
-        kept = {name: held.state_dict() for name, held in self._kept.items() if held is not None}
+        kept = {name: as_json(held.state_dict(), name) for name, held in self._kept.items() if held is not None}
         settings = {"loop": "sw.Run", **self._config.model_dump(mode="json"), "own": self._own_config}
         return {"kept": kept, "config": settings, "mesh": sw.summary(self._parts.model).mesh}
 
@@ -317,7 +332,7 @@ class Run:
                     "  Leave it out to begin it anew, or begin a new run in another folder."
                 )
             if held is not None:
-                held.load_state_dict(saved[name])
+                held.load_state_dict(from_json(saved[name]))
         return resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
 
     def evaluate(self) -> dict[str, float] | None:
@@ -358,11 +373,11 @@ def _checked(
     Raises:
         ConfigError: An unknown field, or a value of another kind.
     """
-    unknown = set(train or {}) - {"step_timeout_s", "grace_s", "non_finite", "check_replicas_every", "seed"}
+    unknown = set(train or {}) - {"step_timeout_s", "grace_s", "non_finite", "check_replicas_every"}
     if unknown:
         raise ConfigError(
             f"sw.Run(train={{{min(unknown)!r}: ...}}): what a step does is the loop's own.\n"
-            "  Known are step_timeout_s, grace_s, non_finite, check_replicas_every and seed."
+            "  Known are step_timeout_s, grace_s, non_finite and check_replicas_every."
         )
     base = {
         "checkpoint": dict(checkpoint or {}),
@@ -372,6 +387,25 @@ def _checked(
     raw = read_config(None, base=base, title="sw.Run")
     raw.raise_if_any()
     return raw.config
+
+
+def _kept(name: str, value: Any) -> Any:
+    """A copy of a value, without its graph: it is read some steps later.
+
+    Raises:
+        ConfigError: It is no number.
+    """
+    if isinstance(value, Mean) and name not in _KNOWN:
+        return Mean(_kept(name, value.total), _kept(name, value.count))
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().clone()
+    if isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, Tensor)):
+        return float(value)
+    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise ConfigError(
+        f"run.log({name}=...): expected a number or a tensor of one element, got {what}.\n"
+        "  Give its mean, or an sw.Mean of a sum and a count under a name of your own."
+    )
 
 
 def _as_pair(value: Tensor | float | Mean) -> tuple[Tensor | float, Tensor | float]:

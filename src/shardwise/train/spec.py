@@ -9,16 +9,19 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from shardwise.launch.function import unpacked
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean, printable
 from shardwise.train.callback import Callback
+from shardwise.train.data.source import is_indexed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 #: What a file's spec is called where the name is not said.
 USUAL_NAME = "spec"
+#: What a run's configuration says of a spec that was given to ``sw.train``, which its processes find in a file that
+#: this variable names.
+FROM_PYTHON, FILE_VARIABLE = "given to sw.train", "SHARDWISE_SPEC"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class TrainSpec:
         metrics: By name ``metric(output, batch)``, an ``sw.Mean``; taken at evaluations, recorded as ``eval_NAME``.
         callbacks: Told what happens (``sw.Callback``).
         code: Hash of the file that the spec comes from. A run that was begun with other code is not resumed, unless
-            ``checkpoint.allow_other_code`` says so.
+            ``checkpoint.allow_other_code`` says so. What the file imports is not compared.
     """
 
     model: Callable[[], nn.Module] | None = None
@@ -96,17 +102,14 @@ class TrainSpec:
             for name in called
             if (value := getattr(self, name)) is not None and not callable(value)
         ]
-        wrong += [
-            f"{name}={_shown(value)}: expected a data set or an iterable"
-            for name in ("data", "eval_data")
-            if (value := getattr(self, name)) is not None
-            and not hasattr(value, "__getitem__" if hasattr(value, "__len__") else "__iter__")
-        ]
+        wrong += [f"{name}{why}" for name in ("data", "eval_data") if (why := _wrong_data(getattr(self, name)))]
         wrong += [
             f"metrics[{name!r}]: expected something to call"
             for name, value in self.metrics.items()
             if not callable(value)
         ]
+        if "loss" in self.metrics:
+            wrong.append("metrics['loss']: eval_loss is the held-out loss; name it otherwise")
         wrong += [
             f"callbacks: {_shown(each)} is no sw.Callback" for each in self.callbacks if not isinstance(each, Callback)
         ]
@@ -118,7 +121,25 @@ class TrainSpec:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is replaced."""
-        return self == TrainSpec()
+        given = [each for name in _PARTS if (each := getattr(self, name)) is not None]
+        return not (given or self.metrics or self.callbacks)
+
+
+#: Fields that are ``None`` where they are not given.
+_PARTS = ("model", "data", "eval_data", "collate", "forward", "loss", "optimizer", "schedule")
+
+
+def _wrong_data(data: Any) -> str:
+    """What is wrong with samples; empty where nothing is."""
+    if data is None or is_indexed(data):
+        return ""
+    if any(kind.__name__ == "DataLoader" for kind in type(data).__mro__):
+        return "=DataLoader: it gives batches; give its data set, and its collate_fn as collate"
+    if not hasattr(data, "__iter__"):
+        return f"={_shown(data)}: expected a data set or an iterable"
+    if iter(data) is data:
+        return f"={_shown(data)}: it can be read once, and is read from its beginning several times; give what makes it"
+    return ""
 
 
 def _shown(value: Any) -> str:
@@ -134,15 +155,18 @@ def load_spec(name: str) -> TrainSpec:
     Raises:
         ConfigError: There is no such file, module or name, or it is no spec; errors of the code itself are passed on.
     """
-    if name.endswith(".pkl"):  # which sw.train has written for its processes
-        import cloudpickle
-
-        return cloudpickle.loads(Path(name).read_bytes())
+    if name == FROM_PYTHON:
+        raise ConfigError(
+            "the run's spec was given to sw.train, and is in no file.\n"
+            "  Go on with it there: sw.train(config, spec, run_dir=..., resume=True)."
+        )
     where, _, attribute = name.partition(":")
+    if not where.strip(". "):
+        raise ConfigError(f"--spec {printable(name)}: expected a file (mine.py) or a module (package.module:NAME).")
     module = _of_file(Path(where).expanduser()) if where.endswith(".py") else _of_module(where)
     attribute = attribute or USUAL_NAME
     found = getattr(module, attribute, None)
-    if found is None:
+    if found is None and not hasattr(module, attribute):
         hint = did_you_mean(attribute, [key for key in vars(module) if not key.startswith("_")])
         raise ConfigError(
             f"--spec {printable(name)}: there is no {printable(attribute)!r} in it.{hint}\n"
@@ -199,11 +223,20 @@ def _hash_of(module: ModuleType) -> str:
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def replaced(spec: TrainSpec) -> list[str]:
-    """The names of the fields that are given."""
-    usual = TrainSpec()
-    return [
-        each.name
-        for each in fields(spec)
-        if each.name != "code" and getattr(spec, each.name) != getattr(usual, each.name)
-    ]
+def given_spec() -> TrainSpec | None:
+    """The spec that ``sw.train`` has left for this process, if it has started it."""
+    file = os.environ.get(FILE_VARIABLE)
+    return unpacked(Path(file).read_bytes()) if file else None
+
+
+def with_code(spec: TrainSpec) -> TrainSpec:
+    """A spec of a script or a notebook with the hash of the source of its functions and classes."""
+    parts = [getattr(spec, name) for name in _PARTS if not name.endswith("data")]
+    parts += [*spec.metrics.values(), *(type(each) for each in spec.callbacks)]
+    digest = hashlib.sha256()
+    for part in parts:
+        try:
+            digest.update(inspect.getsource(part).encode())
+        except (OSError, TypeError):  # of a built-in, or an object that can be called
+            digest.update(getattr(part, "__qualname__", type(part).__qualname__).encode())
+    return replace(spec, code=digest.hexdigest())

@@ -22,7 +22,7 @@ from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.lock import RunLock
 from shardwise.train.new_world import keep_batch
 from shardwise.train.predicted.budget import check_budget, find_device
-from shardwise.train.spec import TrainSpec
+from shardwise.train.spec import FILE_VARIABLE, TrainSpec, given_spec
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -89,6 +89,8 @@ def launch_training(
     takes_over: bool = False,
     max_restarts: int,
     say: Callable[[str], None],
+    spec: TrainSpec | None = None,
+    spec_file: Path | None = None,
 ) -> int:
     """Check everything that can be checked here, choose the run's folder, start the workers and wait for them.
 
@@ -101,6 +103,8 @@ def launch_training(
         takes_over: Take the folder of a run on another machine that gives no sign of life.
         max_restarts: How often all workers are started again after one was lost.
         say: Called with a line before work that takes time.
+        spec: What replaces parts of the run, where no file of the user's has it.
+        spec_file: Where the workers find it.
 
     Returns:
         The exit code.
@@ -109,7 +113,7 @@ def launch_training(
 
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
-    resolved = resolve(raw, num_ranks, say=say)
+    resolved = resolve(raw, num_ranks, say=say, spec=spec)
     check_extras(resolved.config)
     if run_dir is not None:
         RunLock(run_dir, takes_over=takes_over).check()
@@ -130,7 +134,8 @@ def launch_training(
         if note:
             say(note)
         folder.choose(resolved.config.name, directory, is_resuming=resume is not None, wanted=resume)  # is it so still?
-        return _launch(resolved, directory, num_ranks, arguments, resume=resume, max_restarts=max_restarts, say=say)
+        options = {"resume": resume, "max_restarts": max_restarts, "say": say, "spec_file": spec_file}
+        return _launch(resolved, directory, num_ranks, arguments, **options)
     finally:
         lock.release()
 
@@ -144,6 +149,7 @@ def _launch(
     resume: str | None,
     max_restarts: int,
     say: Callable[[str], None],
+    spec_file: Path | None,
 ) -> int:
     """Start the workers of a run whose folder is this process's own. Returns the exit code."""
     from shardwise.launch.elastic import launch
@@ -151,17 +157,21 @@ def _launch(
 
     verb, *others = arguments
     words, lower_lr = [verb, f"--run-dir={directory}", *others], resolved.config.optimizer.lr / 10
+    again, lower = f"continue with `{_resuming(words)}`", f"lower the rate, as by `{_resuming(words, lower_lr)}`"
+    if spec_file is not None:
+        call = f"sw.train(config, spec, run_dir={str(directory)!r}, resume=True)"
+        again, lower = f"continue with `{call}`", f"continue with a lower rate, by `{call}`"
     code = launch(
         "shardwise",
         words,
         num_ranks,
         max_restarts=max_restarts,
         log_dir=directory / LOGS,
-        env={CATCHES_STOPS: "1"},
+        env={CATCHES_STOPS: "1"} | ({} if spec_file is None else {FILE_VARIABLE: str(spec_file)}),
         grace_s=resolved.config.train.grace_s,
         restarts_from=lambda: _restart_point(directory, resume),
-        next_words=f"continue with `{_resuming(words)}`",
-        next_words_after={NonFiniteError.exit_code: f"lower the rate, as by `{_resuming(words, lower_lr)}`"},
+        next_words=again,
+        next_words_after={NonFiniteError.exit_code: lower},
     )
     if resolved.config.checkpoint.memory_every is not None:
         from shardwise.train.saves.memory_tier import MemoryTier
@@ -235,8 +245,9 @@ def work(
     profiled: range = range(0),
     show_error: Callable[[ShardwiseError], None],
     spec: TrainSpec | None = None,
+    found: dict[str, Any] | None = None,
 ) -> int:
-    """Train as one of the workers. Returns the exit code."""
+    """Train as one of the workers. Returns the exit code; ``found`` gets the run's summary and folder."""
     from shardwise.launch.error_file import reported
     from shardwise.launch.exit_codes import run_worker
 
@@ -245,7 +256,7 @@ def work(
         from shardwise.train.rank import train
 
         given = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
-        resolved = resolve(given, world.size, world.ranks_per_machine, spec=spec)
+        resolved = resolve(given, world.size, world.ranks_per_machine, spec=spec or given_spec())
         check_extras(resolved.config)
         if world.source != "launcher":  # which has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))
@@ -257,6 +268,7 @@ def work(
             takes_over=takes_over,
             is_demo=is_demo,
             profiled=profiled,
+            found=found,
         )
 
     again = "start the same command again, with --resume"

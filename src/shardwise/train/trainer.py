@@ -113,6 +113,7 @@ class Trainer:
             callbacks=resolved.spec.callbacks,
             foreign_bytes=foreign_bytes,
         )
+        self._has_means: bool | None = None  # whether the spec's loss gives sw.Mean, once a step has shown it
         stops = config.train.non_finite == "stop"
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
         self.microbatches = Microbatches(batch, device)
@@ -324,7 +325,7 @@ class Trainer:
             norm=norm,
             is_skipped=is_skipped,
             update=update,
-            lr=config.optimizer.lr * ratio,
+            lr=float(self.optimizer.param_groups[0]["lr"]),
             scale=scale,
             data_s=self.microbatches.data_s,
             samples=samples,
@@ -363,24 +364,30 @@ class Trainer:
             losses=losses,
         )
         loss = sum(losses, torch.zeros((), device=self.device)) if losses else None
-        if self.resolved.spec.loss is None:
+        if self.resolved.spec.loss is None or self._has_means is False:
             return loss
         factor = self._factor(counts, has_loss=bool(losses))
+        factors = {factor.device: factor}
         for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
-        return None if loss is None else loss * factor.to(loss.dtype)
+            if (grad := parameter.grad) is not None:  # in fp32: a tensor without dimensions does not change the dtype
+                grad.mul_(factors.setdefault(grad.device, factor.to(grad.device)))
+        return None if loss is None else loss * factor
 
     def _factor(self, counts: Sequence[Tensor | float], *, has_loss: bool) -> Tensor:
         """What makes the mean over microbatches and ranks of sums the mean by what they count; 1 where none counts.
 
+        Copies of a loss, on ranks of ``tp`` and ``cp``, multiply both sums.
+
         Collective:
-            One all-reduce of 16 bytes, which the host does not wait for on a GPU.
+            One all-reduce of 16 bytes over all ranks, which the host waits for in the first step only; none later where
+            the loss is no ``sw.Mean``.
         """
         told = torch.zeros(2, dtype=torch.float64, device=self.device)
         told[1] = float(has_loss)
         for count in counts:
             told[0] += count
-        engine_of(self.model, "train").comms.control.all_reduce(told, unit="loss").wait()
+        engine_of(self.model, "train").comms.world.all_reduce(told, unit="loss").wait()
+        if self._has_means is None:
+            self._has_means = bool(told[0] > 0)
         factor = told[1] * self.resolved.batch.accumulation / told[0]
-        return torch.where(told[0] > 0, factor, torch.ones_like(factor))
+        return torch.where(told[0] > 0, factor, torch.ones_like(factor)).float()

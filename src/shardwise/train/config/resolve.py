@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from shardwise.launch.process import num_gpus
 from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
@@ -42,7 +43,7 @@ from shardwise.train.data.source import (
 from shardwise.train.data.stream import open_stream
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer, tokenized
-from shardwise.train.spec import TrainSpec, load_spec
+from shardwise.train.spec import FROM_PYTHON, TrainSpec, load_spec
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, NEXT, Task
 
 
@@ -172,8 +173,9 @@ def data_of(resolved: RunConfig) -> Data:
     if spec.data is not None:
         from shardwise.train.data.given import given_data
 
-        most = config.train.eval_batches * resolved.batch.total
-        return given_data(spec.data, spec.eval_data, spec.collate, most)
+        batch = resolved.batch
+        most, least = config.train.eval_batches * batch.total, batch.micro * batch.data_parallel_size
+        return given_data(spec.data, spec.eval_data, spec.collate, most, least)
     how = {
         "seq_len": resolved.seq_len,
         "vocab_size": resolved.vocab_size,
@@ -214,7 +216,7 @@ def resolve(
         ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
         DataError: The configuration is right but the data is not.
     """
-    config, num_found = raw.config, len(raw.mistakes)
+    config, num_found, is_from_python = raw.config, len(raw.mistakes), spec is not None
     if spec is None:
         spec = TrainSpec() if config.spec is None else load_spec(config.spec)
     _check_spec(raw, spec)
@@ -262,7 +264,11 @@ def resolve(
             **({"eval_every": None} if spec.data is not None and spec.eval_data is None else {}),
         },
     }
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in filled.items()}
+    sections: dict[str, Any] = {
+        name: getattr(config, name).model_copy(update=values) for name, values in filled.items()
+    }
+    if is_from_python and not spec.is_empty:
+        sections["spec"] = FROM_PYTHON
     resolved = RunConfig(
         config.model_copy(update=sections),
         plan,
@@ -338,23 +344,32 @@ _UNKNOWN = LanguageModel(1 << 31, None)
 
 
 def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
-    """Report what a spec replaces and the configuration gives as well."""
+    """Report what a spec replaces and the configuration gives as well, and what the two cannot do together."""
     config = raw.config
-    section = config.model
-    if spec.model is not None and (section.hf or section.preset or section.overrides):
-        key = "hf" if section.hf else "preset" if section.preset else next(iter(section.overrides))
-        raw.fail("model", key, "the spec brings the model; take it out")
-    if spec.model is not None and config.lora.is_used:
-        raw.fail("lora", "rank", "the spec brings the model; put adapters into it there")
-    for key in ("source", "mix", "eval_source", "streaming", "column", "max_bytes"):
-        if spec.data is not None and key in raw.given("data"):
-            raw.fail("data", key, "the spec brings the data; take it out")
-    if spec.optimizer is not None and config.optimizer.name != "adamw":
-        raw.fail("optimizer", "name", "the spec brings the optimizer; take it out")
-    if spec.loss is not None and config.optimizer.in_backward:
-        raw.fail("optimizer", "in_backward", "the spec's loss may count samples of all ranks first; take it out")
-    if config.train.chunked_cross_entropy and (spec.loss or spec.model or spec.data):
-        raw.fail("train", "chunked_cross_entropy", "the spec brings the loss; call sw.chunk_cross_entropy in it")
+    given = {"model": {name for name in ("hf", "preset") if getattr(config.model, name)} | set(config.model.overrides)}
+    given["data"] = raw.given("data") & {"source", "mix", "eval_source", "streaming", "column", "max_bytes"}
+    given["optimizer"] = raw.given("optimizer") - {"lr", "weight_decay", "flat", "in_backward"}
+    given["schedule"] = set(raw.given("schedule"))
+    for section, keys in given.items():
+        if getattr(spec, section) is not None:
+            for key in sorted(keys):
+                raw.fail(section, key, f"the spec brings the {section}; take it out")
+    has_loss, of_tokens = spec.loss is not None, spec.data is None
+    chunked = config.train.chunked_cross_entropy and (has_loss or spec.model is not None or not of_tokens)
+    whole = of_tokens and (has_loss or spec.model is not None or bool(spec.metrics))
+    for section, key, holds, why in (
+        ("lora", "rank", config.lora.is_used and spec.model is not None, "the spec brings the model; adapt it there"),
+        (
+            "optimizer",
+            "in_backward",
+            config.optimizer.in_backward and has_loss,
+            "the spec's loss is divided later",
+        ),
+        ("parallel", "cp", config.parallel.cp > 1 and whole, "the logits of a sequence lie on several ranks"),
+        ("train", "chunked_cross_entropy", chunked, "the spec brings the loss; call sw.chunk_cross_entropy in it"),
+    ):
+        if holds:
+            raw.fail(section, key, f"{why}; take it out")
 
 
 def _check_count(source: GivenSource, spec: TrainSpec, batch: Batch) -> None:

@@ -67,10 +67,15 @@ class GivenSamples:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch whose tensors are on ``device``."""
-    if device.type == "cpu":
-        return batch
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """A batch whose tensors are on ``device``; any mapping, such as a ``BatchEncoding``, becomes a dict."""
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        held = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
+        return held.to(device, non_blocking=True)
+
+    return batch if device.type == "cpu" else tree_map_only(torch.Tensor, move, batch)
 
 
 class IterableSampler:
@@ -144,9 +149,28 @@ class IterableSampler:
         self.position = place
 
 
-def given_data(data: Any, held_out: Any, collate: Collate | None, num_held_out: int) -> Data:
-    """The samples of a spec; of an iterable at most ``num_held_out`` are held out."""
+def given_data(data: Any, held_out: Any, collate: Collate | None, num_held_out: int, least: int = 1) -> Data:
+    """The samples of a spec; of an iterable at most ``num_held_out`` are held out.
+
+    Rows of a ``datasets.Dataset`` are read as tensors, unless it has a format or there is a ``collate``.
+
+    Raises:
+        DataError: An iterable has fewer than ``least`` items to hold out.
+    """
+    if collate is None:
+        data, held_out = (_as_tensors(each) for each in (data, held_out))
     collate = collate or default_collate
     part = GivenSamples(data if is_indexed(data) else IterableSampler(data), collate)
     held = held_out if held_out is None or is_indexed(held_out) else list(itertools.islice(held_out, num_held_out))
+    if held is not None and len(held) < least:
+        raise DataError(
+            f"TrainSpec(eval_data=...) has {len(held)} samples, {least} are needed at once.\n"
+            "  Give it more, or lower train.micro_batch_size."
+        )
     return Data(part, GivenSamples(held or [], collate))
+
+
+def _as_tensors(data: Any) -> Any:
+    has_format = getattr(data, "format", None)
+    is_plain = isinstance(has_format, dict) and has_format.get("type") is None
+    return data.with_format("torch") if is_plain and hasattr(data, "with_format") else data

@@ -168,7 +168,10 @@ def given_source(data: Any) -> GivenSource:
 
 def is_indexed(data: Any) -> bool:
     """Whether items are read by their number."""
-    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    is_iterable = any(
+        kind.__name__ == "IterableDataset" for kind in type(data).__mro__
+    )  # torch's has both all the same
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_iterable
 
 
 def find_source(name: str, *, max_bytes: int | None = None) -> Source:

@@ -215,15 +215,22 @@ def _cross_entropy(logits: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def objective_of(resolved: RunConfig) -> Objective:
-    """The objective of a run: the spec's where it has one."""
+    """The objective of a run: the spec's where it has one, over what the model makes of its inputs."""
     config, spec = resolved.config, resolved.spec
-    if spec.data is None and spec.model is None:
+    if spec.data is not None:
+        usual = Objective(call_model, _own_loss)
+    elif spec.model is not None or (config.model.hf is None and (spec.loss is not None or spec.metrics)):
+        usual = Objective(lambda model, batch: model(batch.inputs), _of_logits)
+    else:
         in_chunks = config.train.chunked_cross_entropy
         is_from_hf, cp = config.model.hf is not None, config.parallel.cp
         usual = objective(is_from_hf=is_from_hf, cp=cp, task=resolved.task, in_chunks=in_chunks)
-    else:
-        usual = Objective(call_model, _own_loss)
     return Objective(spec.forward or usual.forward, spec.loss or usual.loss_fn)
+
+
+def _of_logits(output: Any, batch: TokenBatch) -> Tensor:
+    """Cross entropy of what a model makes of tokens: logits, or an output that has them."""
+    return _cross_entropy(getattr(output, "logits", output), batch)
 
 
 def _own_loss(output: Any, _batch: Any) -> Tensor:
