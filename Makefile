@@ -72,7 +72,7 @@ $(INTEGRATIONS): $(STAMP)
 test-integrations: $(INTEGRATIONS) $(TRANSFORMERS:%=.venv/transformers-%/.installed) ## transformers, TRL, Accelerate, Lightning, Ray under our plans beside one process
 	@.venv-integrations/bin/python -m pytest -m integrations -n $(WORKERS) --dist worksteal
 	@PYTHONPATH=.venv/transformers-$(lastword $(TRANSFORMERS)) .venv-integrations/bin/python -m pytest -n $(WORKERS) \
-	    tests/integrations/test_transformers_trainer.py
+	    tests/integrations/test_transformers_trainer.py tests/integrations/test_trl_preference.py
 	@for version in $(TRANSFORMERS); do echo "with transformers $$version"; \
 	    PYTHONPATH=.venv/transformers-$$version $(BIN)/python -m pytest $(TRANSFORMERS_TESTS) \
 	    -m 'not gpu and not long and not integrations' -n $(WORKERS) --dist worksteal || exit 1; done

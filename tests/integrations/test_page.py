@@ -64,7 +64,14 @@ AFTER_LM_EVAL = """
 assert (results is None) == (torch.distributed.get_rank() > 0)
 assert results is None or 0 <= results["results"]["own_choices"]["acc,none"] <= 1
 """
-AROUND = {"ray": (BEFORE_RAY, AFTER_RAY), "lm_eval": (BEFORE_LM_EVAL, AFTER_LM_EVAL)}
+BEFORE_DPO = """
+import trl
+from tests.integrations import test_trl_preference as own
+
+model, reference, pairs, tokenizer = own.build(), own.build(), own.rows("dpo"), own.tokenizer()
+args = trl.DPOConfig(**own.settings({folder!r}, 2) | {{"max_steps": 1, "bf16": False}})
+"""
+AROUND = {"ray": (BEFORE_RAY, AFTER_RAY), "lm_eval": (BEFORE_LM_EVAL, AFTER_LM_EVAL), "dpo": (BEFORE_DPO, "")}
 
 
 def run(path: str) -> None:
@@ -76,7 +83,7 @@ def run(path: str) -> None:
 def test_every_snippet_of_the_page_runs_on_two_ranks(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (name,) = re.findall(r"shardwise\.integrations\.(\w+)", text)
+    (name,) = re.findall(r"shardwise\.integrations\.(\w+)", text) if "DPO" not in text else ["dpo"]
     here = text.replace('accelerator="gpu", devices=8', 'accelerator="cpu", devices=2')
     here = here.replace("lightning.Trainer(", "lightning.Trainer(max_epochs=1, ")
     here = here.replace("num_workers=8, use_gpu=True", "num_workers=2").replace('"steps": 100', '"steps": 2')
