@@ -31,6 +31,7 @@ from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.schedule.simulate import Durations, simulate
+from shardwise.spec.shown import Page, Shown, vars_of
 from shardwise.spec.text import first_line, size
 from shardwise.weights.state.average import ExponentialMovingAverage
 
@@ -46,8 +47,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 BACKENDS = ("auto", "gloo", "nccl")
 
 
-@dataclass(frozen=True)
-class DryRun:
+@dataclass(frozen=True, repr=False)
+class DryRun(Shown):
     """What one rank would send and hold in a step of the steady state.
 
     Attributes:
@@ -90,16 +91,27 @@ class DryRun:
         """All bytes that this rank sends in the step."""
         return sum(event.sent_bytes for event in self.events)
 
-    def __str__(self) -> str:
-        lines = [
+    def to_records(self) -> list[dict[str, Any]]:
+        """A row for each kind of collective."""
+        return [
+            {"collective": kind, "count": count, "sent_bytes": sent} for kind, (count, sent) in self.traffic.items()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields; collectives are added up by kind."""
+        return vars_of(self) | {"events": self.to_records()}
+
+    def page(self) -> Page:
+        """Memory and collectives for reading."""
+        above = [
             f"{self.num_parameters:,} parameters, {self.strategy}, rank {self.rank} of {self.world_size}",
             f"peak {size(self.peak_bytes)}: "
             + ", ".join(f"{name} {size(held)}" for name, held in self.bytes_by_category.items()),
         ]
-        lines += [f"{count} x {kind}, {size(sent)} sent by this rank" for kind, (count, sent) in self.traffic.items()]
-        if self.bubble_share is not None:
-            lines.append(f"pipeline bubble {self.bubble_share:.1%} of the step, with stages that take equally long")
-        return "\n".join(lines)
+        rows = [(kind, str(count), size(sent)) for kind, (count, sent) in self.traffic.items()]
+        share = self.bubble_share
+        text = "" if share is None else f"pipeline bubble {share:.1%} of the step, with stages that take equally long"
+        return Page(above, [("collective", "count", "sent by this rank"), *rows], [text] if text else [])
 
 
 def dry_run(

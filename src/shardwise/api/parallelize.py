@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.api import data_parallel
 from shardwise.api.shard import Description, finish, shard_model
-from shardwise.api.wrapper_methods import add_wrapper_methods
+from shardwise.api.wrapper_methods import add_wrapper_methods, count_parameters
 from shardwise.comm.axes import Comms, Place, join_world
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
@@ -89,10 +89,9 @@ def parallelize(
     """
     plan = _plan_of(plan, fields)
     check_fresh(model)
-    _tell_alias(plan.strategy)
-    for note in plan.notes:
-        tell_once(note)
+    _tell_translations(plan)
     check_plan(plan)
+    counted = count_parameters(model)
     units = find_units(model, plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
     recomputed = recompute.find(model, units, plan.recompute)  # refuses before the ranks communicate
@@ -136,7 +135,7 @@ def parallelize(
         load_ranges(model, given.read, given)
     if plan.placements.is_threaded:
         _describe(engine, [data_parallel.install(model)])
-    add_wrapper_methods(model)
+    add_wrapper_methods(model, counted)
     return model
 
 
@@ -157,8 +156,7 @@ def _plan_of(plan: ParallelPlan | str | None, fields: Mapping[str, Any]) -> Para
             raise PlanError(f"sw.parallelize() and its plan have no {name!r}.\n {hint} Fields: {', '.join(known)}.")
     made = ParallelPlan(**given)
     if given:
-        shown = ", ".join(f"{name}={getattr(made, name)!r}" for name in given)
-        tell_once(f"the plan is sw.ParallelPlan({shown})")
+        tell_once(f"the plan is sw.{made!r}")
     return made
 
 
@@ -271,10 +269,13 @@ def _accumulates_sharded(plan: ParallelPlan) -> bool | None:
     return plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None
 
 
-def _tell_alias(strategy: object) -> None:
-    """Print once what another library's name for a strategy is called here."""
+def _tell_translations(plan: ParallelPlan) -> None:
+    """Print once what another library's names and objects are called here."""
+    strategy = plan.strategy
     if isinstance(strategy, str) and canonical_name(strategy) != strategy.lower():
         tell_once(f"strategy {strategy!r} is {canonical_name(strategy)!r} here")
+    for note in plan.notes:
+        tell_once(note)
 
 
 def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:

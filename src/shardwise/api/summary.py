@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -27,8 +28,8 @@ from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
 from shardwise.spec.memory.activations import Activations, backward_bytes
 from shardwise.spec.memory.footprint import Footprint, Replicas, StateBytes, footprint
 from shardwise.spec.order import units_in
+from shardwise.spec.shown import Page, Shown
 from shardwise.spec.slice import simplest, slice_of
-from shardwise.spec.text import aligned
 from shardwise.spec.traffic.data import (
     Collective,
     held_bytes,
@@ -86,8 +87,8 @@ class UnitSummary:
     groups: tuple[GroupSummary, ...]
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, repr=False)
+class Summary(Shown):
     """What :func:`summary` returns; ``str()`` is for reading.
 
     Attributes:
@@ -173,16 +174,32 @@ class Summary:
         lines = [f"  {line}" for line in list_alike(slices)]
         return ["slices that this rank's shards are of:", *lines] if lines else []
 
-    def __str__(self) -> str:
-        lines = [
+    def to_records(self) -> list[dict[str, Any]]:
+        """A row for each group of each unit: ``parameters`` are its logical elements, ``owned`` those of this rank."""
+        return [
+            {"unit": unit.name, "class": unit.type_name}
+            | {name: getattr(group, name) for name in _COLUMNS}
+            | {"parameters": sum(math.prod(shape) for _, shape, _ in group.parameters)}
+            | {"owned": sum(count for _, _, count in group.parameters)}
+            for unit in self.units
+            for group in unit.groups
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with those of units and groups."""
+        return {"num_parameters": self.num_parameters, **dataclasses.asdict(self)}
+
+    def page(self) -> Page:
+        """Units and bytes for reading."""
+        above = [
             (
                 f"{self.num_parameters:,} parameters{' of this rank' * ('pp' in self.coordinate)} in {len(self.units)}"
                 f" units on {self.world_size} {'data-parallel ' * self._is_product}ranks"
                 f"{self._groups} (this is rank {self.rank}{self._world}); {self.placements}"
             ),
             *self._place,
-            *aligned([_HEADER, *(row for unit in self.units for row in _rows(unit))], words=(0, 1, 5)),
         ]
+        lines = []
         idle = f"; {self.num_idle_ranks} of {self.world_size} ranks own nothing" if self.num_idle_ranks else ""
         lines.append(f"cut by {self.granularity}: the fullest rank owns {self.imbalance:.3f} times the mean{idle}")
         lines.append(f"bytes on this rank: {self.footprint}")
@@ -207,9 +224,10 @@ class Summary:
             lines.append("order of gathers: recorded in the first step")
         if self.num_wrong_prefetches:
             lines.append(f"gathered, but not run on this rank: {self.num_wrong_prefetches:,} times so far")
-        return "\n".join(lines)
+        return Page(above, [_HEADER, *(row for unit in self.units for row in _rows(unit))], lines, words=(0, 1, 5))
 
 
+_COLUMNS = ("padding_numel", "dtypes", "is_trainable", "is_resident")
 _HEADER = ("unit", "class", "params", "this rank", "padding", "dtype")
 
 

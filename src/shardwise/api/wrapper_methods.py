@@ -16,11 +16,21 @@ from shardwise.optim.clip import clip_grad_norm
 from shardwise.spec.errors import Uncopyable
 
 
-def add_wrapper_methods(model: nn.Module) -> None:
-    """Give a parallelized model ``no_sync`` and ``clip_grad_norm_``."""
+def add_wrapper_methods(model: nn.Module, counted: _NumParameters | None) -> None:
+    """Give a parallelized model ``no_sync`` and ``clip_grad_norm_``, and the ``num_parameters`` of before."""
+    if counted is not None:
+        model.__dict__["num_parameters"] = counted
     for name, method in (("no_sync", _NoSync(model)), ("clip_grad_norm_", _ClipGradNorm(model))):
         if not hasattr(model, name):
             model.__dict__[name] = method
+
+
+def count_parameters(model: nn.Module) -> _NumParameters | None:
+    """A ``num_parameters`` for a model that is not sharded yet, in place of its own; ``None`` where it has none.
+
+    transformers' adds up the elements of the parameters, which after sharding are those of this rank.
+    """
+    return _NumParameters(model) if callable(getattr(model, "num_parameters", None)) else None
 
 
 class _Method(Uncopyable):
@@ -54,3 +64,21 @@ class _ClipGradNorm(_Method):
             As ``sw.clip_grad_norm``.
         """
         return clip_grad_norm(self._model, max_norm, norm_type)
+
+
+class _NumParameters(_Method):
+    """``model.num_parameters()``, which models of transformers have, of the model as it was before sharding."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        self._held = [(name, p.numel(), p.requires_grad, name in tables) for name, p in model.named_parameters()]
+
+    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  transformers' form
+        """Number of parameters of the whole model: all, those that are trained, or those outside of embeddings."""
+        now = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
+        return sum(
+            numel
+            for name, numel, was_trained, is_table in self._held
+            if (now.get(name, was_trained) or not only_trainable) and not (is_table and exclude_embeddings)
+        )

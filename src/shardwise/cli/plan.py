@@ -154,7 +154,8 @@ def _show_plans(
     trace: Path | None,
     is_json: bool,
 ) -> None:
-    from shardwise.cli import plan_file, plan_screen
+    from shardwise.cli import plan_file
+    from shardwise.planner import screen
     from shardwise.planner.explain import table_rows
     from shardwise.planner.fit import remedies
     from shardwise.planner.search import search
@@ -179,17 +180,17 @@ def _show_plans(
     elif best.fits and (workload.lora_rank is None or "preset" not in (subject.model or {})):
         line = f"next: add --out plan.yaml, then\n  {plan_file.command(best, 'plan.yaml')}"
     if is_json:
-        content = plan_screen.as_json(shape, cluster, workload, plans, found)
+        content = screen.as_json(shape, cluster, workload, plans, found)
         content["command"] = plan_file.command(best, str(out or "plan.yaml")) if line else None
         show(json.dumps(content, indent=1))
         return
-    show(plan_screen.screen(shape, cluster, workload, plans, found=found, command=line))
+    show(screen.screen(shape, cluster, workload, plans, found=found, command=line))
 
 
 def _show_largest(
     shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any], *, is_json: bool
 ) -> None:
-    from shardwise.cli import plan_screen
+    from shardwise.planner import screen
     from shardwise.planner.fit import largest
     from shardwise.planner.legal import STRATEGIES
 
@@ -204,13 +205,13 @@ def _show_largest(
                 "parameters": each.plan and each.plan.shape.num_parameters,
                 "layers": each.plan and each.plan.shape.num_layers,
                 "hidden": each.plan and each.plan.shape.hidden,
-                "plan": each.plan and plan_screen.plan_as_json(each.plan),
+                "plan": each.plan and screen.plan_as_json(each.plan),
             }
             for each in found
         ]
         show(json.dumps(rows, indent=1))
         return
-    show("\n".join(plan_screen.largest_page(shape, cluster, workload, found)))
+    show("\n".join(screen.largest_page(shape, cluster, workload, found)))
 
 
 # -- what is planned for

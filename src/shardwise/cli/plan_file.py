@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import write
-from shardwise.cli.plan_screen import plan_fields_of
 from shardwise.planner.explain import gib, num_microbatches, seconds, title
+from shardwise.planner.screen import plan_fields_of
 
 if TYPE_CHECKING:
     from shardwise.planner import Estimate

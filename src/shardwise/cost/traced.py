@@ -45,6 +45,10 @@ class TracedModel:
     stacks: tuple[Any, ...] = ()
     refusals: tuple[tuple[str, str], ...] = ()
 
+    def __repr__(self) -> str:
+        shown = f"{self.num_parameters:,} parameters in {sum(unit.count for unit in self.units):,} units"
+        return f"TracedModel({self.name}: {shown}, a step of {self.batch} samples)"
+
     @property
     def units(self) -> tuple[UnitWork, ...]:
         """Its units in 16 bit, or in fp32 where it runs in that alone."""

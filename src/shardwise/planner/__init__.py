@@ -2,7 +2,7 @@
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.estimate import Estimate, MemoryEstimate, TimeEstimate, estimate
+from shardwise.planner.estimate import Estimate, MemoryEstimate, Plans, TimeEstimate, estimate
 from shardwise.planner.search import search
 
-__all__ = ["Cluster", "Estimate", "MemoryEstimate", "TimeEstimate", "Workload", "estimate", "search"]
+__all__ = ["Cluster", "Estimate", "MemoryEstimate", "Plans", "TimeEstimate", "Workload", "estimate", "search"]

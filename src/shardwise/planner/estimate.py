@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from shardwise.cost.hardware import GIB, Cluster
 from shardwise.cost.workload import Workload
@@ -13,6 +15,7 @@ from shardwise.planner.time import TimeEstimate, estimate_time
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
+from shardwise.spec.shown import Page, Shown
 
 #: Share of a device's memory that a recommended plan leaves free. Predicted peaks of published runs that nothing was
 #: fitted on are wrong by 3.9% in the mean (`make validate`): a plan with less to spare may well run out.
@@ -26,7 +29,7 @@ HOST_BYTES = 2 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(Shown):
     """What a step of one plan needs, and how long it takes.
 
     Attributes:
@@ -72,6 +75,22 @@ class Estimate:
             return f"needs {self.memory.host_bytes / GIB:,.0f} GiB of its host's memory for each rank"
         return f"needs {needed}: {', '.join(shown)}"
 
+    def page(self) -> Page:
+        """The table of the plan, its memory, and what bounds its time."""
+        return Plans([self]).page()
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """One row: what the table has, in bytes and seconds."""
+        plain = {key: value for key, value in self.to_dict().items() if not isinstance(value, dict)}
+        return [plain | {"device_bytes": self.memory.device_bytes, "host_bytes": self.memory.host_bytes}]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan's fields, memory and time, as ``shardwise plan --json`` has them."""
+        return _screen().plan_as_json(self)
+
+    def __repr__(self) -> str:
+        return f"Estimate({_screen().brief(self)})"
+
     @property
     def step_time_s(self) -> float:
         """Seconds of one step, from the second one on."""
@@ -92,6 +111,35 @@ class Estimate:
         """Share of the dense peak of the products' dtype; ``None`` where the peak is not known."""
         peak = self.cluster.device.peaks.get(self.workload.precision)
         return self.tflops_per_gpu * 1e12 / peak if peak else None
+
+
+class Plans(Shown, list[Estimate]):
+    """What ``search`` returns: a list of at least one plan, whose text is the page of ``shardwise plan``."""
+
+    def page(self) -> Page:
+        """The page of ``shardwise plan``."""
+        return _screen().page_of(self)
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """A row for each plan."""
+        return [row for made in self for row in made.to_records()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``shardwise plan --json`` prints."""
+        return _screen().as_json(self[0].shape, self[0].cluster, self[0].workload, self, ())
+
+    def __str__(self) -> str:
+        return _screen().screen(self[0].shape, self[0].cluster, self[0].workload, self)
+
+    def __repr__(self) -> str:
+        return f"Plans({len(self)}, first: {self[0]!r})" if self else "Plans(0)"
+
+
+def _screen() -> ModuleType:
+    """What shows plans; it estimates again, for its reasons, and so imports this module."""
+    from shardwise.planner import screen
+
+    return screen
 
 
 def needed_bytes(memory: MemoryEstimate, cluster: Cluster) -> float:

@@ -32,7 +32,7 @@ from shardwise.planner.candidate import (
     saves_less,
     savings,
 )
-from shardwise.planner.estimate import Estimate, estimate, needed_bytes, usable_bytes
+from shardwise.planner.estimate import Estimate, Plans, estimate, needed_bytes, usable_bytes
 from shardwise.planner.legal import schedules, why_none
 from shardwise.planner.memory import estimate_memory
 from shardwise.planner.plainness import EQUALLY_FAST, order, plainness
@@ -48,7 +48,7 @@ NUM_BEST = 3
 SLACK, SLACK_OF_KIND = 0.02, 0.05
 
 
-def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> list[Estimate]:
+def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> Plans:
     """The best plans for a model on a cluster, the recommended one first.
 
     Recommended is the plainest plan (:mod:`planner.plainness`) of those that take at most
@@ -75,7 +75,7 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
         ConfigError: A fixed name is unknown, or the engine does not train in the workload's precision.
         PlanError: No plan is legal with what is fixed.
     """
-    return _Search(shape, cluster, workload, check_fixed(fixed)).run()
+    return Plans(_Search(shape, cluster, workload, check_fixed(fixed)).run())
 
 
 def fastest_of(plans: Sequence[Estimate]) -> Estimate:

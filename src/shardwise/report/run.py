@@ -13,15 +13,16 @@ import yaml
 
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, METRICS, MODEL, PLAN, PREDICTED, SUMMARY
+from shardwise.spec.shown import Page, Shown, vars_of
 from shardwise.spec.text import printable
 
 #: Steps at the beginning of a process that are slower than the rest: tensors are counted in them on a CPU.
 SLOW_STEPS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run's files.
+@dataclass(frozen=True, slots=True, repr=False)
+class Run(Shown):
+    """A run's files; in a notebook its newest records.
 
     Attributes:
         directory: Its folder.
@@ -51,6 +52,20 @@ class Run:
     def name(self) -> str:
         """The folder's name."""
         return self.directory.resolve().name
+
+    def page(self) -> Page:
+        """The newest steps, and what could not be read."""
+        shown = [key for key in _SHOWN if self.has(key)]
+        newest = [[_cell(record.get(key)) for key in shown] for record in self.records[-10:]]
+        return Page([f"{self.name}: {len(self.records):,} steps"], [shown or ["step"], *newest], self.problems, ())
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """A row for each step."""
+        return self.records
+
+    def to_dict(self) -> dict[str, Any]:
+        """All files that could be read."""
+        return vars_of(self) | {"directory": str(self.directory)}
 
     @property
     def steps(self) -> list[int]:
@@ -97,6 +112,14 @@ class Run:
     def last(self, key: str) -> float | None:
         """The newest value of a number."""
         return next((value for value in reversed(self.values(key)) if value is not None), None)
+
+
+#: The numbers of a record that a notebook shows.
+_SHOWN = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes")
+
+
+def _cell(value: object) -> str:
+    return "" if finite(value) is None else f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
 def finite(value: object) -> float | None:

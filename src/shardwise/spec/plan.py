@@ -29,6 +29,7 @@ from shardwise.spec.policies import (
 )
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
+from shardwise.spec.shown import short_repr
 from shardwise.spec.styles import parse_table
 from shardwise.spec.traffic.data import BUFFER_SYNCS
 
@@ -170,6 +171,8 @@ class ParallelPlan:
     sync: str = "warn"
     sync_buffers: str = "auto"
     compile: bool = False
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Replace what files and other libraries write by policies, and check what needs neither model nor world."""

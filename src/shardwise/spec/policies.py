@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.placement import Placements, canonical_name
 from shardwise.spec.precision import FLOATING, dtype_name, item_bytes
+from shardwise.spec.shown import changed, short_repr
 
 _Policy = TypeVar("_Policy")
 
@@ -224,6 +225,8 @@ class PrecisionPolicy:
     master_dtype: str | None = None
     overrides: Mapping[str, PrecisionPolicy | Mapping[str, Any]] | tuple[tuple[str, PrecisionPolicy], ...] = ()
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         parts = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
         policies = tuple((str(name), PrecisionPolicy.parse(part, f"overrides[{name!r}]")) for name, part in parts)
@@ -275,12 +278,8 @@ class PrecisionPolicy:
 
     def as_dict(self) -> dict[str, Any]:
         """``param_dtype`` and the fields that differ from the defaults, as a configuration file writes them."""
-        usual = {field.name: field.default for field in fields(self) if field.name != "overrides"}
-        held = {name: getattr(self, name) for name in usual}
-        found = {name: value for name, value in held.items() if value != usual[name] or name == "param_dtype"}
-        if self.parts:
-            found["overrides"] = {name: part.as_dict() for name, part in self.parts}
-        return found
+        parts = {"overrides": {name: part.as_dict() for name, part in self.parts}} if self.parts else {}
+        return changed(self) | parts
 
     def group_dtypes(self, dtype: str, *, keeps_own: bool) -> tuple[str, str, str]:
         """Dtypes of a group: master, compute, reduce.

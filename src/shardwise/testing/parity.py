@@ -28,7 +28,7 @@ from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.spec.exact import check_exact, splits_sums, tolerance
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.text import aligned
+from shardwise.spec.shown import Page, Shown, vars_of
 from shardwise.testing.locate import Location, NoDifference, locate_difference
 from shardwise.testing.one_process import Job, OptimizerFactory, Run, largest_rate, run_one_process
 from shardwise.testing.record import Parallelize
@@ -105,8 +105,8 @@ class ParityRow:
         )
 
 
-@dataclass(frozen=True)
-class ParityReport:
+@dataclass(frozen=True, repr=False)
+class ParityReport(Shown):
     """The rows of :func:`parity`; ``str()`` gives the table."""
 
     rows: tuple[ParityRow, ...]
@@ -121,14 +121,22 @@ class ParityReport:
         """Every plan was equal to the last bit, or where it splits sums as near as is allowed."""
         return all(row.holds for row in self.rows)
 
-    def __str__(self) -> str:
+    def to_records(self) -> list[dict[str, Any]]:
+        """A row for each plan."""
+        return [
+            vars_of(row) | {"holds": row.holds, "verdict": row.verdict, "location": row.location and row.shown_location}
+            for row in self.rows
+        ]
+
+    def page(self) -> Page:
+        """The table, and where plans differ."""
         rows = [("plan", "ranks", "steps", "losses", "norms", "parameters", "largest difference")]
         for row in self.rows:
             other = "near" if row.holds else "DIFFER"
             losses, norms, parameters = ("equal" if s else other for s in (row.losses, row.norms, row.parameters))
             rows.append((row.plan, str(row.world_size), str(row.steps), losses, norms, parameters, row.verdict))
         found = [f"{row.plan}: {row.shown_location}" for row in self.rows if row.location is not None]
-        return "\n".join([*aligned(rows, words=(0, 3, 4, 5, 6)), *found])
+        return Page([], rows, found, words=(0, 3, 4, 5, 6))
 
 
 def parity(

@@ -1,4 +1,4 @@
-"""What ``plan`` shows: one page of 80 columns for people, or JSON with the same content."""
+"""What ``plan`` and ``print(plans)`` show: one page of 80 columns for people, or JSON with the same content."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.cost.hardware import GIB
-from shardwise.planner import Cluster, Estimate, Workload
+from shardwise.cost.hardware import GIB, Cluster
+from shardwise.cost.workload import Workload
+from shardwise.planner.estimate import Estimate
 from shardwise.planner.explain import gib, misfits, num_microbatches, recommendation, seconds, table_rows, title, why
 from shardwise.planner.fit import Largest, Remedy
 from shardwise.planner.search import fastest_of
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import FULL_PRECISION
 from shardwise.spec.shape import ModelShape
+from shardwise.spec.shown import Page, changed
 from shardwise.spec.text import aligned
 
 WIDTH, HEIGHT = 80, 40
 _LEAST_ROWS = 3
 _BAR = 34
+#: Columns of the table that hold words.
+WORDS = (1, 3)
 
 
 def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str]:
@@ -59,6 +63,18 @@ def count(number: float) -> str:
 
 def table(plans: Sequence[Estimate]) -> list[str]:
     """One line for each plan, or two where it has a long name."""
+    rows = cells(plans)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    room = WIDTH - sum(widths) + widths[1] - 2 * (len(widths) - 1)
+    lines: list[list[str]] = []
+    for row in rows:
+        name, *more = textwrap.wrap(row[1], room, break_on_hyphens=False)
+        lines += [[row[0], name, *row[2:]], *(["", f"  {text}", *("" for _ in row[2:])] for text in more)]
+    return aligned(lines, words=WORDS)
+
+
+def cells(plans: Sequence[Estimate]) -> list[list[str]]:
+    """The table's head, and a row for each plan."""
     rows = [["", "plan", "batch", "recompute", "GiB", "step", "TFLOP/s", "MFU"]]
     for place, made in enumerate(plans, 1):
         mfu = "n/a" if made.mfu is None else f"{made.mfu:.0%}"
@@ -75,13 +91,7 @@ def table(plans: Sequence[Estimate]) -> list[str]:
                 *(speed if made.fits else ["no fit", "", ""]),
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    room = WIDTH - sum(widths) + widths[1] - 2 * (len(widths) - 1)
-    lines: list[list[str]] = []
-    for row in rows:
-        name, *more = textwrap.wrap(row[1], room, break_on_hyphens=False)
-        lines += [[row[0], name, *row[2:]], *(["", f"  {text}", *("" for _ in row[2:])] for text in more)]
-    return aligned(lines, words={1, 3})
+    return rows
 
 
 def memory_bars(made: Estimate) -> list[str]:
@@ -107,26 +117,46 @@ def screen(
     workload: Workload,
     plans: Sequence[Estimate],
     *,
-    found: Sequence[Remedy] = (),
+    found: Sequence[Remedy] | None = None,
     command: str = "",
 ) -> str:
-    """The page."""
-    best, rows = plans[0], table_rows(plans)
+    """The page; ``found`` is what would make a plan fit, ``None`` where nobody has looked."""
+    rows = table_rows(plans)
     shown = [made for made in rows if made.fits] or rows
-    below: list[str] = []
-    if best.fits:
-        capacity = gib(cluster.device.memory_bytes)
-        below += [f"memory of plan 1 on the fullest GPU, in GiB of {capacity}", *memory_bars(best), ""]
-        below += _wrapped([recommendation(plans), *why(best), *filter(None, [misfits(rows)])])
-    else:
-        below += [*_wrapped([f"Nothing fits. Nearest is {title(best)}: {best.reason}."]), *memory_bars(best), ""]
-        below.append("It fits with" if found else "Neither more GPUs nor shorter sequences were found to help.")
-        below += _wrapped([f"- {remedy.change}: {_shown(remedy.plan)}" for remedy in found])
-    below += ["", *command.splitlines()] if command else []
+    below = [*reasons(plans, found), *(["", *command.splitlines()] if command else [])]
     above = heading(shape, cluster, workload)
     while len(lines := [*above, "", *table(shown), "", *below]) > HEIGHT and len(shown) > _LEAST_ROWS:
         shown = shown[:-1]
     return "\n".join(lines)
+
+
+def reasons(plans: Sequence[Estimate], found: Sequence[Remedy] | None = None) -> list[str]:
+    """Memory of the first plan, why it is the first, and what bounds it; or why nothing fits."""
+    best, lines = plans[0], []
+    if best.fits:
+        capacity = gib(best.cluster.device.memory_bytes)
+        lines += [f"memory of plan 1 on the fullest GPU, in GiB of {capacity}", *memory_bars(best), ""]
+        chosen = [recommendation(plans)] if len(plans) > 1 else []
+        return [*lines, *_wrapped([*chosen, *why(best), *filter(None, [misfits(table_rows(plans))])])]
+    lines += [*_wrapped([f"Nothing fits. Nearest is {title(best)}: {best.reason}."]), *memory_bars(best)]
+    if found is None:
+        return lines
+    lines += ["", "It fits with" if found else "Neither more GPUs nor shorter sequences were found to help."]
+    return lines + _wrapped([f"- {remedy.change}: {_shown(remedy.plan)}" for remedy in found])
+
+
+def page_of(plans: Sequence[Estimate]) -> Page:
+    """The page for a notebook."""
+    first, rows = plans[0], table_rows(plans)
+    shown = [made for made in rows if made.fits] or rows
+    return Page(heading(first.shape, first.cluster, first.workload), cells(shown), reasons(plans), WORDS)
+
+
+def brief(made: Estimate) -> str:
+    """A plan in one line."""
+    speed = f"{seconds(made.step_time_s)} a step, {made.tflops_per_gpu:.0f} TFLOP/s per GPU" if made.fits else "no fit"
+    capacity = made.cluster.device.memory_bytes
+    return f"{title(made)}: {gib(made.memory.device_bytes)} of {gib(capacity)}, {speed}"
 
 
 def _shown(made: Estimate) -> str:
@@ -234,27 +264,11 @@ def plan_as_json(made: Estimate) -> dict[str, Any]:
 
 def plan_fields_of(plan: ParallelPlan) -> dict[str, Any]:
     """The fields of a plan that differ from the defaults, as a configuration's ``parallel`` section writes them."""
-    usual = ParallelPlan()
-    fields: dict[str, Any] = {"strategy": plan.strategy}
-    for each in dataclasses.fields(plan):
-        value = getattr(plan, each.name)
-        if value == getattr(usual, each.name) or each.name == "strategy":
-            continue
-        if each.name == "mp_policy":
-            value = plan.precision.as_dict() if plan.precision != FULL_PRECISION else None
+    fields = changed(plan)
+    for name, value in fields.items():
+        if name == "mp_policy":
+            fields[name] = plan.precision.as_dict() if plan.precision != FULL_PRECISION else None
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = _changed_fields(value)
-        fields[each.name] = value
+            held = changed(value).items()
+            fields[name] = {key: list(each) if isinstance(each, tuple) else each for key, each in held}
     return fields
-
-
-def _changed_fields(policy: Any) -> dict[str, Any]:
-    """The fields of a policy that are not its defaults; the first of them always."""
-    held = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
-    usual = {each.name: each.default for each in dataclasses.fields(policy)}
-    first = next(iter(held))
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in held.items()
-        if value != usual[name] or name == first
-    }

@@ -1,0 +1,93 @@
+"""How results show themselves: a short ``repr``, text, a table in a notebook, a dict and a ``pandas.DataFrame``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import aligned, printable
+
+_with_defaults = functools.cache(lambda kind: kind())
+
+
+def changed(held: Any) -> dict[str, Any]:
+    """The first field of a dataclass, and the others that differ from their defaults."""
+    usual, own = vars_of(_with_defaults(type(held))), vars_of(held)
+    same = [name for name, value in own.items() if type(value) is type(usual[name]) and value == usual[name]]
+    return {name: value for name, value in own.items() if name not in same or name == next(iter(own))}
+
+
+def vars_of(held: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, as they are."""
+    return {each.name: getattr(held, each.name) for each in dataclasses.fields(held)}
+
+
+def short_repr(held: Any) -> str:
+    """The ``repr`` of a dataclass with those fields alone."""
+    return f"{type(held).__name__}({', '.join(f'{name}={value!r}' for name, value in changed(held).items())})"
+
+
+class Page(NamedTuple):
+    """A result for reading: lines, a table whose first row is its head, more lines, columns that stand on the left."""
+
+    above: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    below: Sequence[str] = ()
+    words: Sequence[int] = (0,)
+
+
+class Shown:
+    """A result with a ``page``, and with ``to_records``: the rows of its table as values."""
+
+    __slots__ = ()
+
+    def page(self) -> Page:
+        """The result for reading."""
+        raise NotImplementedError
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """One dict for each row."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, which ``json.dumps`` takes."""
+        return {"rows": self.to_records()}
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with a row for each record.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            text = "to_pandas() needs pandas, which is not installed.\n  pip install pandas, or call to_dict()."
+            raise ConfigError(text) from None
+        return pd.DataFrame(self.to_records())
+
+    def __str__(self) -> str:
+        page = self.page()
+        return "\n".join([*page.above, *aligned(page.rows, words=page.words), *page.below])
+
+    def __repr__(self) -> str:
+        page = self.page()
+        return f"{type(self).__name__}({page.above[0] if page.above else f'{len(page.rows) - 1} rows'})"
+
+    def _repr_html_(self) -> str:
+        page, rows = self.page(), ""
+        for number, row in enumerate(page.rows):
+            tag = "td" if number else "th"
+            sides = ["left" if place in page.words else "right" for place in range(len(row))]
+            cells = zip(sides, row, strict=True)
+            rows += "<tr>" + "".join(f'<{tag} style="text-align:{side}">{_safe(cell)}</{tag}>' for side, cell in cells)
+        lines = [f"<pre>{_safe(chr(10).join(part))}</pre>" if part else "" for part in (page.above, page.below)]
+        return f"{lines[0]}<table>{rows}</table>{lines[1]}"
+
+
+def _safe(text: str) -> str:
+    return html.escape(printable(text, is_block=True))
