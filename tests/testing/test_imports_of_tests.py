@@ -56,6 +56,7 @@ ABOUT = {
     "train/test_train_tokenizer.py": "train.saves.checkpoints train.data.tokenizer",
     "train/test_peak.py": "engine.storage.attachment train.config train.model train.predicted",
     "docs/test_migrating.py": "cli.convert.tables",
+    "spec/test_shown.py": "planner.explain report.read_run",
     "train/test_spec.py": "train.config train.data launch.world train.proof train.saves.random_state train.spec",
     "train/test_train_unread.py": "train.loop train.trainer train.steps.mfu train.steps.unread",
     # one part of the engine, or a count of what it does
