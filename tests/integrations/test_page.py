@@ -12,6 +12,7 @@ import pytest
 from shardwise.testing import run_on_ranks
 from tests.common.tokenizers import save_model, save_tokenizer
 from tests.integrations.test_lm_eval import write_tasks
+from tests.launch.test_join import free_port
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
 
@@ -71,7 +72,20 @@ from tests.integrations import test_trl_preference as own
 model, reference, pairs, tokenizer = own.build(), own.build(), own.rows("dpo"), own.tokenizer()
 args = trl.DPOConfig(**own.settings({folder!r}, 2) | {{"max_steps": 1, "bf16": False}})
 """
+BEFORE_VLLM = """
+import torch
+import shardwise as sw
+from tests.integrations.test_vllm import Group as connect, Server
+
+model = sw.parallelize(sw.models.gpt("gpt-tiny", num_layers=1, hidden=16, num_heads=2, vocab_size=31), "zero3")
+server = Server({port}) if torch.distributed.get_rank() == 0 else None
+train_one_step = torch.nn.Module.train
+"""
+AFTER_VLLM = """
+assert server is None or (server.version, server.calls.count("/resume")) == ("1", 2)
+"""
 AROUND = {"ray": (BEFORE_RAY, AFTER_RAY), "lm_eval": (BEFORE_LM_EVAL, AFTER_LM_EVAL), "dpo": (BEFORE_DPO, "")}
+AROUND |= {"vllm": (BEFORE_VLLM, AFTER_VLLM)}
 
 
 def run(path: str) -> None:
@@ -94,6 +108,14 @@ def test_every_snippet_of_the_page_runs_on_two_ranks(
         monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
         save_tokenizer(save_model(tmp_path / "model", vocab_size=300))
         write_tasks(tmp_path)
-    given = {"folder": str(tmp_path), "name": name, "path": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    port = free_port()
+    here = here.replace("http://rollouts:8000", f"http://127.0.0.1:{port}")
+    here = here.replace('"trainer", port=29600', f'"127.0.0.1", port={free_port()}')
+    given = {
+        "folder": str(tmp_path),
+        "name": name,
+        "port": port,
+        "path": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+    }
     (tmp_path / "snippet.py").write_text(before.format(**given) + here + after.format(**given))
     run_on_ranks(run, 1 if name == "ray" else 2, str(tmp_path / "snippet.py"), timeout_s=250)
