@@ -107,6 +107,7 @@ ABOUT = {
         "engine.engine engine.extensions.pipeline_step parallel.pipeline.runner"
     ),
     "integrations/test_chat_data.py": "train.data.chat",
+    "integrations/test_trl_preference.py": "engine.storage.attachment train.data.tokenizer",
     "integrations/test_transformers_trainer.py": "train.data.tokenizer",
     # what is planned beside what runs
     "measure/test_calibrate.py": "cli.calibrate cost.hardware measure.calibrate",
