@@ -48,12 +48,19 @@ class _HeadsByRank(TorchFunctionMode):
         self.tp = tp
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call = partial(func, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention or (func is F.dropout and args[0].dim() == 4):
-            divided = sum(isinstance(value, Tensor) for value in args[:3])
-            parts = zip(*(value.tensor_split(self.tp, 1) for value in args[:divided]), strict=True)
-            return _by_rank(call, [(*part, *args[divided:]) for part in parts], 1)
-        return call(*args)
+        given = dict(kwargs or {})
+        if func is not F.scaled_dot_product_attention and not (func is F.dropout and args[0].dim() == 4):
+            return func(*args, **given)
+        bias = given.get("attn_mask")  # T5's has a part for each head
+        biases = [bias] * self.tp if bias is None or bias.shape[1] == 1 else bias.tensor_split(self.tp, 1)
+        divided = sum(isinstance(value, Tensor) for value in args[:3])
+        parts = zip(*(value.tensor_split(self.tp, 1) for value in args[:divided]), biases, strict=True)
+
+        def call(*part: Any) -> Tensor:
+            *heads, bias = part
+            return func(*heads, *args[divided:], **(given if bias is None else given | {"attn_mask": bias}))
+
+        return _by_rank(call, list(parts), 1)
 
 
 def _by_rank(call: Callable[..., Tensor], parts: list[tuple[Any, ...]], dim: int) -> Tensor:

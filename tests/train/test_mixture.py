@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -408,5 +409,10 @@ def test_epochs_of_a_user_s_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     raw = read_config(None, base={"train": {"epochs": 3, "global_batch_size": 4, "micro_batch_size": 1}}, title="x")
     assert resolve(raw, 2, spec=sw.TrainSpec(data=range(10))).config.train.steps == 8
-    with pytest.raises(ConfigError, match=r"the number of samples of generator is not known"):
-        resolve(raw, 2, spec=sw.TrainSpec(data=(each for each in range(10))))
+
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    with pytest.raises(ConfigError, match=r"the number of samples of Endless is not known"):
+        resolve(raw, 2, spec=sw.TrainSpec(data=Endless()))

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Chain, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
-from tests.engine.test_memory import SMALL_BYTES, Storages, everything_alive, train
+from tests.engine.test_memory import Storages, everything_alive, train
 
 MODES = ("auto", "broadcast", "mean", "none")
 
@@ -307,10 +307,10 @@ def test_messages_are_in_the_footprint():
     world = 3
     totals = {mode: run_on_ranks(held_bytes, world, mode) for mode in ("none", "auto", "mean")}
     for rank in range(world):
-        (none, _), (auto, _), (mean, _) = (totals[mode][rank] for mode in totals)
+        none, auto, mean = (totals[mode][rank] for mode in ("none", "auto", "mean"))
         floats = 2 * (3001 + 16)
-        assert auto - none == 4 * floats + 2 * 8 * 1001
         own = (rank + 1) * floats // world - rank * floats // world
-        assert mean - auto == 4 * floats + 4 * own * (world - 1)
-        for held, predicted in (totals[mode][rank] for mode in totals):
-            assert abs(held - predicted) <= 2 * SMALL_BYTES + 0.02 * predicted
+        # Held between steps, and predicted: the rest of the footprint has memory only while it is in use.
+        for which in (0, 1):
+            assert auto[which] - none[which] == 4 * floats + 2 * 8 * 1001, (rank, which)
+            assert mean[which] - auto[which] == 4 * floats + 4 * own * (world - 1), (rank, which)

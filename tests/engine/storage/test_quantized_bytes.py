@@ -106,8 +106,10 @@ def test_a_dry_run_sends_and_holds_the_same(world: int) -> None:
             )
             sent = [(event.kind, event.unit, event.dtype, event.sent_bytes) for event in dry.events]
             assert sent == found["events"], (rank, preset, form, kind)
-            for category in ("parameters", "gathered", "reduce"):
-                assert dry.bytes_by_category[category] == found["categories"][category], (rank, preset, form, kind)
+            held, most = dry.bytes_by_category, found["categories"]
+            assert held["parameters"] == most["parameters"], (rank, preset, form, kind)
+            for category in ("gathered", "reduce"):  # a dry run says what of these is there at the peak of all
+                assert held[category] <= most[category], (rank, preset, form, kind)
 
 
 @pytest.mark.slow
