@@ -31,7 +31,7 @@ def left_on_the_cpu() -> list[str]:
 def updated(dtype: torch.dtype, master_dtype: str | None) -> list[list[str]]:
     """On a rank: what is told before the optimizer's first step, at it, and at its second."""
     told: list[str] = []
-    sw.features.precision.tell_once = told.append
+    sw.engine.extensions.precision.tell_once = told.append
     plan = sw.ParallelPlan(mp_policy=sw.PrecisionPolicy("bf16", master_dtype=master_dtype))
     model = sw.parallelize(torch.nn.Linear(2, 2, dtype=dtype), plan)
     optimizer = torch.optim.AdamW(model.parameters())
