@@ -14,8 +14,9 @@ import typer
 
 from bench.compare import run, table
 from bench.compare.request import make_requests, split
-from shardwise.cli.output import check_writable, show, show_error, write
+from shardwise.cli.output import check_writable, show, write
 from shardwise.launch.elastic import num_workers
+from shardwise.launch.exit_codes import show_error
 from shardwise.launch.world import read_world
 from shardwise.spec.errors import ConfigError, ShardwiseError
 
