@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import shardwise as sw
+from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, ConfigError, NonFiniteError
 from shardwise.testing import run_on_ranks
 from tests.train.towers import Pairs, Towers
@@ -183,6 +184,7 @@ def alone(folder: str) -> list[str]:
     tried(model=Towers())
     tried(checkpoint={"evry": 3})
     tried(train={"clip_grad_norm": 1.0})
+    tried(checkpoint={"best": "eval_loss"})
     tried(sampler=object())
     tried()
     tried(sampler=sw.DistributedSampler(8, model=model), steps=4)
@@ -206,6 +208,7 @@ def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
             "Towers is not parallelized.\n  Call model = sw.parallelize(model) before the optimizer is built",
             "checkpoint.evry: unknown key. Did you mean 'every'?",
             "'clip_grad_norm': ...}): what a step does is the loop's own",
+            "'best': ...}): evaluations and code are the loop's own",
             "sw.Run(sampler=...): object has no state_dict and load_state_dict",
             "",
             "the checkpoint has no state of the sampler",
@@ -236,6 +239,9 @@ data = [(torch.full((4,), float(i)), torch.ones(1)) for i in range(32)]
 config = {"name": "cells", "train": {"steps": 4, "micro_batch_size": 2}, "log": {"tensorboard": False}}
 found = sw.train(config, sw.TrainSpec(model=Net, data=data), nproc=2)
 print(found["steps"], found["world_size"], found["directory"])
+config["train"] |= {"steps": 6, "gradient_accumulation_steps": 2}
+found = sw.train(config, sw.TrainSpec(model=Net, data=data), nproc=1, resume=True)
+print("resumed", found["steps"], found["world_size"])
 # %%
 def place(base):
     torch.manual_seed(0)
@@ -252,7 +258,9 @@ except sw.ShardwiseError as error:
 """
 
 
-def test_functions_and_runs_start_from_the_cells_of_a_notebook(tmp_path: Path) -> None:
+def test_functions_and_runs_start_from_the_cells_of_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     cells = CELLS.split("# %%\n")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -262,9 +270,13 @@ def test_functions_and_runs_start_from_the_cells_of_a_notebook(tmp_path: Path) -
     client.execute(env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
     shown = ["".join(_texts(cell)) for cell in notebook.cells]
     assert "4 2 runs/cells" in shown[2]
+    assert "resumed 6 1" in shown[2]
     assert "[10, 11]" in shown[3]
     assert "78 sw.launch(fails): its ranks ended with exit code 78." in shown[4]
     assert json.loads((tmp_path / "runs" / "cells" / "summary.json").read_text())["exit_code"] == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", "--run-dir", "runs/cells"]) == 78  # the spec is in no file
+    assert "the run's spec was given to sw.train" in capsys.readouterr().err
 
 
 def _texts(cell: Any) -> Iterator[str]:

@@ -22,10 +22,12 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch import heartbeat
 from shardwise.launch.error_file import reported
 from shardwise.launch.exit_codes import run_worker, show_error
+from shardwise.launch.process import num_gpus
 from shardwise.launch.world import World, read_world
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.spec.text import printable
 from shardwise.train.callback import Callback
+from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.differences import differences
 from shardwise.train.log.report import Report
@@ -373,6 +375,12 @@ def _checked(
     Raises:
         ConfigError: An unknown field, or a value of another kind.
     """
+    ignored = {"best", "best_is", "allow_other_code"} & set(checkpoint or {})
+    if ignored:
+        raise ConfigError(
+            f"sw.Run(checkpoint={{{min(ignored)!r}: ...}}): evaluations and code are the loop's own."
+            "\n  Save the best step in the loop: sw.save(folder, model, optimizer)."
+        )
     unknown = set(train or {}) - {"step_timeout_s", "grace_s", "non_finite", "check_replicas_every"}
     if unknown:
         raise ConfigError(
@@ -381,7 +389,7 @@ def _checked(
         )
     base = {
         "checkpoint": dict(checkpoint or {}),
-        "log": dict(log or {}),
+        "log": {**({"every": GPU_LOG_EVERY} if num_gpus() else {}), **(log or {})},
         "train": {**(train or {}), "steps": steps, "eval_every": None},
     }
     raw = read_config(None, base=base, title="sw.Run")

@@ -214,7 +214,7 @@ def find_trained(path: Path) -> Trained:
         checkpoint = find_checkpoint(path, "latest") if (path / CHECKPOINTS).is_dir() else path
         config = {key: value for key, value in saved_config(checkpoint).items() if key in _SECTIONS}
         held = check_sections(checkpoint, config)
-        if saved_config(checkpoint).get("spec") or "loop" in saved_config(checkpoint):
+        if not (held.model.preset or held.model.hf):
             raise CheckpointError(
                 f"{printable(path)} is of a model of the user's own (a spec, or a loop with sw.Run), which this verb"
                 " does not know.\n  Build it in Python, and load its weights: sw.load(path, sw.parallelize(model))."
