@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.api.parallelize import apply_plan
+from shardwise.api.preparation import prepare
 from shardwise.comm.axes import lay_out
 from shardwise.comm.dtype import memory_order
 from shardwise.comm.record import RecordComm
-from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.spec.mesh import Mesh
 
@@ -46,7 +46,7 @@ def as_one_of(size: int, rank: int, plan: sw.ParallelPlan) -> Weighted:
         return RecordComm(axis, rank=ranks.index(rank), size=len(ranks))
 
     comms = lay_out(Mesh(dp_shard=size), rank, open_axis)
-    apply_plan(model, plan, find_units(model, plan.wrap_policy), comms, lambda: open_axis("dp", "", range(size)))
+    apply_plan(model, prepare(model, plan), comms, lambda: open_axis("dp", "", range(size)))
     return model
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.agreement import RankPeers
+from shardwise.engine.order import RankPeers
 from shardwise.spec.errors import CommError, RankDisagreement
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, Wanders, compare, compare_each, plain_loss, presets, sample

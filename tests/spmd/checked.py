@@ -53,11 +53,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise import torch_private
-from shardwise.api.parallelize import apply_plan, check_cuts
+from shardwise.api.parallelize import apply_plan
+from shardwise.api.preparation import prepare
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.record import RecordComm
 from shardwise.engine.engine import Engine
-from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.measure.meta import build_on_meta, without_values
 from shardwise.parallel.context.root import Division
@@ -65,7 +65,7 @@ from shardwise.parallel.experts.layer import find_mixtures, own_experts
 from shardwise.parallel.pipeline.batch import call_model, forward_loss
 from shardwise.parallel.pipeline.pipelined import find_stages, pipelined_of
 from shardwise.parallel.pipeline.stage import Stages
-from shardwise.parallel.sharded_embedding.rows import _Route, find_row_sharded
+from shardwise.parallel.sharded_embedding.rows import _Route
 from shardwise.parallel.tensor.cut import find_cuts
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
@@ -229,20 +229,19 @@ def _check_rank(  # noqa: PLR0917 - one call
 ) -> None:
     seen: list[tuple[str, Sum]] = []
     model = build_on_meta(build)
-    units = find_units(model, plan.wrap_policy)
-    check_cuts(model, plan, units)
-    declared, tables = Declared(model, plan, mesh, rank), find_row_sharded(model, plan.row_sharded)
+    prepared = prepare(model, plan, device=torch.device("meta"))
+    declared = Declared(model, plan, mesh, rank)
     comms = _comms(mesh, rank, plan, seen)
     samples = mesh.data_parallel_group(rank)
     control = partial(_Noting, DATA_PARALLEL, seen=seen, rank=samples.index(rank), size=len(samples))
-    apply_plan(model, plan, units, comms, control)
+    apply_plan(model, prepared, comms, control)
     engine = engine_of(model, "tests.spmd")
     for group in engine.groups:
         for shard, full in zip(group.shards, group.unsharded, strict=True):
             declared.annotate(shard, shard)
             declared.annotate(shard, full)
             found.num_typed += 1
-    for table in tables.values():
+    for table in prepared.tables.values():
         assert_type(table.weight, R, dict.fromkeys(DATA, V))
     for buffer in model.buffers():
         assert_type(buffer, R)
@@ -297,7 +296,7 @@ class Declared:
         self._expert = set(own_experts(experts, comm)) if experts else set()
         self._stages: dict[int, set[int]] = {}
         if plan.pipeline_policy is not None:
-            modules, _ = find_stages(model, plan.pipeline_policy, plan.pp)
+            modules = find_stages(model, plan.pipeline_policy, plan.pp)
             for each in modules:
                 for parameter in each.module.parameters():
                     self._stages.setdefault(id(parameter), set()).add(each.stage)

@@ -21,7 +21,7 @@ ABOUT = {
     "comm/test_messages.py": "comm",
     "engine/test_notice.py": "launch.notice",
     "engine/test_released_units.py": "engine.engine",
-    "engine/test_different_paths.py": "engine.agreement",
+    "engine/test_different_paths.py": "engine.order",
     "engine/test_partial_gradients.py": "engine.storage.attachment engine.storage.part",
     "engine/extensions/test_activation_checkpointing.py": "parallel.context.apply",
     # launching, rendezvous, transports, stalls
@@ -79,7 +79,7 @@ ABOUT = {
     # models cut by hand, and the cuts
     "parallel/tensor/test_dropout.py": "comm.record parallel.tensor.dropout",
     "parallel/tensor/test_tensor.py": "comm.record parallel.tensor",
-    "weights/state/test_logical_state.py": "checkpoint comm.axes api.shard engine.storage.ignored",
+    "weights/state/test_logical_state.py": "api.preparation checkpoint comm.axes api.shard",
     "parallel/tensor/test_tensor_mistakes.py": "comm.axes parallel.tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",

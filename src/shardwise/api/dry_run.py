@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.api.model import gradient_sync, record_collectives
-from shardwise.api.parallelize import apply_plan, check_cuts, check_fresh
+from shardwise.api.parallelize import apply_plan
+from shardwise.api.preparation import prepare
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.engine.engine import Engine
-from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
 from shardwise.measure.storage import StorageCount, held_bytes
@@ -29,7 +29,7 @@ from shardwise.parallel.pipeline.batch import Forward, LossFn, call_model, forwa
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.plan import ParallelPlan, check_plan
+from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule.simulate import Durations, simulate
 from shardwise.spec.shown import Page, Shown, vars_of
 from shardwise.spec.text import first_line, size
@@ -288,7 +288,7 @@ def rehearse(
     mesh = plan.mesh(world_size, ranks_per_machine)
     for stage in range(plan.pp):
         rank = stage * (world_size // plan.pp)
-        _applied(build_model, plan, mesh, rank, receives=False, checks_cuts=stage == 0)  # alike for every rank
+        _applied(build_model, plan, mesh, rank, receives=False)
 
 
 def _applied(
@@ -298,23 +298,17 @@ def _applied(
     rank: int,
     *,
     receives: bool,
-    checks_cuts: bool = True,
 ) -> tuple[nn.Module, int]:
     """The model on meta under ``plan`` as ``rank`` would hold it, and the number of parameters of the whole model."""
-    check_plan(plan)
     mesh.coordinate(rank)
     model = build_on_meta(build_model)
-    check_fresh(model)
-    units = find_units(model, plan.wrap_policy)
-    if checks_cuts:
-        check_cuts(model, plan, units)
+    prepared = prepare(model, plan, device=torch.device("meta"))
     count = sum(parameter.numel() for parameter in model.parameters())
     comms = record_comms(mesh, rank, receives=receives, is_replicated=plan.is_replicated)
     samples = mesh.data_parallel_group(rank)
     apply_plan(
         model,
-        plan,
-        units,
+        prepared,
         comms,
         lambda: RecordComm(DATA_PARALLEL, rank=samples.index(rank), size=len(samples), device="meta"),
     )

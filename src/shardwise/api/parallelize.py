@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.api import data_parallel
+from shardwise.api.preparation import Preparation, prepare
 from shardwise.api.shard import Description, finish, shard_model
 from shardwise.api.wrapper_methods import add_wrapper_methods, count_parameters
 from shardwise.comm.axes import Comms, Place, join_world
@@ -18,27 +20,25 @@ from shardwise.comm.record import RecordComm
 from shardwise.engine import build
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
-from shardwise.engine.extensions import activation_offload, batch_norm, recompute
-from shardwise.engine.extensions.chunked_loss import check_chunked
+from shardwise.engine.extensions import batch_norm
 from shardwise.engine.extensions.compile import compile_units
-from shardwise.engine.extensions.precision import Policies, tell_of_narrow_masters
-from shardwise.engine.extensions.wrap import assign_parameters, find_units
-from shardwise.engine.storage.attachment import attachment_of, engine_of
-from shardwise.engine.storage.ignored import Ignored, find_ignored
+from shardwise.engine.extensions.precision import tell_of_narrow_masters
+from shardwise.engine.extensions.wrap import assign_parameters
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
-from shardwise.parallel.context.apply import check_model, divide_sequences
-from shardwise.parallel.experts.layer import Mixture, apply_experts, find_mixtures, own_experts
-from shardwise.parallel.pipeline.pipelined import Pipelined, find_stages
-from shardwise.parallel.sharded_embedding.rows import find_row_sharded, spread_rows, table_weights
+from shardwise.parallel.context.apply import divide_sequences
+from shardwise.parallel.experts.layer import Mixture, apply_experts, own_experts
+from shardwise.parallel.pipeline.pipelined import Pipelined
+from shardwise.parallel.sharded_embedding.rows import spread_rows
 from shardwise.parallel.tensor.agreement import Agreement, Copies
 from shardwise.parallel.tensor.apply import apply_cuts, part_of
 from shardwise.parallel.tensor.cut import ShardingPlan, find_cuts
-from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.errors import PlanError
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import canonical_name
-from shardwise.spec.plan import ParallelPlan, check_plan
+from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import did_you_mean
 from shardwise.weights.init.materialize import (
     FromLater,
@@ -88,18 +88,9 @@ def parallelize(
         RankDisagreement: The ranks hold different models.
     """
     plan = _plan_of(plan, fields)
-    check_fresh(model)
     _tell_translations(plan)
-    check_plan(plan)
-    counted = count_parameters(model)
-    units = find_units(model, plan.wrap_policy)
-    ignored = find_ignored(model, plan.ignored)
-    recomputed = recompute.find(model, units, plan.recompute)  # refuses before the ranks communicate
-    activation_offload.find(model, units, plan.activation_offload, recomputed)
-    check_chunked(model, plan)
-    check_cuts(model, plan, units)
-    tables = find_row_sharded(model, plan.row_sharded)
-    device = _device(model, ignored)
+    prepared = prepare(model, plan)  # refuses before the ranks communicate
+    device, counted = prepared.device, count_parameters(model)
     if (notice := cpu_notice(device.type, torch.cuda.device_count())) is not None:
         tell_once(notice)
     source = find_source(model, init, is_sent=plan.sync == "rank0")
@@ -110,19 +101,21 @@ def parallelize(
     _tell_mesh(plan, mesh)
     place = Place(mesh)
     comms = place.open(device, is_replicated=plan.is_replicated)
-    owned = assign_parameters(model, units, ignored)
-    names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
+    ignored, owned = prepared.ignored, assign_parameters(model, prepared.units)
+    names = {
+        unit or build.ROOT: [entry.names[0] for entry in entries if entry.parameter not in ignored]
+        for unit, entries in owned.items()
+    }
     names["buffers"] = [name for name, _ in model.named_buffers()]
     if source is not None:
         source.agree(comms.world, plan.sync)
         fill_buffers(model, source, device)
-        whole = ignored.with_spread(table_weights(tables))
-        entries = [entry for entry in assign_parameters(model, ())[""] if entry.parameter in whole]
-        fill_parameters(source.alone, entries, device)
+        whole, entries = prepared.left_alone, itertools.chain.from_iterable(owned.values())
+        fill_parameters(source.alone, [entry for entry in entries if entry.parameter in whole], device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")
-    apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
+    apply_plan(model, prepared, comms, lambda: place.open_samples(device), source=source)
     engine = engine_of(model, "sw.parallelize")
     if plan.precision.master_dtype is None:
         engine.extras.before_step.append(tell_of_narrow_masters)
@@ -160,49 +153,9 @@ def _plan_of(plan: ParallelPlan | str | None, fields: Mapping[str, Any]) -> Para
     return made
 
 
-def check_fresh(model: nn.Module) -> None:
-    """Refuse a model that is parallelized already.
-
-    Raises:
-        StateError: It is, or a part of it.
-    """
-    for path, module in model.named_modules():
-        if attachment_of(module) is not None:
-            place = f" (its {path!r})" if path else ""
-            raise StateError(
-                f"{type(model).__name__}{place} is parallelized already.\n"
-                "  Call sw.parallelize once, on the whole model; to change the plan, build the model again."
-            )
-
-
-def check_cuts(model: nn.Module, plan: ParallelPlan, units: Iterable[str]) -> None:
-    """Refuse a model that tensor parallelism cannot cut, a pipeline not divide, or that has no experts to divide.
-
-    Nor may its sequences be such as cannot be divided, where they are to be.
-
-    Raises:
-        PlanError: It cannot.
-    """
-    if plan.tp > 1:
-        find_cuts(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
-    if plan.cp > 1:
-        check_model(model)
-    if plan.pipeline_policy is not None:
-        find_stages(model, plan.pipeline_policy, plan.pp)
-    if plan.routes_tokens:
-        ignored = find_ignored(model, plan.ignored)
-        for mixture in find_mixtures(model, plan.ep, units=units):
-            if any(parameter in ignored for parameter in mixture.module.parameters()):
-                raise PlanError(
-                    f"ep={plan.ep}: experts of {mixture.path!r} are ignored, so nobody would add up their gradients.\n"
-                    "  Leave them out of ignored, or set ep=1 and move tokens by yourself."
-                )
-
-
 def apply_plan(
     model: nn.Module,
-    plan: ParallelPlan,
-    units: Mapping[str, nn.Module],
+    prepared: Preparation,
     comms: Comms,
     open_samples: Callable[[], Comm],
     *,
@@ -212,23 +165,21 @@ def apply_plan(
 
     Does not communicate, so a dry run can pass ``comms`` without peers.
     """
-    pipelined = Pipelined(model, plan, comms) if comms.pp is not None else None
-    notes = divide(model, plan, comms, units, pipelined=pipelined, source=source)
+    plan = prepared.plan
+    pipelined = Pipelined(model, plan, comms, prepared.stage_modules) if comms.pp is not None else None
+    notes = divide(model, prepared, comms, pipelined=pipelined, source=source)
     if pipelined is not None:
         notes += pipelined.notes
-        units = pipelined.drop_foreign(model, units)
-    tables = find_row_sharded(model, plan.row_sharded)
-    if tables:
-        policies = Policies(model, plan.precision, comms.world.device)
-        notes += spread_rows(
-            tables, comms.world, lambda path, table: policies.group_dtypes(table.weight, [(table, path, "weight")])[:2]
-        )
-    ignored = find_ignored(model, plan.ignored).with_spread(table_weights(tables))
-    units = ignored.without(units)
+        pipelined.drop_foreign(model)
+        prepared = prepared.left_in(model)
+    notes += spread_rows(
+        prepared.tables,
+        comms.world,
+        lambda path, table: prepared.policies.group_dtypes(table.weight, [(table, path, "weight")])[:2],
+    )
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
-        compile_units(model, units)  # first, so that what is recomputed is the compiled forward
-    options = engine_options(plan)
-    engine = shard_model(model, units, plan.placements, comms, options, ignored=ignored, source=source)
+        compile_units(model, prepared.units)  # first, so that what is recomputed is the compiled forward
+    engine = shard_model(model, prepared, comms, engine_options(plan), source=source)
     _describe(engine, notes)
     finish(model, engine, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
@@ -287,24 +238,10 @@ def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
     tell_once(f"{plan.strategy}: dp_replicate={mesh.dp_replicate} x dp_shard={mesh.dp_shard}{note}")
 
 
-def _device(model: nn.Module, ignored: Ignored) -> torch.device:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    devices = {t.device for name, t in tensors.items() if not (t.is_meta or name in ignored.names)}
-    if len(devices) > 1:
-        raise PlanError(
-            f"the model's tensors lie on several devices: {', '.join(sorted(map(str, devices)))}.\n"
-            "  Move the model to this rank's device before sw.parallelize()."
-        )
-    if devices:
-        return devices.pop()
-    return torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
-
-
 def divide(
     model: nn.Module,
-    plan: ParallelPlan,
+    prepared: Preparation,
     comms: Comms,
-    units: Mapping[str, nn.Module],
     *,
     pipelined: Pipelined | None,
     source: Source | None,
@@ -313,20 +250,19 @@ def divide(
 
     Args:
         model: The whole model.
-        plan: The plan.
+        prepared: What the plan means for it.
         comms: The axes of this rank.
-        units: Units of the whole model.
         pipelined: Its stages, none of which has been dropped yet.
         source: The source of values for parameters on meta.
 
     Returns:
         Lines for a summary.
     """
+    plan, mixtures = prepared.plan, prepared.mixtures
     notes: list[str] = []
     tp, cuts = comms.tp, None
     if tp is not None:
         cuts = find_cuts(model, plan.tp_plan, tp.size, tp.rank, divides_sequence=plan.sequence_parallel)
-    mixtures = find_mixtures(model, plan.ep, units=units) if plan.routes_tokens else []
     if source is not None:
         _fill(model, source, comms, cuts, mixtures, pipelined)
     if tp is not None and cuts is not None:

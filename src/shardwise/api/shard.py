@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from shardwise.api.preparation import Preparation
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine import build
@@ -40,24 +41,15 @@ from shardwise.weights.init.materialize import Source, fill_parameters
 
 
 def shard_model(
-    model: nn.Module,
-    unit_modules: Mapping[str, nn.Module],
-    row: Placements,
-    comms: Comms,
-    options: EngineOptions,
-    *,
-    ignored: Ignored = NOTHING,
-    source: Source | None = None,
+    model: nn.Module, prepared: Preparation, comms: Comms, options: EngineOptions, *, source: Source | None = None
 ) -> Engine:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``weights.init.sync``).
 
     Args:
         model: The root.
-        unit_modules: The other units, by qualified name.
-        row: Placements of the strategy.
+        prepared: What the plan means for this rank's part of the model.
         comms: For gathers and for reductions, on each axis.
         options: How the engine is to work.
-        ignored: What is left alone.
         source: Gives meta parameters their values, unit by unit.
 
     Raises:
@@ -67,10 +59,11 @@ def shard_model(
     checks.install_checks()
     if comms.gather.device.type == "cpu":
         heap.keep_freed_memory()
+    row, ignored, policies = prepared.plan.placements, prepared.left_alone, prepared.policies
+    unit_modules = prepared.units
     owned = assign_parameters(model, unit_modules, ignored)
     allows_meta = source is not None or comms.gather.device.type == "meta"
     check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
-    policies = precision.Policies(model, options.policy, comms.gather.device)
     merged = merge_units(
         model,
         unit_modules,
@@ -84,10 +77,8 @@ def shard_model(
     on_host = choose_units(content, row, options.offload) if options.offload is not None else set()
     policies.cast_buffers(model, ignored.buffers)
     policies.install_casts(model, unit_modules)
-    recomputed = recompute.install(model, unit_modules, options.recompute)
-    offloaded = activation_offload.install(
-        model, unit_modules, options.activation_offload, recomputed, device=comms.gather.device
-    )
+    recompute.install(prepared.recomputed, options.recompute)
+    offloaded = activation_offload.install(prepared.offloaded, options.activation_offload, device=comms.gather.device)
     modules = {"": model, **unit_modules}
     ranks = assign_ranks(owned.values(), row, comms) if options.granularity == TENSOR else {}
     make_unit = unit_maker(row, comms, options, policies)
@@ -102,12 +93,12 @@ def shard_model(
             offload=options.offload if names in on_host else None,
             is_divided=bool(ignored.spread),
         )
-        units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
+        units[names[0]].recomputed_in = recompute.enclosing(names[0], prepared.recomputed)
     _check_quantization(units.values(), options.quantization)
     engine = start(model, nest(units.values()), row, comms, options, ignored=ignored)
     if offloaded is not None:
         engine.extras.add(offloaded)
-    engine.extras.add(Description(recomputed=recomputed, offloaded=offloaded.names if offloaded else ()))
+    engine.extras.add(Description(recomputed=tuple(prepared.recomputed), offloaded=tuple(prepared.offloaded)))
     return engine
 
 

@@ -35,7 +35,7 @@ next backward is the last one, how gradients of the others are added up, and, fo
 follow one another (an ``attach.Step``).
 
 Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
-``spec.order`` and ``agreement`` (which unit is next), ``hooks`` (what torch calls), ``attach`` (what attaches from
+``spec.order`` and ``order`` (which unit is next), ``hooks`` (what torch calls), ``attach`` (what attaches from
 outside), ``build`` (from modules to units to an engine).
 
 [Note: Streams and lifetimes]
@@ -60,7 +60,7 @@ the compute stream wait for it; the host does not wait. Copies from and to the h
 
 Ranks must issue the same collectives in the same order on each ``Comm`` (gathers and reductions have one each, and may
 interleave differently), though data may lead them along different paths. In the first pass the ranks exchange, before
-each unit, which one each of them wants next (``agreement.RankPeers``); all issue one of these, and the union of their
+each unit, which one each of them wants next (``order.RankPeers``); all issue one of these, and the union of their
 paths becomes the order in which units are gathered (forward) and entered (backward). Later passes follow it on every
 rank. A rank that skips a unit still gathers it, and reduces zeros for it. No rank removes a unit by itself. Nothing is
 sent to agree once all units are in the order and some rank has run all of it in one pass. Before, one word a pass tells

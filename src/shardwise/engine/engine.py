@@ -21,7 +21,6 @@ from torch import Tensor
 from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
-from shardwise.engine.agreement import RankPeers
 from shardwise.engine.attach import Extras, Window
 from shardwise.engine.gradient import GradientMemory, Meter, read_unused_flags
 from shardwise.engine.group import Group
@@ -34,6 +33,7 @@ from shardwise.engine.hooks import (
     gradient_hook,
     label,
 )
+from shardwise.engine.order import Backward, Forward, RankPeers
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
 from shardwise.spec.facts import EngineOptions
@@ -42,56 +42,6 @@ from shardwise.spec.placement import Placements
 
 #: Inside ``extensions.safety.checks`` observers are told of every step, also of those that are alike.
 is_checking = False
-
-
-class Forward:
-    """The outermost forward under way, or the newest one.
-
-    Attributes:
-        trains: Grad was on when it began.
-        num_frames: Calls of units under way.
-        thread: Where it runs.
-        handled: The exception that its caller is handling.
-        left: Units that forward has left, while it has entered no other one since.
-        path: Units that a backward may come to, in the order of their newest calls since the last backward.
-        version: The version of the parameters of the calls that ``CallCounts.num_outstanding`` counts.
-    """
-
-    def __init__(self) -> None:
-        self.trains = False
-        self.num_frames = 0
-        self.thread = 0
-        self.handled: BaseException | None = None
-        self.left: list[Unit] = []
-        self.path: deque[int] = deque(maxlen=1 << 14)
-        self.version = 0
-
-
-class Backward:
-    """The backward under way, or the newest one.
-
-    Attributes:
-        is_under_way: It has begun, and not ended.
-        generation: Number of the backward.
-        entered: Units that backward has entered and not left.
-        active: The one that was entered last, also where it had been entered before.
-        makes_graph: It was called with ``create_graph=True``.
-        awaited: Those that some rank will enter again, while the ranks negotiate the order.
-        had_sums: Sums of earlier microbatches were waiting when it began.
-        has_waited: Such sums were waiting when some backward began.
-        end: What torch calls at its end; torch drops it when the backward raises.
-    """
-
-    def __init__(self) -> None:
-        self.is_under_way = False
-        self.generation = 0
-        self.makes_graph = False
-        self.entered: list[Unit] = []
-        self.active: Unit | None = None
-        self.awaited: set[Unit] = set()
-        self.had_sums = False
-        self.has_waited = False
-        self.end: weakref.ref[EndOfBackward] | None = None
 
 
 class Engine:

@@ -8,27 +8,28 @@ import torch
 import shardwise as sw
 from shardwise.api.dry_run import record_comms
 from shardwise.api.parallelize import apply_plan
+from shardwise.api.preparation import prepare
 from shardwise.comm.axes import DATA_PARALLEL
 from shardwise.comm.record import RecordComm
-from shardwise.engine.extensions.wrap import find_units
 from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.ignored import ignored_of
 from shardwise.parallel.pipeline.batch import call_model
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 
 
-def first_rank_of_two():
+def one_rank_of_two(rank: int = 0, **fields):
     with torch.device("meta"):
         model = sw.models.gpt("gpt-tiny", num_layers=5)
-    plan = sw.ParallelPlan(pp=2, pipeline="gpipe")
-    comms = record_comms(plan.mesh(2), 0, receives=True)
+    plan = sw.ParallelPlan(pp=2, pipeline="gpipe", **fields)
+    comms = record_comms(plan.mesh(2), rank, receives=True)
     samples = RecordComm(DATA_PARALLEL, rank=0, size=1, device="meta")
-    apply_plan(model, plan, find_units(model, "auto"), comms, lambda: samples)
+    apply_plan(model, prepare(model, plan), comms, lambda: samples)
     return model
 
 
 def test_a_step_that_fails_leaves_the_shards_in_the_modules():
-    model = first_rank_of_two()
+    model = one_rank_of_two()
     engine, pipelined = engine_of(model, "test"), pipelined_of(model)
     assert pipelined is not None
     seen = []
@@ -46,6 +47,33 @@ def test_a_step_that_fails_leaves_the_shards_in_the_modules():
         pipelined.losses(model, parts, call, call)
     assert len(seen) == 4
     assert not any(unit.uses_unsharded for unit in engine.units)
+
+
+#: What a plan names: modules of the second stage alone, or every third block of the whole model.
+NAMED = {
+    "recompute": {"activation_checkpointing": sw.RecomputePolicy(modules=sw.wrap_by_name("blocks.4"))},
+    "every": {"activation_checkpointing": sw.RecomputePolicy(every=3)},
+    "offload": {"offload_activations": sw.ActivationOffloadPolicy(modules=sw.wrap_by_name("blocks.4"))},
+    "precision": {"mp_policy": sw.PrecisionPolicy(overrides={"blocks.4.attention": sw.PrecisionPolicy("fp32")})},
+    "ignored": {"ignored": ["blocks.4.mlp_norm"]},
+}
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_what_a_plan_names_concerns_the_rank_that_holds_it_and_no_other(named):
+    found = []
+    for rank in (0, 1):
+        model = one_rank_of_two(rank, **NAMED[named])
+        engine, seen = engine_of(model, "test"), sw.summary(model)
+        wide = [unit.name for unit in engine.units if any(g.compute_dtype is torch.float32 for g in unit.groups)]
+        ignored = list(ignored_of(engine).parameters)
+        found.append([*seen.recomputed, *seen.offloaded, *(wide if named == "precision" else []), *ignored])
+    first, second = [], ["blocks.4"]
+    if named == "every":
+        first, second = ["blocks.0"], ["blocks.3"]
+    elif named == "ignored":
+        second = ["blocks.4.mlp_norm.weight", "blocks.4.mlp_norm.bias"]
+    assert found == [first, second]
 
 
 def test_only_a_pipeline_is_recorded():

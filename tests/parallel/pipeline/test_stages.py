@@ -23,7 +23,7 @@ def split(model, num_stages, first_of_stage=()):
     models = [copy.deepcopy(model) for _ in range(num_stages)]
     found = []
     for stage, part in enumerate(models):
-        modules, _ = find_stages(part, PipelinePolicy(first_of_stage=first_of_stage), num_stages)
+        modules = find_stages(part, PipelinePolicy(first_of_stage=first_of_stage), num_stages)
         copied = make_meta_copy(part, modules)
         drop_foreign(part, modules, {stage})
         found.append((part, Stages(part, copied, modules, num_stages, device=torch.device("cpu"), comm=None)))

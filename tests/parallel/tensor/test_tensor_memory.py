@@ -44,7 +44,7 @@ def activations_of(plan: sw.ParallelPlan, rank: int) -> Activations:
     model, inputs = build(), batch()
     units = find_units(model, plan.wrap_policy)
     cut_alone(model, plan, rank=rank, device=torch.device("cpu"))
-    recompute.install(model, units, plan.recompute)
+    recompute.install(recompute.find(model, units, plan.recompute), plan.recompute)
     gc.collect()
     count = StorageCount("cpu")
     count.see_all_objects()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
+from shardwise.api.preparation import prepare
 from shardwise.api.shard import shard_model
 from shardwise.checkpoint import open_checkpoint
 from shardwise.cli import main
 from shardwise.comm.axes import Comms, Place
-from shardwise.engine.storage.ignored import find_ignored
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import ELEMENT, ROW, Granularity
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.placement import PRESETS
 from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
 from shardwise.testing import probe, run_on_ranks
 from tests.common.blockwise import RowAdagrad
@@ -133,7 +132,8 @@ class Layout:
         keep_stage(model, comms)
         cut(model, comms, whole=whole)
         blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks) if isinstance(block, Block)}
-        shard_model(model, blocks, PRESETS[self.strategy], comms, EngineOptions(granularity=granularity))
+        prepared = replace(prepare(model, sw.ParallelPlan(self.strategy, auto_wrap_policy="none")), units=blocks)
+        shard_model(model, prepared, comms, EngineOptions(granularity=granularity))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return model, optimizer, sw.ExponentialMovingAverage(model, decay=0.5)
 
@@ -302,8 +302,9 @@ def share_a_table(folder: str) -> list[str]:
             ignored = ["table"]
         ranks = None if is_shared else [rank]
         comms = Place(Mesh(dp_shard=4 if is_shared else 1), ranks=ranks).open(torch.device("cpu"))
-        row = PRESETS["ddp" if is_shared else "zero3"]
-        shard_model(model, {}, row, comms, EngineOptions(), ignored=find_ignored(model, ignored))
+        strategy = "ddp" if is_shared else "zero3"
+        prepared = prepare(model, sw.ParallelPlan(strategy, auto_wrap_policy="none", ignored=ignored))
+        shard_model(model, prepared, comms, EngineOptions())
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     model, optimizer = make(is_shared=True)

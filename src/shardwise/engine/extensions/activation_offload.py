@@ -70,20 +70,14 @@ def find(
 
 
 def install(
-    model: nn.Module,
-    units: Mapping[str, nn.Module],
-    policy: ActivationOffloadPolicy | None,
-    recomputed: Iterable[str] = (),
-    *,
-    device: torch.device,
+    found: Mapping[str, nn.Module], policy: ActivationOffloadPolicy | None, *, device: torch.device
 ) -> ActivationOffload | None:
-    """Have modules of ``model`` offload what they save, as :func:`find` says; ``None`` without a policy.
+    """Have the modules that :func:`find` has found offload what they save; ``None`` without a policy.
 
     Called after ``recompute.install``: offloaded are the inputs of what is recomputed.
     """
     if policy is None:
         return None
-    found = find(model, units, policy, recomputed)
     offload = ActivationOffload(policy, tuple(found), device)
     for module in found.values():
         _Offloaded(module, offload).install()

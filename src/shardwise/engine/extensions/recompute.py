@@ -69,14 +69,12 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
     return found
 
 
-def install(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> tuple[str, ...]:
-    """Have modules of ``model`` recomputed as :func:`find` says. Returns their names."""
-    found = find(model, units, policy)
+def install(found: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> None:
+    """Have the modules that :func:`find` has found recomputed."""
     if policy is not None:
         context_fn = _context_fn(policy)
         for module in found.values():
             _Recomputed(module, context_fn).install()
-    return tuple(found)
 
 
 def enclosing(name: str, recomputed: Iterable[str]) -> str | None:

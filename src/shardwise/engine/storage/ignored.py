@@ -71,6 +71,12 @@ class Ignored:
         """The units that have a parameter that is not left alone."""
         return {name: module for name, module in units.items() if any(p not in self for p in module.parameters())}
 
+    def left_in(self, model: nn.Module) -> Ignored:
+        """What of it is in a part of the model, in which names are the same."""
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        left = {name: p for name, p in self.parameters.items() if parameters.get(name) is p}
+        return Ignored(left, self.buffers & buffers.keys(), self.spread & left.keys())
+
     def with_spread(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
         """The same and some whose rows are spread over the ranks."""
         return Ignored(self.parameters | dict(parameters), self.buffers, frozenset(parameters))

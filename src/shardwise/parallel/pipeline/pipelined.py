@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,12 +91,11 @@ def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
         pipelined.measured = None
 
 
-def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list[StageModule], int]:
-    """The stage modules of a whole model, with their stages, and the number of stages."""
+def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> list[StageModule]:
+    """The stage modules of a whole model, with their stages."""
     modules = find_stage_modules(model, find_units(model, "auto"), policy.first_of_stage)
-    count = pp * policy.virtual_stages
-    assign_stages(modules, count, policy.first_of_stage)
-    return modules, count
+    assign_stages(modules, pp * policy.virtual_stages, policy.first_of_stage)
+    return modules
 
 
 class Pipelined(Uncopyable):
@@ -110,14 +109,16 @@ class Pipelined(Uncopyable):
         peak_saved: The most microbatches, counted once per stage, that were between forward and backward at a time.
     """
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan, comms: Comms) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ParallelPlan, comms: Comms, stage_modules: Sequence[StageModule]
+    ) -> None:
         policy = plan.pipeline_policy
         assert policy is not None
         assert comms.pp is not None
         self._policy = policy
         self._comm = comms.pp
         self._usual = self._schedule(policy.microbatches(comms.pp.size))
-        self._modules, self._num_stages = find_stages(model, policy, comms.pp.size)
+        self._modules, self._num_stages = stage_modules, plan.pp * policy.virtual_stages
         self.meta_copy = make_meta_copy(model, self._modules)
         if comms.tp is not None and plan.sequence_parallel:  # activations between stages are divided, too
             cut_alone(self.meta_copy, plan, rank=comms.tp.rank, device=torch.device("meta"))
@@ -149,8 +150,8 @@ class Pipelined(Uncopyable):
         """The ``id`` of every parameter of the whole ``model`` that this rank's stages hold."""
         return held_parameters(model, self._modules, self.stages)
 
-    def drop_foreign(self, model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Leave this rank's stages in ``model``; returns the ``units`` that are left."""
+    def drop_foreign(self, model: nn.Module) -> None:
+        """Leave this rank's stages in ``model``."""
         ranks = self._usual.ranks
         shared = drop_foreign(model, self._modules, self.stages)
         parameters = dict(model.named_parameters())
@@ -159,8 +160,6 @@ class Pipelined(Uncopyable):
             if len(holders) > 1:
                 self._copies[parameters[name]] = holders
                 self._count_once(parameters[name], holders)
-        left = {id(module) for module in model.modules()}
-        return {name: module for name, module in units.items() if id(module) in left}
 
     def _count_once(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
         """Let sums over all ranks count a parameter that several stages hold only on the first of them."""

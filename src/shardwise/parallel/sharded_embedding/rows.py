@@ -19,7 +19,7 @@ then rows are cast to the dtype that the policy computes in.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,13 +83,13 @@ def _checked(model: nn.Module, path: str, module: nn.Module) -> nn.Embedding:
     return module
 
 
-def table_weights(tables: dict[str, nn.Embedding]) -> dict[str, nn.Parameter]:
+def table_weights(tables: Mapping[str, nn.Embedding]) -> dict[str, nn.Parameter]:
     """Their parameters, by name."""
     return {f"{path}.weight": weight for path, module in tables.items() for weight in module.parameters()}
 
 
 def spread_rows(
-    tables: dict[str, nn.Embedding],
+    tables: Mapping[str, nn.Embedding],
     comm: Comm,
     dtypes_of: Callable[[str, nn.Embedding], tuple[torch.dtype, torch.dtype]],
 ) -> list[str]:

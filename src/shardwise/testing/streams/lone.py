@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.api.parallelize import apply_plan
+from shardwise.api.preparation import prepare
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import Comm, Cuts, Handle
 from shardwise.comm.nccl import NcclComm
 from shardwise.comm.record import RecordComm
 from shardwise.comm.stall import Issued
-from shardwise.engine.extensions.wrap import find_units
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.testing.streams.calls import Alone, Calls
@@ -56,8 +56,7 @@ def lone_model(model: nn.Module, plan: ParallelPlan, mesh: Mesh, rank: int) -> n
     comms, samples = lone_rank(plan, mesh, rank), mesh.data_parallel_group(rank)
     apply_plan(
         model,
-        plan,
-        find_units(model, plan.wrap_policy),
+        prepare(model, plan, device=comms.control.device),
         comms,
         lambda: _Echo(DATA_PARALLEL, rank=samples.index(rank), size=len(samples), device="cpu"),
     )

@@ -1,12 +1,13 @@
-"""The ranks that follow one agreed order together, and what they say while they negotiate it (``spec.order``)."""
+"""The passes through the model under way, and the ranks that agree on the order of its units (``spec.order``)."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree_highest, agree_row, refuse_different
@@ -14,11 +15,58 @@ from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import CommError, RankDisagreement
 from shardwise.spec.order import FAILED, THROUGH, Entry, Word
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Backward
-
 #: Units that backward has entered and not left about which ranks can tell each other whether they will come again.
 _MAX_ENTERED = 62
+
+
+class Forward:
+    """The outermost forward under way, or the newest one.
+
+    Attributes:
+        trains: Grad was on when it began.
+        num_frames: Calls of units under way.
+        thread: Where it runs.
+        handled: The exception that its caller is handling.
+        left: Units that forward has left, while it has entered no other one since.
+        path: Units that a backward may come to, in the order of their newest calls since the last backward.
+        version: The version of the parameters of the calls that ``CallCounts.num_outstanding`` counts.
+    """
+
+    def __init__(self) -> None:
+        self.trains = False
+        self.num_frames = 0
+        self.thread = 0
+        self.handled: BaseException | None = None
+        self.left: list[Unit] = []
+        self.path: deque[int] = deque(maxlen=1 << 14)
+        self.version = 0
+
+
+class Backward:
+    """The backward under way, or the newest one.
+
+    Attributes:
+        is_under_way: It has begun, and not ended.
+        generation: Number of the backward.
+        entered: Units that backward has entered and not left.
+        active: The one that was entered last, also where it had been entered before.
+        makes_graph: It was called with ``create_graph=True``.
+        awaited: Those that some rank will enter again, while the ranks negotiate the order.
+        had_sums: Sums of earlier microbatches were waiting when it began.
+        has_waited: Such sums were waiting when some backward began.
+        end: What torch calls at its end; torch drops it when the backward raises.
+    """
+
+    def __init__(self) -> None:
+        self.is_under_way = False
+        self.generation = 0
+        self.makes_graph = False
+        self.entered: list[Unit] = []
+        self.active: Unit | None = None
+        self.awaited: set[Unit] = set()
+        self.had_sums = False
+        self.has_waited = False
+        self.end: weakref.ref[Callable[[], None]] | None = None
 
 
 class RankPeers:

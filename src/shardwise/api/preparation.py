@@ -1,0 +1,140 @@
+"""What a plan means for a model, found once: from the whole model, before ranks communicate or anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from shardwise.engine.extensions import activation_offload, recompute
+from shardwise.engine.extensions.chunked_loss import check_chunked
+from shardwise.engine.extensions.precision import Policies
+from shardwise.engine.extensions.wrap import find_units
+from shardwise.engine.storage.attachment import attachment_of
+from shardwise.engine.storage.ignored import Ignored, find_ignored
+from shardwise.parallel.context.apply import check_model
+from shardwise.parallel.experts.layer import Mixture, find_mixtures
+from shardwise.parallel.pipeline.pipelined import find_stages
+from shardwise.parallel.pipeline.stage_module import StageModule
+from shardwise.parallel.sharded_embedding.rows import find_row_sharded, table_weights
+from shardwise.parallel.tensor.cut import find_cuts
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.plan import ParallelPlan, check_plan
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Which modules and parameters of one model a plan treats apart.
+
+    Attributes:
+        plan: The plan.
+        device: Where this rank computes.
+        units: The units below the root that have parameters for the engine to move, by path.
+        ignored: Parameters and buffers that are left alone.
+        policies: Which precision is in force where.
+        recomputed: Modules whose forward is run again in backward, by path.
+        offloaded: Modules that keep what they leave for backward on the host, by path.
+        tables: Embeddings whose rows are spread over the ranks, by path.
+        mixtures: Mixtures whose experts are divided.
+        stage_modules: With ``pp``: the modules that stages consist of.
+    """
+
+    plan: ParallelPlan
+    device: torch.device
+    units: Mapping[str, nn.Module]
+    ignored: Ignored
+    policies: Policies
+    recomputed: Mapping[str, nn.Module]
+    offloaded: Mapping[str, nn.Module]
+    tables: Mapping[str, nn.Embedding]
+    mixtures: Sequence[Mixture]
+    stage_modules: Sequence[StageModule]
+
+    def left_in(self, model: nn.Module) -> Preparation:
+        """The same for what a pipeline has left of the model on this rank."""
+        modules = set(map(id, model.modules()))
+        kept = [
+            {path: module for path, module in found.items() if id(module) in modules}
+            for found in (self.units, self.recomputed, self.offloaded, self.tables)
+        ]
+        units, recomputed, offloaded, tables = kept
+        return replace(
+            self,
+            ignored=self.ignored.left_in(model),
+            units=units,
+            recomputed=recomputed,
+            offloaded=offloaded,
+            tables=tables,
+        )
+
+    @property
+    def left_alone(self) -> Ignored:
+        """What the engine does not move: what is ignored, and the tables whose rows are spread."""
+        return self.ignored.with_spread(table_weights(self.tables))
+
+
+def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None = None) -> Preparation:
+    """Find what ``plan`` means for ``model``. Changes nothing and does not communicate.
+
+    Args:
+        model: The whole model.
+        plan: The plan.
+        device: Where this rank computes; ``None``: where the model lies.
+
+    Raises:
+        PlanError: The plan does not fit the model.
+        StateError: The model, or a part of it, is parallelized already.
+    """
+    check_fresh(model)
+    check_plan(plan)
+    ignored, tables = find_ignored(model, plan.ignored), find_row_sharded(model, plan.row_sharded)
+    units = ignored.with_spread(table_weights(tables)).without(find_units(model, plan.wrap_policy))
+    recomputed = recompute.find(model, units, plan.recompute)
+    offloaded = activation_offload.find(model, units, plan.activation_offload, recomputed)
+    check_chunked(model, plan)
+    if plan.tp > 1:
+        find_cuts(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
+    if plan.cp > 1:
+        check_model(model)
+    policy = plan.pipeline_policy
+    stage_modules = [] if policy is None else find_stages(model, policy, plan.pp)
+    mixtures = find_mixtures(model, plan.ep, units=units) if plan.routes_tokens else []
+    for mixture in mixtures:
+        if any(parameter in ignored for parameter in mixture.module.parameters()):
+            raise PlanError(
+                f"ep={plan.ep}: experts of {mixture.path!r} are ignored, so nobody would add up their gradients.\n"
+                "  Leave them out of ignored, or set ep=1 and move tokens by yourself."
+            )
+    device = device or _device(model, ignored)
+    policies = Policies(model, plan.precision, device)
+    return Preparation(plan, device, units, ignored, policies, recomputed, offloaded, tables, mixtures, stage_modules)
+
+
+def check_fresh(model: nn.Module) -> None:
+    """Refuse a model that is parallelized already.
+
+    Raises:
+        StateError: It is, or a part of it.
+    """
+    for path, module in model.named_modules():
+        if attachment_of(module) is not None:
+            place = f" (its {path!r})" if path else ""
+            raise StateError(
+                f"{type(model).__name__}{place} is parallelized already.\n"
+                "  Call sw.parallelize once, on the whole model; to change the plan, build the model again."
+            )
+
+
+def _device(model: nn.Module, ignored: Ignored) -> torch.device:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    devices = {t.device for name, t in tensors.items() if not (t.is_meta or name in ignored.names)}
+    if len(devices) > 1:
+        raise PlanError(
+            f"the model's tensors lie on several devices: {', '.join(sorted(map(str, devices)))}.\n"
+            "  Move the model to this rank's device before sw.parallelize()."
+        )
+    if devices:
+        return devices.pop()
+    return torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
