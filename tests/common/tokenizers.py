@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 #: Lines of code and of prose, indented and not, with letters of more than one byte.
 TEXT = "".join(
@@ -58,3 +60,10 @@ def save_model(folder: Path, *, vocab_size: int, seq_len: int = 64, num_layers: 
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def ids_of(source: Any, tokenizer: Any) -> Iterator[Any]:
+    """The ids of text, document by document or in parts."""
+    from shardwise.train.data.examples import Texts, read_examples
+
+    return (example.ids for example in read_examples(source, Texts(tokenizer, None)))

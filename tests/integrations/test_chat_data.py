@@ -56,8 +56,8 @@ def samples(folder: str) -> list[dict[str, Tensor]]:
     from transformers import AutoTokenizer
 
     found = []
-    for ids, spans in Chat(AutoTokenizer.from_pretrained(f"{folder}/llama"), "messages", "assistant").examples(
-        rows(folder)
+    for ids, spans in Chat(AutoTokenizer.from_pretrained(f"{folder}/llama"), "messages", "assistant").encode(
+        [("chat.jsonl", row) for row in rows(folder)]
     ):
         inputs, labels = torch.zeros(LENGTH, dtype=torch.int64), torch.full((LENGTH,), -100)
         inputs[: len(ids)] = torch.tensor(ids)[:LENGTH]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from shardwise.spec.errors import ConfigError
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import read_config
-from shardwise.train.data.examples import Example, Examples, num_examples, write_examples
+from shardwise.train.data.examples import Examples
+from shardwise.train.data.form import Example
 from shardwise.train.data.packing import pack
 from shardwise.train.data.samples import Part
 from shardwise.train.data.token_files import DataError
@@ -24,7 +25,8 @@ from shardwise.train.data.tokenizer import OfFolder
 from tests.common.tokenizers import MARKED, TEMPLATE, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
-pytest.importorskip("datasets", reason="the data extra is not installed")
+pytest.importorskip("datasets", reason="the hf extra is not installed")
+pa = pytest.importorskip("pyarrow")
 
 TURNS = [
     {"role": "user", "content": "def number_1?"},
@@ -147,10 +149,10 @@ def test_data_sets_that_cannot_be_used_are_refused(
 
 def test_rows_that_cannot_be_used_are_named_by_number(folder: Path, tmp_path: Path) -> None:
     source = save_rows(tmp_path / "rows.jsonl", [{"messages": TURNS}, {"messages": [{"content": "x"}]}])
-    with pytest.raises(DataError, match="row 1 of the data cannot be used: expected that every message has a role"):
+    with pytest.raises(DataError, match=r"rows.jsonl:2 cannot be used: expected that every message has a role"):
         resolved(source, folder)
     (tmp_path / "broken.jsonl").write_text('{"messages": [\n')
-    with pytest.raises(DataError, match=r"broken.jsonl cannot be read as json"):
+    with pytest.raises(DataError, match=r"broken.jsonl:1 cannot be read: it is not JSON"):
         resolved(tmp_path / "broken.jsonl", folder)
     plain = save_model(save_tokenizer(tmp_path / "plain"), vocab_size=300, seq_len=256)
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
@@ -187,14 +189,11 @@ LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=60)
 
 
 @given(lengths=LENGTHS, seq_len=st.integers(8, 24), packs=st.booleans())
-def test_every_example_is_in_one_row_once_with_its_targets(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, packs: bool
-) -> None:
-    folder = tmp_path_factory.mktemp("examples")
+def test_every_example_is_in_one_row_once_with_its_targets(lengths: list[int], seq_len: int, packs: bool) -> None:
     examples = [Example(list(range(100 * n, 100 * n + k)), [(k // 2, k)]) for n, k in enumerate(lengths)]
-    write_examples(folder, examples, vocab_size=100 * len(lengths) + 100)
-    assert num_examples(folder) == len(lengths)
-    rows = pack(Examples(folder, 0, len(lengths)), seq_len, packs=packs)
+    columns = pa.array([each.ids for each in examples]), pa.array([[*each.spans[0]] for each in examples])
+    half = len(lengths) // 2  # columns of files come in parts
+    rows = pack(Examples(*(pa.chunked_array([each[:half], each[half:]]) for each in columns)), seq_len, packs=packs)
     held = rows.rows(range(rows.num_samples))
     expected = {}
     for example, length in zip(examples, lengths, strict=True):

@@ -24,29 +24,33 @@ pytest.importorskip("datasets", reason="the data extra is not installed")
 
 DEEP = "[" * 200_000 + "]" * 200_000
 LONG = "x" * 3000
-LIMITS = {".jsonl": 2000, ".json": 4000, ".csv": 1000}
+LIMITS = {"_ROW_BYTES": 2000, "_LIST_BYTES": 4000, "_CSV_BYTES": 1000}
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", f'{{"text": "a"}}\n{{"text": {DEEP}}}\n', "row 1 is nested over 500 deep"),
-        ("a.json", f'[{{"text":\n{DEEP}}}]', "row 0 is nested over 500 deep"),
-        ("a.jsonl.gz", f'{{"text": "a"}}\n{{"text": "{LONG}"}}\n', "row 1 is longer than 2,000 bytes"),
-        ("a.json.gz", "[" + ",\n".join(['{"text": "abc"}'] * 400) + "]", "row 0 is longer than 4,000 bytes"),
-        ("a.csv", f'text,b\n"{LONG}",1\n', "row 1 is longer than 1,000 bytes"),
-        ("a.csv.gz", 'text,b\n"' + "line\n" * 600 + '",1\n', "row 1 is longer than 1,000 bytes"),
+        ("a.jsonl", f'{{"text": "a"}}\n{{"text": {DEEP}}}\n', "a.jsonl:2 cannot be read: it is nested too deep"),
+        ("a.json", f'[{{"text":\n{DEEP}}}]', "a.json cannot be read: it is nested too deep"),
+        ("a.jsonl.gz", f'{{"text": "a"}}\n{{"text": "{LONG}"}}\n', "a.jsonl.gz:2 .* longer than 2,000 bytes"),
+        ("a.json.gz", "[" + ",\n".join(['{"text": "abc"}'] * 400) + "]", "a.json.gz .* longer than 4,000 bytes"),
+        ("a.csv", f'text,b\n"{LONG}",1\n', "a.csv:2 cannot be read: its row is longer than 1,000 bytes"),
+        ("a.csv.gz", 'text,b\n"' + "line\n" * 600 + '",1\n', "a.csv.gz:200 .*: its row is longer than 1,000 bytes"),
+        ("b.csv", 'text,b\na,1\n"b\xff",1\n', "b.csv:3 cannot be read: it is not CSV .*0xff"),
+        ("b.jsonl", '{"text": "a"}\n\n{"text": "b\xff"}\n', "b.jsonl:3 cannot be read: it is not JSON .*0xff"),
+        ("c.jsonl", '{"text": "a"}\n{"text": \n', "c.jsonl:2 cannot be read: it is not JSON"),
+        ("a.parquet", "PAR1", "a.parquet cannot be read: it is not parquet"),
     ],
 )
-def test_rows_without_bound_are_refused_by_number(
+def test_rows_without_bound_and_those_that_are_none_are_refused_by_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
 ) -> None:
-    if "deep" not in message:
-        monkeypatch.setattr(records, "_MOST_BYTES", LIMITS)
-    raw = text.encode()
+    for limit, most in LIMITS.items() if "deep" not in message else ():
+        monkeypatch.setattr(records, limit, most)
+    raw = text.encode("latin-1")
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     with pytest.raises(DataError, match=message):
-        list(records.read_records(find_source(str(tmp_path / name))))
+        list(records.read_rows(find_source(str(tmp_path / name))))
 
 
 @pytest.mark.parametrize(
@@ -57,20 +61,21 @@ def test_rows_without_bound_are_refused_by_number(
             "a.json",
             "[" + ",\n".join(json.dumps({"text": '"]\\' + "[{" * 600, "b": [[1]] * 400}) for _ in range(3)) + "]",
         ),
+        ("b.json", '{"text": "a"}\n\n{"text": 3}\n{"text": "b", "only here": {"a": 1}}\n'),
         ("a.csv", "text,b\n" + '"two\nlines, and a "" quote",1\n' * 300),
         ("b.csv", "text,b\n" + 'pipe 5" long,3\n' + "a,b\n" * 299),
-        ("c.csv", "text,b\n" + 'pipe 5" long,"a ""\n"" \n,"\n"""a\n",\n"",b"\n' * 100),
+        ("c.csv", "\ufefftext,b\n" + 'pipe 5" long,"a ""\n"" \n,"\n"""a\n",\n"",b"\n' * 100),
     ],
 )
 def test_rows_that_only_look_so_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     if name.endswith(".csv"):
-        monkeypatch.setattr(records, "_MOST_BYTES", LIMITS)
+        monkeypatch.setattr(records, "_CSV_BYTES", LIMITS["_CSV_BYTES"])
     (tmp_path / name).write_text(text)
     source = find_source(str(tmp_path / name))
-    found = list(records.read_records(source))
+    found = [row for _, row in records.read_rows(source)]
     assert len(found) == (300 if name.endswith(".csv") else 3)
-    if not name.endswith(".csv"):  # pandas leaves a file open that is not read to its end
-        assert records.first_row(source) == found[0]
+    assert records.first_row(source) == found[0]
+    assert "text" in found[0]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +92,8 @@ def test_a_chat_template_that_never_ends_is_ended(
     monkeypatch.setattr("shardwise.spec.bound._WORK_S", 2.0)
     folder = OfFolder(save_tokenizer(tmp_path, template=TEMPLATE))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(DataError, match=rf"row 0 of the data cannot be used: .*\({reason}"):
-        list(Chat(folder.held, "messages", "all", template).examples([{"messages": messages}]))
+    with pytest.raises(DataError, match=rf"a.jsonl:1 cannot be used: .*\({reason}"):
+        Chat(folder.held, "messages", "all", template).encode([("a.jsonl:1", {"messages": messages})])
     with pytest.raises((MemoryError, TimeoutError, ValueError)):
         folder.encode_chat(messages, template)
     assert folder.encode_chat(messages, None) == folder.encode("<|user|>a<end>\n<|assistant|>b<end>\n<|assistant|>")

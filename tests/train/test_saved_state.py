@@ -111,7 +111,8 @@ def test_another_setting_of_the_optimizer_is_taken_where_set_asks_for_it(refused
 
 def test_what_was_saved_is_taken(refused):
     assert refused(DATA) is None
-    stream = {"seed": 0, "epoch": 0, "place": 1, "taken": 2, "num_chunks": 3}
+    where = {"epoch": 0, "place": 1, "row": 4, "taken": 2, "num_files": 3}
+    stream = DATA["state"]["sampler"] | where
     assert refused(changed("state", "sampler", value=stream)) is None
     assert refused(changed("state", "scaler", value={})) is None
 

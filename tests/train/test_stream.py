@@ -14,8 +14,11 @@ from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data import stream as module
-from shardwise.train.data.stream import StreamSampler, stream_of
+from shardwise.train.data.records import read_rows
+from shardwise.train.data.sampler import Permutation
+from shardwise.train.data.stream import StreamRows, StreamSampler
 from shardwise.train.data.token_files import DataError
+from shardwise.train.data.tokenizer import OfFolder
 from tests.common.tokenizers import TEMPLATE, TEXT, save_model, save_tokenizer
 from tests.train.train_here import losses, sets, train_here
 
@@ -34,7 +37,7 @@ schedule: {name: constant}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1500)
+    monkeypatch.setattr(module, "WINDOW_TOKENS", 500)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     save_model(save_tokenizer(tmp_path / "llama", template=TEMPLATE), vocab_size=300)
@@ -45,85 +48,132 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def small_chunks() -> None:
+def small_windows() -> None:
     os.environ["XDG_CACHE_HOME"] = str(Path.cwd() / "cache")
-    module.CHUNK_BYTES = 1500
+    module.WINDOW_TOKENS = 500
 
 
 def run(*settings: str) -> RunConfig:
     return resolve(read_config("run.yaml", settings), 1)
 
 
-def made(folder: Path) -> int:
-    return len(list((folder / "cache" / "shardwise" / "tokens").glob("*/tokens")))
+def sampler_of(resolved: RunConfig, *share: int) -> StreamSampler:
+    rows = data_of(resolved).train
+    assert isinstance(rows, StreamRows)
+    rows.data.for_reader(*share)
+    return rows.data
+
+
+def taken(sampler: StreamSampler) -> list[tuple[int, ...]]:
+    return [tuple(sampler[place].tolist()) for each in sampler.next_step() for place in each]
 
 
 def test_an_epoch_has_every_sample_once_and_the_order_is_that_of_any_world(folder: Path) -> None:
-    stream = stream_of(data_of(run()).train)
-    assert stream is not None
-    assert len(stream.chunks) == 3  # of two files each; the last two are held out
-    counts = [stream.part(chunk).num_samples for chunk in range(3)]
-    total = sum(counts)
-    alone = StreamSampler(stream, 5, 1, 1, 0, 1)
-    seen = [alone.next_step()[0][0] for _ in range(2 * total)]
-    first, second = collections.Counter(seen[:total]), collections.Counter(seen[total:])
-    assert first == second
-    assert set(first.values()) == {1}
-    assert sum(index >> 40 == 1 for index in first) == counts[1]
-    assert seen[:total] != seen[total:]
-    ranks = [StreamSampler(stream, 5, 2, 2, rank, 3) for rank in range(3)]
-    together = []
+    """The samples by hand: windows of whole files in the epoch's order, each cut into samples of 16."""
+    resolved, tokenizer = run("train.seed=5"), OfFolder(folder / "llama")
+    files = [Path(f"texts/{number}.txt") for number in range(7)]  # the last one is held out
+    epochs = []
+    for epoch in range(2):
+        window, samples = [], []
+        for place in range(7):
+            text = files[Permutation(7, seed=5, epoch=epoch)[place]].read_text()
+            window += [*tokenizer.encode_pieces([text])[0], tokenizer.ends[0]]
+            if len(window) >= 500 or place == 6:
+                samples += [tuple(window[i : i + 17]) for i in range(0, len(window) - 16, 16)]
+                window = []
+        epochs.append(samples)
+    total = len(epochs[0])
+    alone = sampler_of(resolved, 1, 1, 0, 1)
+    seen = [taken(alone)[0] for _ in range(total + len(epochs[1]))]
+    assert collections.Counter(seen[:total]) == collections.Counter(epochs[0])
+    assert collections.Counter(seen[total:]) == collections.Counter(epochs[1])
+    assert seen[:total] not in (epochs[0], seen[total:])
+    ranks = [sampler_of(resolved, 2, 2, rank, 3) for rank in range(3)]
+    together: list[tuple[int, ...]] = []
     for _ in range(total // 12):
-        assert list(ranks[0].whole_step()) == seen[len(together) : len(together) + 12]
-        together += [index for rank in ranks for micro in rank.next_step() for index in micro]
+        assert list(ranks[0].whole_step()) == list(range(len(together), len(together) + 12))
+        together += [sample for rank in ranks for sample in taken(rank)]
     assert together == seen[: len(together)]
-    later = StreamSampler(stream, 5, 1, 1, 0, 1)
+    later = sampler_of(resolved, 1, 1, 0, 1)
     later.load_state(ranks[1].state())
-    assert later.next_step()[0][0] == seen[len(together)]
+    assert taken(later)[0] == seen[len(together)]
     with pytest.raises(CheckpointError, match="seed=5, this run has 6"):
-        StreamSampler(stream, 6, 1, 1, 0, 1).load_state(later.state())
+        sampler_of(run("train.seed=6"), 1, 1, 0, 1).load_state(later.state())
+    with pytest.raises(CheckpointError, match="no such place"):
+        later.load_state(later.state() | {"place": 7, "taken": 999})
 
 
-def test_little_is_tokenized_before_training_and_the_next_chunk_while_one_is_trained_on(folder: Path) -> None:
-    data = data_of(run())
-    stream = stream_of(data.train)
-    assert stream is not None
-    before = made(folder)
-    assert before <= 2  # the first chunk, by which the size is checked, and what is held out
-    sampler = StreamSampler(stream, 0, 1, 1, 0, 1)
+def test_little_is_read_before_training_and_the_next_window_while_one_is_trained_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(module, "read_rows", lambda source: opened.append(source.files[0].name) or read_rows(source))
+    sampler = sampler_of(run(), 1, 1, 0, 1)
+    assert opened == []
     sampler.next_step()
     deadline = time.monotonic() + 60
-    while made(folder) <= before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert made(folder) > before
+    while len(opened) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert 4 <= len(opened) < 20  # this window of two files, and the one or two that follow
 
 
 def test_what_cannot_be_streamed_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="1 files of 607 bytes together make one chunk"):
+    with pytest.raises(DataError, match=r"texts/0.txt is one file, and the last files of a stream are held out"):
         run("data.source=texts/0.txt")
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 3
     Path("chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match="conversations are tokenized before training"):
         run("data.source=chat.jsonl")
-    assert not run("data.streaming=false").source.streams
+    assert run("data.streaming=false").source.streams is None
+    sampler = sampler_of(
+        run(
+            "data.seq_len=60000",
+            "model.hf=null",
+            "model.vocab_size=300",
+            "model.seq_len=60000",
+            "data.tokenizer=llama",
+            "data.eval_source=random",
+        ),
+        1,
+        1,
+        0,
+        1,
+    )
+    with pytest.raises(DataError, match="texts: no whole sample"):
+        sampler.next_step()
+
+
+def test_rows_of_a_data_set_are_streamed_too_and_a_bad_one_is_named(folder: Path) -> None:
+    Path("rows").mkdir()
+    for number in range(3):
+        rows = [{"text": TEXT[200 * i : 200 * (i + 1)]} for i in range(number, 20)]
+        Path(f"rows/{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampler = sampler_of(run("data.source=rows"), 2, 1, 0, 1)
+    state, first = sampler.state(), [taken(sampler) for _ in range(40)]
+    assert len({tuple(step) for step in first}) > 30
+    again = sampler_of(run("data.source=rows"), 2, 1, 0, 1)
+    again.load_state(state)
+    assert [taken(again) for _ in range(40)] == first
+    Path("rows/0.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match=r"rows/0.jsonl:2 has no text in column text: int"):
+        [taken(sampler_of(run("data.source=rows", "train.seed=1"), 64, 1, 0, 1))]
 
 
 def test_a_streamed_run_goes_on_at_the_sample_on_another_number_of_ranks(folder: Path) -> None:
-    whole = train_here(folder, 1, ("--run-dir", "whole"), config=CONFIG, before=small_chunks)
-    begun = train_here(folder, 2, ("--run-dir", "half", *sets("train.steps=20")), config=CONFIG, before=small_chunks)
-    again = train_here(folder, 1, ("--run-dir", "half", "--resume"), config=CONFIG, before=small_chunks)
+    whole = train_here(folder, 1, ("--run-dir", "whole"), config=CONFIG, before=small_windows)
+    begun = train_here(folder, 2, ("--run-dir", "half", *sets("train.steps=20")), config=CONFIG, before=small_windows)
+    again = train_here(folder, 1, ("--run-dir", "half", "--resume"), config=CONFIG, before=small_windows)
     assert [code for code, _ in whole + begun + again] == [0, 0, 0], again
     assert losses(folder / "half") == pytest.approx(losses(folder / "whole"), rel=2e-5)
-    assert "bytes in 8 files, tokenized on the way" in whole[0][1]
+    assert "bytes in 7 files, tokenized on the way" in whole[0][1]
 
 
 def test_all_of_a_stream_is_trained_on_where_there_is_other_data_to_evaluate_on(folder: Path) -> None:
     (folder / "held.txt").write_text(TEXT[:900])
-    usual, apart = data_of(run()), data_of(run("data.eval_source=held.txt"))
+    usual, apart = run(), run("data.eval_source=held.txt")
     whole = data_of(run("data.source=held.txt", "data.streaming=false", "data.held_out=0.2")).train
-    ends = [len(stream.chunks) for data in (usual, apart) if (stream := stream_of(data.train)) is not None]
-    assert ends[1] == ends[0] + 1
-    assert (apart.held_out.rows([0, 3]).inputs == whole.rows([0, 3]).inputs).all()
+    assert [len(each.source.files) for each in (usual, apart)] == [7, 8]
+    assert (data_of(apart).held_out.rows([0, 3]).inputs == whole.rows([0, 3]).inputs).all()
     with pytest.raises(ConfigError, match=r"the number of samples of texts is not known beforehand; set train.steps"):
         run("train.epochs=1")
     assert run("train.steps=3").schedule.steps == 3

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +13,18 @@ import numpy as np
 import pytest
 
 from shardwise.cli import main
-from shardwise.spec.errors import ConfigError
+from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
-from shardwise.train.data import tokenizer as module
+from shardwise.train.data import records as module
+from shardwise.train.data.examples import Examples, Texts, prepare
 from shardwise.train.data.source import find_source
 from shardwise.train.data.token_files import DataError, map_tokens, read_header
-from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer, tokenize
-from tests.common.tokenizers import TEXT, save_model, save_tokenizer
+from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer
+from tests.common.tokenizers import TEXT, ids_of, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
+pytest.importorskip("datasets", reason="the hf extra is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +64,9 @@ def test_a_folder_gives_its_ids_back_as_text_and_knows_its_size_and_end(folder: 
 def test_pieces_of_a_text_give_the_tokens_of_the_whole(
     folder: Path, text: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BLOCK", block)
-    monkeypatch.setattr(module, "_PIECE", block // 2)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", block)
     found = OfFolder(folder)
-    ids = np.concatenate(list(tokenize(find_source(str(text)), found))).tolist()
+    ids = np.concatenate(list(ids_of(find_source(str(text)), found))).tolist()
     assert ids == [*found.encode(TEXT), *found.ends]
 
 
@@ -72,29 +76,32 @@ def test_every_file_is_a_document_and_what_is_not_utf8_is_named_by_line(folder: 
     (texts / "a.txt").write_text("one text")
     (texts / "b.txt").write_text("another text, cut in the middle of é")
     found = OfFolder(folder)
-    ids = np.concatenate(list(tokenize(find_source(str(texts), max_bytes=8 + 36), found)))
+    ids = np.concatenate(list(ids_of(find_source(str(texts), max_bytes=8 + 36), found)))
     assert (ids == found.ends[0]).sum() == 2
     assert found.decode(ids.tolist()) == "one textanother text, cut in the middle of "
     (texts / "b.txt").write_bytes(b"two\nthr\xffee")
     with pytest.raises(DataError, match=r"b.txt:2: byte 0xff"):
-        list(tokenize(find_source(str(texts)), found))
+        list(ids_of(find_source(str(texts)), found))
 
 
 def test_text_is_tokenized_once_and_again_when_it_or_the_tokenizer_has_changed(folder: Path, text: Path) -> None:
     said: list[str] = []
+    (old := Path(os.environ["XDG_CACHE_HOME"]) / "shardwise" / "tokens").mkdir(parents=True)
     settings = (f"data.tokenizer={folder}", "model.vocab_size=400")
     first = resolved(text, *settings, said=said)
     assert first.config.data.tokenizer == str(folder)
     assert (first.source.kind, first.source.name, first.source.vocab_size) == ("tokens", str(text), 300)
     assert first.source.num_tokens == len(OfFolder(folder).encode(TEXT)) + 1
     assert resolved(text, *settings, said=said).source == first.source
-    assert len(said) == 1
+    assert len(said) == 2
     assert "tokenizing" in said[0]
+    assert said[1] == f"{old} holds tokens of an earlier version, which are not read any more: remove it"
+    old.rmdir()
     text.write_text(TEXT + "more")
     assert resolved(text, *settings, said=said).source.num_tokens > first.source.num_tokens
     save_tokenizer(folder, vocab_size=290)
     assert resolved(text, *settings, said=said).source.vocab_size == 290
-    assert len(said) == 3
+    assert len(said) == 4
 
 
 def test_a_folder_s_model_is_trained_with_its_own_tokenizer_unless_told(folder: Path, text: Path) -> None:
@@ -141,3 +148,68 @@ def test_data_tokenize_writes_what_a_folder_s_tokenizer_makes_of_text(
     capsys.readouterr()
     assert main(["data", "tokenize", str(text), str(tmp_path / "b"), "--tokenizer", str(tmp_path)]) == 78
     assert "has no tokenizer: it holds none of tokenizer.json" in capsys.readouterr().err
+
+
+def prepared(source: Path, column: str | None = None) -> list[int]:
+    found = prepare(find_source(str(source)), Bytes(), [column], lambda _: Texts(Bytes(), column))
+    return np.concatenate(Examples.of(found.files).documents()).tolist()
+
+
+def test_many_files_are_tokenized_side_by_side_and_keep_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    (tmp_path / "rows").mkdir()
+    for number in range(16):
+        text = "".join(json.dumps({"text": f"{number}:{i};"}) + "\n" for i in range(number % 5 + 1))
+        (tmp_path / "rows" / f"{number:02}.jsonl").write_text(text)
+    assert bytes(prepared(tmp_path / "rows", "text")) == b"".join(
+        b"%d:%d;" % (number, i) for number in range(16) for i in range(number % 5 + 1)
+    )
+    (tmp_path / "rows" / "11.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match=r"11.jsonl:2 has no text in column text: int"):
+        prepared(tmp_path / "rows", "text")
+
+
+def test_of_two_processes_one_makes_the_tokens_and_the_other_waits(text: Path, tmp_path: Path) -> None:
+    """Both begin while nothing is there; each makes a note when it tokenizes."""
+    code = """
+import sys, time
+from pathlib import Path
+from shardwise.train.data.examples import Examples, Texts, prepare
+from shardwise.train.data.examples import Examples, Texts, prepare
+from shardwise.train.data.source import find_source
+from shardwise.train.data.tokenizer import Bytes
+import datasets
+
+class Slow(Texts):
+    def encode(self, rows):
+        with open("notes", "a") as notes:
+            notes.write("made ")
+        time.sleep(3)
+        return Texts.encode(self, rows)
+
+Path(sys.argv[1]).touch()
+while not (Path("0").exists() and Path("1").exists()):
+    time.sleep(0.01)
+found = prepare(find_source("text.txt"), Bytes(), [], lambda _: Slow(Bytes(), None))
+print(found.lengths)
+"""
+    words = [sys.executable, "-c", code]
+    both = [subprocess.Popen([*words, name], cwd=tmp_path, stdout=subprocess.PIPE, text=True) for name in "01"]
+    assert [each.communicate(timeout=120)[0] for each in both] == [f"({len(TEXT.encode())},)\n"] * 2
+    assert (tmp_path / "notes").read_text() == "made "
+
+
+def test_a_damaged_or_unwritable_cache_is_told_with_what_to_do(
+    text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prepared(text)
+    (made,) = Path(os.environ["XDG_CACHE_HOME"]).rglob("*.arrow")
+    made.write_bytes(made.read_bytes()[:1000])
+    with pytest.raises(DataError, match=r"0.0.0 is damaged: .*\n  Remove this folder; it is made again"):
+        prepared(text)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match=r"file/shardwise/data cannot be written: .*\n  Set XDG_CACHE_HOME"):
+        prepared(text)

@@ -75,17 +75,19 @@ def tokenize(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Write a token file."""
+    from shardwise.train.data.examples import Texts, read_examples
     from shardwise.train.data.source import find_source
     from shardwise.train.data.token_files import DataError, write_tokens
     from shardwise.train.data.tokenizer import find_tokenizer
-    from shardwise.train.data.tokenizer import tokenize as blocks
 
     found = find_source(source)
     if found.kind not in {"text", "records"}:
         raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text, or of rows with one.")
     held = find_tokenizer(tokenizer)
     try:
-        count = write_tokens(out, blocks(found, held, column), vocab_size=held.vocab_size, should_replace=force)
+        made = read_examples(found, Texts(held, column if found.kind == "records" else None))
+        ids = (example.ids for example in made)
+        count = write_tokens(out, ids, vocab_size=held.vocab_size, should_replace=force)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}.\n  Name another place.") from None
     show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {held.vocab_size:,}")

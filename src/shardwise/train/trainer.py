@@ -24,11 +24,10 @@ from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
-from shardwise.train.data.given import IterableSampler
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.sampler import Sampler
-from shardwise.train.data.stream import StreamSampler, stream_of
+from shardwise.train.data.stream import ENDLESS, IterableSampler
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, find_tokenizer
 from shardwise.train.evaluation import Evaluation
@@ -70,16 +69,14 @@ class Trainer:
         foreign_bytes = 0 if resolved.spec.data is None else tensor_bytes(device)
         config, batch = resolved.config, resolved.batch
         self.data = data_of(resolved)
-        stream, reader = stream_of(self.data.train), resolved.mesh.data_parallel_rank(control.rank)
+        reader, train = resolved.mesh.data_parallel_rank(control.rank), self.data.train
         share = batch.micro, batch.accumulation, reader, batch.data_parallel_size
-        if isinstance(given := getattr(self.data.train, "data", None), IterableSampler):
-            self.sampler = given.for_reader(*share)
-        elif stream is not None:
-            self.sampler = StreamSampler(stream, config.train.seed, *share)
-        elif isinstance(mixture := self.data.train, MixedSamples):
-            self.sampler = MixedSampler(mixture.num_samples, config.train.seed, *share, samples=mixture)
+        if isinstance(items := getattr(getattr(train, "whole", train), "data", None), IterableSampler):
+            self.sampler: Sampler = items.for_reader(*share)
+        elif isinstance(train, MixedSamples):
+            self.sampler = MixedSampler(train.num_samples, config.train.seed, *share, samples=train)
         else:
-            self.sampler = Sampler(self.data.train.num_samples, config.train.seed, *share)
+            self.sampler = Sampler(train.num_samples, config.train.seed, *share)
         self.model, self.optimizer = self._build()
         is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
         scaler = sw.GradScaler(device.type, enabled=is_scaled)
@@ -179,13 +176,11 @@ class Trainer:
             f"model {model.splitlines()[0]}; more in {printable(directory / MODEL)}",
         ]
         if source.kind == "given":
-            count = (
-                "an iterable" if (num := self.data.train.num_samples) >= IterableSampler.ENDLESS else f"{num:,} samples"
-            )
+            count = "an iterable" if (num := self.data.train.num_samples) >= ENDLESS else f"{num:,} samples"
             lines.append(f"data {printable(source.name)}: {count}")
         else:
             tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
-            if source.streams:
+            if source.streams is not None:
                 tokens = f"{source.num_tokens:,} bytes in {len(source.files)} files, tokenized on the way"
             seq_len, longer = resolved.seq_len, resolved.positions or 0
             more = f" (data.seq_len; the model takes up to {longer:,})" if longer > seq_len else ""
@@ -244,12 +239,12 @@ class Trainer:
         """Take up what a checkpoint says of data and base. Small JSON."""
         if self._base is not None:
             self.control.on_first(lambda: check_base(self._base, state.get("base")))
-        self.sampler.load_state(state["sampler"])
         if state["data"] != self.fingerprint:
             raise DataError(
                 f"{self.resolved.source.name}: the data is not what the run began with (its hash has changed).\n"
                 "  Restore the data, or start a new run."
             )
+        self.sampler.load_state(state["sampler"])
         return resharded(state.get("mesh") or {}, self.resolved.mesh.sizes)
 
     def evaluate(self) -> dict[str, float] | None:

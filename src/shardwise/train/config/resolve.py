@@ -10,7 +10,7 @@ import functools
 import glob
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -28,21 +28,21 @@ from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_config
 from shardwise.train.config.hf import LanguageModel, NotTrainedError, read_language_model, stored_dtype
 from shardwise.train.config.sections import Config, DataSection, MixedSection, OneSource, RawConfig
 from shardwise.train.data.chat import COMPLETION, PROMPT, TEXT, Chat, column_of
+from shardwise.train.data.examples import Texts, prepare
+from shardwise.train.data.form import Form
 from shardwise.train.data.pairs import Pairs
 from shardwise.train.data.records import first_row
 from shardwise.train.data.samples import Data, check_size, open_data
 from shardwise.train.data.source import (
     BYTE_VOCAB,
-    GivenSource,
     Source,
     find_source,
     given_source,
     is_indexed,
     mixture_of,
 )
-from shardwise.train.data.stream import open_stream
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer, tokenized
+from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer
 from shardwise.train.spec import FROM_PYTHON, TrainSpec, load_spec
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, NEXT, Task
 
@@ -176,18 +176,16 @@ def data_of(resolved: RunConfig) -> Data:
         batch = resolved.batch
         most, least = config.train.eval_batches * batch.total, batch.micro * batch.data_parallel_size
         return given_data(spec.data, spec.eval_data, spec.collate, most, least)
-    how = {
-        "seq_len": resolved.seq_len,
-        "vocab_size": resolved.vocab_size,
-        "end": resolved.end_token,
-        "task": resolved.task,
-        "seed": config.train.seed,
-    }
-    opened = functools.partial(open_data, packs=bool(config.data.packing), **how)
-    if source.streams:
-        held_out = None if source.evaluated is None else opened(source.evaluated, held_out=None).train
-        return open_stream(source, config.data.tokenizer or BYTES, held_out, **how)
-    return opened(source, held_out=config.data.held_out)
+    return open_data(
+        source,
+        seq_len=resolved.seq_len,
+        held_out=config.data.held_out,
+        vocab_size=resolved.vocab_size,
+        seed=config.train.seed,
+        packs=bool(config.data.packing),
+        end=resolved.end_token,
+        task=resolved.task,
+    )
 
 
 def resolve(
@@ -289,14 +287,14 @@ def resolve(
         task,
         spec,
     )
-    num_samples = source.num_samples if isinstance(source, GivenSource) else None
-    if isinstance(source, GivenSource):
+    num_samples = source.num_samples
+    if source.kind == "given":
         _check_count(source, spec, batch)
     elif checks_data and source.kind != "random":
         at_once = batch.micro * batch.data_parallel_size if config.train.eval_every else 1
         data = data_of(resolved)
         check_size(source, data, seq_len=seq_len, needed=batch.total, needed_held_out=at_once)
-        num_samples = None if source.streams else data.train.num_samples
+        num_samples = None if source.streams is not None else data.train.num_samples
     return _with_epochs(raw, resolved, num_samples) if has_epochs and checks_data else resolved
 
 
@@ -380,7 +378,7 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
             raw.fail(section, key, f"{why}; take it out")
 
 
-def _check_count(source: GivenSource, spec: TrainSpec, batch: Batch) -> None:
+def _check_count(source: Source, spec: TrainSpec, batch: Batch) -> None:
     """Refuse a data set with fewer samples than a step, or an evaluation, takes at once.
 
     Raises:
@@ -551,7 +549,7 @@ def _source(
                 " use the tokenizer that the model was made for, or a model with as many rows"
             )
         elif source.kind != "tokens":
-            source = _tokenized(raw, section, source, tokenizer, task, at=at, say=say, name=name, reads=reads)
+            source = _tokenized(raw, section, source, tokenizer, task, at=at, say=say, reads=reads)
     if wrong is None and (source.vocab_size or 0) > vocab_size:
         advice = (
             "tokenize the text with its tokenizer" if config.model.hf else f"set model.vocab_size={source.vocab_size}"
@@ -591,58 +589,82 @@ def _tokenized(
     *,
     at: tuple[str, ...],
     say: Callable[[str], None] | None,
-    name: str,
     reads: bool,
 ) -> Source:
-    """Text as tokens, rows of a data set as tokens or, where they are conversations, as examples."""
-    streams = isinstance(section, DataSection) and section.streaming
-    column, chat = TEXT, None
-    if source.kind == "records":
-        try:
-            column, chat = _chat(section, source, tokenizer, task)
-        except ConfigError as error:
-            is_column = "column" in str(error).splitlines()[0]
-            raw.fail_at((*at[:-1], "column") if is_column else at, _inline(error))
-            raw.raise_if_any()
-    if not reads:
-        return replace(source, vocab_size=tokenizer.vocab_size)
-    if streams and chat is None:
-        return replace(source, vocab_size=tokenizer.vocab_size, streams=True, column=column)
-    if streams:
+    """Text and rows as tokens or, where they are conversations or pairs, as examples; made where ``reads`` is set."""
+    wanted: list[object] = [source.kind, section.column, section.learns, task.name, task.labels, tokenizer.vocab_size]
+    form_of = functools.partial(_form, section, source, tokenizer, task)
+    try:
+        if section.chat_template is not None:
+            form_of = functools.partial(form_of, template=_read_template(section.chat_template))
+            wanted.append(form_of.keywords["template"])
+        if not reads:
+            form_of(first_row(source))
+            return replace(source, vocab_size=tokenizer.vocab_size)
+        if not (isinstance(section, DataSection) and section.streaming):
+            return prepare(source, tokenizer, wanted, form_of, say)
+        form = form_of(first_row(source))
+    except ConfigError as error:
+        is_column = "column" in str(error).splitlines()[0]
+        raw.fail_at((*at[:-1], "column") if is_column else at, _inline(error))
+        raw.raise_if_any()
+        return source
+    if form.has_spans:
         raw.fail("data", "streaming", "it is for texts; conversations are tokenized before training begins")
         raw.raise_if_any()
-    return tokenized(source, name, tokenizer, say, column=column, chat=chat)
+    whole = replace(source, vocab_size=tokenizer.vocab_size, streams=form)
+    if section.eval_source is not None:
+        return whole
+    num_held = max(int(len(source.files) * section.held_out), 1)
+    if num_held == len(source.files):
+        raise DataError(
+            f"{source.name} is one file, and the last files of a stream are held out.\n  Leave data.streaming out,"
+            " divide the text into more files, or name data to evaluate on in data.eval_source."
+        )
+    held = replace(source, files=source.files[-num_held:], lengths=source.lengths[-num_held:])
+    files, lengths = source.files[:-num_held], source.lengths[:-num_held]
+    return replace(whole, files=files, lengths=lengths, evaluated=prepare(held, tokenizer, wanted, lambda _: form, say))
 
 
-def _chat(section: OneSource, source: Source, tokenizer: Tokenizer, task: Task) -> tuple[str, Chat | Pairs | None]:
-    """The column that is trained on, and how it becomes examples; ``None`` where it holds texts.
+def _read_template(name: str) -> str:
+    try:
+        return Path(name).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template={name}: {error}.\n  Name a file of text.") from None
+
+
+def _form(
+    section: OneSource,
+    source: Source,
+    tokenizer: Tokenizer,
+    task: Task,
+    first: Mapping[str, Any],
+    *,
+    template: str | None = None,
+) -> Form:
+    """How rows like the first one become examples.
 
     Raises:
         ConfigError: There is no such column, or the tokenizer cannot make conversations text.
     """
-    first = first_row(source)
+    if source.kind == "text":
+        return Texts(tokenizer, None)
     if task.has_pairs and isinstance(tokenizer, OfFolder):
         target, usual = ("label", TEXT) if task.name == CLASS else (COMPLETION, PROMPT)
         pairs = Pairs(tokenizer.held, section.column or usual, target, task.labels)
         pairs.check(list(first), source.name)
-        return pairs.column, pairs
+        return pairs
     column = column_of(list(first), section.column, source.name)
     if column != PROMPT and isinstance(first[column], str):
-        return column, None
+        return Texts(tokenizer, column)
     if not isinstance(tokenizer, OfFolder):
         raise ConfigError(
             f"data.source={source.name} holds conversations, which bytes have no form for.\n"
             "  Name a Hugging Face folder in data.tokenizer."
         )
-    template = None
-    if section.chat_template is not None:
-        try:
-            template = Path(section.chat_template).expanduser().read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"data.chat_template={section.chat_template}: {error}.\n  Name a file of text.") from None
     chat = Chat(tokenizer.held, column, section.learns, template)
     chat.check()
-    return column, chat
+    return chat
 
 
 def _with_fp32_masters(config: Config, plan: ParallelPlan) -> tuple[ParallelPlan, str | None]:

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shardwise.spec.bound import bounded
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean, first_line, printable
-from shardwise.train.data.examples import Example
+from shardwise.train.data.form import Example, Placed
 from shardwise.train.data.token_files import DataError
 
 #: Columns that are looked for, in this order.
 MESSAGES, SHARED, PROMPT, COMPLETION, TEXT = "messages", "conversations", "prompt", "completion", "text"
 #: Names of speakers in data of ShareGPT's form, by those that templates know.
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "function_call": "tool"}
-_AT_ONCE = 1000
 _MOST_CHARACTERS = 1 << 26
 
 
@@ -110,15 +109,12 @@ class Chat:
         template: The chat template; ``None``: the tokenizer's own.
     """
 
+    has_spans: ClassVar[bool] = True
+
     held: Any
     column: str
     learns: str
     template: str | None = None
-
-    @property
-    def key(self) -> list[str]:
-        """What of it decides about the examples."""
-        return [self.column, self.learns, self.template or ""]
 
     def check(self) -> None:
         """Refuse a tokenizer that cannot do it.
@@ -137,27 +133,24 @@ class Chat:
                 "  Name a file with one: data.chat_template=FILE.jinja."
             )
 
-    def examples(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Example]:
-        """The examples of rows, in their order.
+    def encode(self, rows: Sequence[Placed]) -> list[Example]:
+        """The examples of rows.
 
         Raises:
-            DataError: A row cannot be used; it is named by its number.
+            DataError: A row cannot be used; its place is named.
             ConfigError: The template cannot be used.
         """
-        numbered = enumerate(rows)
         if self._is_marked:
-            yield from (self._marked(number, row) for number, row in numbered)
-        while some := list(itertools.islice(numbered, _AT_ONCE)):
-            texts, spans = zip(*(self._text_of(number, row) for number, row in some), strict=True)
-            adds = self.column == PROMPT  # a template writes what begins a text by itself
-            encoded = self.held(
-                list(texts), add_special_tokens=adds, return_offsets_mapping=True, verbose=False, padding=False
-            )
-            for (_, row), ids, offsets, wanted in zip(
-                some, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True
-            ):
-                ends = adds and not isinstance(row[PROMPT], list)
-                yield self._example(ids, offsets, wanted, ends=ends)
+            return [self._marked(place, row) for place, row in rows]
+        texts, spans = zip(*(self._text_of(place, row) for place, row in rows), strict=True)
+        adds = self.column == PROMPT  # a template writes what begins a text by itself
+        options = {"return_offsets_mapping": True, "verbose": False, "padding": False}
+        encoded = self.held(list(texts), add_special_tokens=adds, **options)
+        found = zip(rows, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+        return [
+            self._example(ids, offsets, wanted, ends=adds and not isinstance(row[PROMPT], list))
+            for (_, row), ids, offsets, wanted in found
+        ]
 
     def _example(self, ids: list[int], offsets: Sequence[Any], wanted: Any, *, ends: bool) -> Example:
         end = self.held.eos_token_id
@@ -174,7 +167,7 @@ class Chat:
             ids = [*ids, end]
         return Example(ids, spans)
 
-    def _text_of(self, number: int, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
+    def _text_of(self, place: str, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
         """A row's text, and which of its characters are learned; ``None``: all."""
         value, tools = row.get(self.column), row.get("tools") or None
         if self.column == PROMPT:
@@ -182,14 +175,14 @@ class Chat:
             if isinstance(value, str) and isinstance(answer, str):
                 return value + answer, None if self.learns == "all" else [(len(value), len(value) + len(answer))]
             if not isinstance(value, list) or not isinstance(answer, list):
-                raise self._wrong(number, f"{PROMPT} and {COMPLETION} are texts, or both lists of messages")
-            begin = self._messages(number, value)
-            return self._rendered(number, begin + self._messages(number, answer), tools, first=len(begin))
-        return self._rendered(number, self._messages(number, value), tools)
+                raise self._wrong(place, f"{PROMPT} and {COMPLETION} are texts, or both lists of messages")
+            begin = self._messages(place, value)
+            return self._rendered(place, begin + self._messages(place, answer), tools, first=len(begin))
+        return self._rendered(place, self._messages(place, value), tools)
 
-    def _messages(self, number: int, value: Any) -> list[dict[str, Any]]:
+    def _messages(self, place: str, value: Any) -> list[dict[str, Any]]:
         if not isinstance(value, list):
-            raise self._wrong(number, f"{self.column} is a list of messages, each with a role and a content")
+            raise self._wrong(place, f"{self.column} is a list of messages, each with a role and a content")
         found = []
         for message in value:
             if isinstance(message, Mapping) and "from" in message and "value" in message:
@@ -198,15 +191,15 @@ class Chat:
             elif isinstance(message, Mapping) and isinstance(message.get("role"), str):
                 found.append({key: held for key, held in message.items() if held is not None})
             else:
-                raise self._wrong(number, "every message has a role and a content")
+                raise self._wrong(place, "every message has a role and a content")
         if not found:
-            raise self._wrong(number, "a conversation has messages")
+            raise self._wrong(place, "a conversation has messages")
         return found
 
     def _rendered(
-        self, number: int, messages: list[dict[str, Any]], tools: Any, *, first: int = 0
+        self, place: str, messages: list[dict[str, Any]], tools: Any, *, first: int = 0
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        text = self._apply(number, messages, tools)
+        text = self._apply(place, messages, tools)
         if self.learns == "all":
             return text, None
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= first]
@@ -214,12 +207,12 @@ class Chat:
             answers = answers[-1:]
         spans = []
         for at in answers:
-            before = self._apply(number, messages[:at], tools, add_generation_prompt=True)
-            with_answer = self._apply(number, messages[: at + 1], tools)
+            before = self._apply(place, messages[:at], tools, add_generation_prompt=True)
+            with_answer = self._apply(place, messages[: at + 1], tools)
             end = _end_of(text, before, with_answer, messages[at].get("content"))
             if end is None:
                 raise ConfigError(
-                    f"row {number:,}: the chat template writes the conversation up to answer {at} otherwise when more"
+                    f"{place}: the chat template writes the conversation up to answer {at} otherwise when more"
                     " follows, so that the answer cannot be found in the whole.\n"
                     "  Mark answers in the template with {% generation %} (data.chat_template=FILE), or set"
                     " data.learns=last."
@@ -234,15 +227,15 @@ class Chat:
             return False
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.held.get_chat_template(self.template)) is not None
 
-    def _marked(self, number: int, row: Mapping[str, Any]) -> Example:
+    def _marked(self, place: str, row: Mapping[str, Any]) -> Example:
         """A row as a template that marks the assistant's part writes it."""
-        messages = self._messages(number, row.get(self.column))
+        messages = self._messages(place, row.get(self.column))
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._apply(number, messages, row.get("tools") or None, **options)
+        found = self._apply(place, messages, row.get("tools") or None, **options)
         edges = np.flatnonzero(np.diff(np.asarray(found["assistant_masks"]), prepend=0, append=0)).tolist()
         return Example(found["input_ids"], list(itertools.pairwise(edges))[::2])
 
-    def _apply(self, number: int, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
+    def _apply(self, place: str, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         if not messages:
             return ""
         given = {"tools": tools, "chat_template": self.template}
@@ -250,9 +243,7 @@ class Chat:
             text = rendered(self.held, messages, **given, add_generation_prompt="add_generation_prompt" in options)
             return self.held.apply_chat_template(messages, **given, **options) if "return_dict" in options else text
         except Exception as error:  # noqa: BLE001  a template raises what it likes
-            raise self._wrong(number, f"the chat template takes it ({first_line(error)})") from None
+            raise self._wrong(place, f"the chat template takes it ({first_line(error)})") from None
 
-    def _wrong(self, number: int, expected: str) -> DataError:
-        return DataError(
-            f"row {number:,} of the data cannot be used: expected that {expected}.\n  Correct the row, or leave it out."
-        )
+    def _wrong(self, place: str, expected: str) -> DataError:
+        return DataError(f"{place} cannot be used: expected that {expected}.\n  Correct the row, or leave it out.")

@@ -1,123 +1,222 @@
-"""Tokenized conversations and answers: their ids, where each ends, and which of their tokens are learned.
+"""Text and rows as ids: made once, in an Arrow cache of ``datasets``, and mapped from there by every rank.
 
-A folder holds ``tokens`` (a token file of all examples, one behind the other), ``ends.npy`` (int64, one past the last
-token of each example) and ``spans.npy`` (int64, (S, 3): example, first learned token, one past the last, counted from
-the example's first token). The arrays are mapped, so that a rank reads what its samples need.
+The cache is ``shardwise/data`` below ``$XDG_CACHE_HOME`` or ``~/.cache`` and may be deleted. A row of it is an example:
+its ``ids``, and of conversations, answers and classes the ``spans`` of them that are learned, as first, one past the
+last, first, ... Where the cache has the data, pyarrow alone is imported to map it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
-from shardwise.launch.file import replacing
-from shardwise.train.data.token_files import map_tokens, write_tokens
+from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
+from shardwise.spec.text import first_line, printable
+from shardwise.train.data.form import Example, Form, Placed, text_of
+from shardwise.train.data.records import block_text, first_row, read_rows
+from shardwise.train.data.source import Source
+from shardwise.train.data.token_files import DataError
+from shardwise.train.data.tokenizer import Tokenizer, tokenizer_files
 
-TOKENS, _ENDS, _SPANS = "tokens", "ends.npy", "spans.npy"
 
-
-class Example(NamedTuple):
-    """One of them.
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts as documents: each ends with the tokenizer's end-of-text token, where it has one.
 
     Attributes:
-        ids: Of all its tokens.
-        spans: First and one past the last of those that are learned, in order.
+        tokenizer: What makes ids of them.
+        column: Of a data set: that of the texts. ``None``: the rows are blocks of text files.
     """
 
-    ids: Any
-    spans: Sequence[tuple[int, int]]
+    has_spans: ClassVar[bool] = False
+
+    tokenizer: Tokenizer
+    column: str | None
+
+    def encode(self, rows: Sequence[Placed]) -> list[Example]:
+        """The examples of rows. A block that is not the last of its file goes on in the next one."""
+        texts = [block_text(row) if self.column is None else text_of(place, row, self.column) for place, row in rows]
+        ends = [self.tokenizer.ends[:1] if row.get("is_last", True) else () for _, row in rows]
+        found = zip(self.tokenizer.encode_pieces(texts), ends, strict=True)
+        return [Example(np.array([*ids, *end], np.int64)) for ids, end in found]
 
 
-def write_examples(folder: Path, examples: Iterable[Example], *, vocab_size: int) -> None:
-    """Write the files of a folder, that of the tokens last: where it is there, all are."""
-    ends: list[int] = []
-    spans: list[tuple[int, int, int]] = []
-
-    def ids() -> Iterator[np.ndarray]:
-        total = 0
-        for number, example in enumerate(examples):
-            total += len(example.ids)
-            ends.append(total)
-            spans.extend((number, start, end) for start, end in example.spans)
-            yield np.asarray(example.ids, np.int64)
-        _save(folder / _ENDS, np.asarray(ends, np.int64))
-        _save(folder / _SPANS, np.asarray(spans, np.int64).reshape(-1, 3))
-
-    write_tokens(folder / TOKENS, ids(), vocab_size=vocab_size, should_replace=True)
+def read_examples(source: Source, form: Form) -> Iterator[Example]:
+    """The examples of a source, in order; nothing is kept."""
+    rows, at_once = read_rows(source), 8 if source.kind == "text" else 1000
+    while some := list(itertools.islice(rows, at_once)):
+        yield from form.encode(some)
 
 
-def _save(path: Path, array: np.ndarray) -> None:
-    with replacing(path, is_durable=True) as file:
-        np.save(file, array)
+def prepare(
+    source: Source,
+    tokenizer: Tokenizer,
+    settings: Sequence[object],
+    form_of: Callable[[Mapping[str, Any]], Form],
+    say: Callable[[str], None] | None = None,
+) -> Source:
+    """The examples of text or of the rows of a data set: those that are there, or they are made now.
+
+    Of several processes that come here for the same data one makes them, and the others wait.
+
+    Args:
+        source: Text, or the rows of a data set.
+        tokenizer: What makes ids of it.
+        settings: What decides about the examples beside source and tokenizer.
+        form_of: How rows become examples, by the first of them.
+        say: Told what is done where it takes time.
+
+    Raises:
+        ConfigError: The ``datasets`` package is not installed, or ``form_of`` raises it.
+        DataError: A row cannot be used.
+        StorageError: The cache cannot be written.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise" / "data"
+    digest = hashlib.sha256(f"2\0{source.fingerprint()}\0{json.dumps(settings)}".encode())
+    for file in tokenizer_files(tokenizer):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    content = digest.hexdigest()
+    times = [file.stat().st_mtime_ns for file in source.files]  # of large data only a part of the content is read
+    key = hashlib.sha256(f"{content}{times}".encode()).hexdigest()[:40]
+    if not (files := _made(cache, key)):
+        if say is not None:
+            say(f"tokenizing {printable(source.name)}, {sum(file.stat().st_size for file in source.files):,} bytes")
+            if (old := cache.with_name("tokens")).is_dir():
+                say(f"{printable(old)} holds tokens of an earlier version, which are not read any more: remove it")
+        _make(source, cache, key, form_of(first_row(source)), tokenizer.vocab_size)
+        files = _made(cache, key)
+    found = [Examples.of((file,)) for file in files]
+    return replace(
+        source,
+        kind="tokens" if found[0].spans is None else "examples",
+        files=files,
+        lengths=tuple(int(each.lengths().sum()) for each in found),
+        vocab_size=tokenizer.vocab_size,
+        content=content,
+    )
+
+
+def _made(cache: Path, key: str) -> tuple[Path, ...]:
+    """The files of the cache; while they are written, their folder has another name."""
+    found = cache.glob(f"generator/*{key}/*/*.arrow")
+    return tuple(sorted(file for file in found if file.parent.suffix != ".incomplete"))
+
+
+def _make(source: Source, cache: Path, key: str, form: Form, vocab_size: int) -> None:
+    """Write the examples of a source into the cache."""
+    try:
+        import datasets  # pyrefly: ignore[missing-import]
+    except ImportError:
+        raise ConfigError(
+            f"data.source={printable(source.name)} is tokenized by the datasets package, which is not installed.\n"
+            "  Install shardwise[hf]."
+        ) from None
+    spans = {"spans": datasets.List(datasets.Value("int64"))} if form.has_spans else {}
+    ids = datasets.Value("uint16" if vocab_size <= 1 << 16 else "uint32")
+    files = [*zip(source.files, source.lengths, strict=True)]
+    num_proc = min(os.cpu_count() or 1, len(files) // 8)
+    num_proc = num_proc if num_proc > 1 else None
+    try:
+        datasets.Dataset.from_generator(
+            functools.partial(_rows, source, form),
+            features=datasets.Features({"ids": datasets.List(ids), **spans}),
+            cache_dir=str(cache),
+            gen_kwargs={"files": files},
+            num_proc=num_proc,
+            fingerprint=key,
+            writer_batch_size=16 if source.kind == "text" else 1000,
+        )
+    except (datasets.exceptions.DatasetsError, OSError) as error:
+        if isinstance(error.__cause__, ShardwiseError):
+            raise error.__cause__ from None
+        for _ in _rows(source, form, files) if num_proc else ():  # what a process raises loses its class on the way
+            pass
+        raise StorageError(
+            f"{printable(cache)} cannot be written: {first_line(error.__cause__ or error)}.\n  Set XDG_CACHE_HOME to a"
+            f" folder that can, or write a token file: shardwise data tokenize {printable(source.name)} FILE."
+        ) from None
+
+
+def _rows(source: Source, form: Form, files: Sequence[tuple[Path, int]]) -> Iterator[dict[str, Any]]:
+    paths, lengths = zip(*files, strict=True)
+    for example in read_examples(replace(source, files=paths, lengths=lengths), form):
+        spans = {"spans": np.ravel(example.spans).astype(np.int64)} if form.has_spans else {}
+        yield {"ids": example.ids, **spans}
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Some neighbouring examples of a folder.
+    """Neighbouring examples.
 
     Attributes:
-        folder: Where they are.
-        first: The first of them.
-        count: How many.
+        ids: A list for each, as a chunked array of pyarrow.
+        spans: The same; ``None``: all ids are learned.
     """
 
-    folder: Path
-    first: int
-    count: int
+    ids: Any
+    spans: Any = None
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> Examples:
+        """The examples of Arrow files, as memory maps.
+
+        Raises:
+            DataError: A file is damaged.
+        """
+        import pyarrow as pa  # pyrefly: ignore[missing-import]
+
+        try:
+            found = pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(
+                f"{files[0].parent} is damaged: {first_line(error)}.\n  Remove this folder; it is made again."
+            ) from None
+        return cls(found["ids"], found["spans"] if "spans" in found.column_names else None)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.ids)
+
+    def split(self, held_out: float | None) -> tuple[Examples, Examples]:
+        """The first examples, and the last ``held_out`` of them, at least one where there are two; ``None``: none."""
+        held = 0 if held_out is None else max(int(len(self) * held_out), min(1, len(self) // 2))
+        train = len(self) - held
+        return Examples(self.ids[:train], self.spans[:train]), Examples(self.ids[train:], self.spans[train:])
+
+    def documents(self) -> list[np.ndarray]:
+        """All ids, one example behind the other, in parts."""
+        return [chunk.flatten().to_numpy() for chunk in self.ids.chunks]
 
     def lengths(self) -> np.ndarray:
         """Tokens of each, int64."""
-        ends = _mapped(self.folder / _ENDS)
-        start = int(ends[self.first - 1]) if self.first else 0
-        return np.diff(ends[self.first : self.first + self.count], prepend=start)
+        return _lengths(self.ids)
+
+    def edges(self) -> np.ndarray:
+        """First and one past the last token of every span, (S, 2) int64."""
+        return np.concatenate([np.zeros(0, np.int64), *(chunk.flatten() for chunk in self.spans.chunks)]).reshape(-1, 2)
 
     def num_targets(self, most: int) -> np.ndarray:
         """How many tokens of each are learned where it is cut to ``most``: the first has nothing before it."""
-        numbers, starts, ends = self._spans().T
-        learned = np.minimum(ends, most) - np.maximum(starts, 1)
-        return np.bincount(numbers - self.first, np.maximum(learned, 0), minlength=self.count).astype(np.int64)
-
-    def span_lengths(self, numbers: Sequence[int]) -> np.ndarray:
-        """How many tokens of these examples, each with one span, are learned."""
-        spans = _mapped(self.folder / _SPANS)[[self.first + number for number in numbers]]
-        return spans[:, 2] - spans[:, 1]
+        starts, ends = self.edges().T
+        learned = np.maximum(np.minimum(ends, most) - np.maximum(starts, 1), 0)
+        numbers = np.repeat(np.arange(len(self)), _lengths(self.spans) // 2)
+        return np.bincount(numbers, learned, minlength=len(self)).astype(np.int64)
 
     def read(self, number: int, most: int = 1 << 62) -> Example:
-        """An example, counted from the first of these, cut to ``most`` tokens."""
-        ends, place = _mapped(self.folder / _ENDS), self.first + number
-        start = int(ends[place - 1]) if place else 0
-        ids = _tokens(self.folder / TOKENS)[start : min(int(ends[place]), start + most)]
-        spans = self._spans_of(place)
-        cut = [(int(begin), min(int(end), len(ids))) for _, begin, end in spans if begin < len(ids)]
-        return Example(ids, cut)
-
-    def _spans(self) -> np.ndarray:
-        spans = _mapped(self.folder / _SPANS)
-        low, high = np.searchsorted(spans[:, 0], [self.first, self.first + self.count])
-        return np.asarray(spans[low:high])
-
-    def _spans_of(self, place: int) -> np.ndarray:
-        spans = _mapped(self.folder / _SPANS)
-        low, high = np.searchsorted(spans[:, 0], [place, place + 1])
-        return spans[low:high]
+        """An example, cut to ``most`` tokens."""
+        ids = self.ids[number].values.to_numpy()[:most]
+        spans = self.spans[number].values.to_numpy().reshape(-1, 2).tolist()
+        return Example(ids, [(begin, min(end, len(ids))) for begin, end in spans if begin < len(ids)])
 
 
-def num_examples(folder: Path) -> int:
-    """How many a folder holds."""
-    return len(_mapped(folder / _ENDS))
-
-
-@functools.lru_cache(64)
-def _mapped(path: Path) -> np.ndarray:
-    found = np.load(path, allow_pickle=False)  # an empty file cannot be mapped
-    return found if found.size == 0 else np.load(path, mmap_mode="r", allow_pickle=False)
-
-
-@functools.lru_cache(16)
-def _tokens(path: Path) -> np.ndarray:
-    return map_tokens(path)
+def _lengths(lists: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int64), *(chunk.value_lengths() for chunk in lists.chunks)]).astype(np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
-from shardwise.spec.errors import CheckpointError, StateError
+from shardwise.spec.errors import StateError
 from shardwise.train.data.rows import Rows
 from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed
+from shardwise.train.data.stream import IterableSampler
 from shardwise.train.data.token_files import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -78,77 +79,6 @@ def on_device(batch: Any, device: torch.device) -> Any:
     return batch if device.type == "cpu" else tree_map_only(torch.Tensor, move, batch)
 
 
-class IterableSampler:
-    """Items of an iterable in its own order: a step takes the next ones, cut over readers as ``Sampler`` cuts places.
-
-    An iterable that ends begins again. Every rank reads all of it and keeps its share: where an item costs much, a data
-    set with ``len`` and items is better.
-
-    Attributes:
-        data_parallel_rank: This rank among those that read different samples.
-        position: Items consumed so far, by all ranks together.
-    """
-
-    #: What ``len`` says.
-    ENDLESS = 1 << 40
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-        self.position = 0
-        self._items: Iterator[Any] = iter(())
-        self._held: dict[int, Any] = {}
-
-    def for_reader(self, micro: int, accumulation: int, reader: int, readers: int) -> IterableSampler:
-        """Itself, that gives the items of one reader."""
-        self._micro, self._own, self._total = micro, micro * accumulation, micro * accumulation * readers
-        self.data_parallel_rank = reader
-        return self
-
-    def whole_step(self) -> tuple[int, ...]:
-        """Nothing: a loss says by itself what it counts."""
-        return ()
-
-    def next_step(self) -> list[list[int]]:
-        """The places of this reader's items in the step, by microbatch; they can be read until the next call."""
-        begin = self.position + self.data_parallel_rank * self._own
-        items = [self._next() for _ in range(self._total)]
-        self._held = {place: items[place - self.position] for place in range(begin, begin + self._own)}
-        self.position += self._total
-        return [list(range(start, start + self._micro)) for start in range(begin, begin + self._own, self._micro)]
-
-    def _next(self) -> Any:
-        for _ in range(2):
-            for item in self._items:
-                return item
-            self._items = iter(self._data)
-        raise DataError(f"{type(self._data).__name__} gives no items.\n  Give TrainSpec(data=...) some.")
-
-    def __getitem__(self, place: int) -> Any:
-        """An item of the present step."""
-        return self._held[place]
-
-    def __len__(self) -> int:
-        """More than a run takes."""
-        return self.ENDLESS
-
-    def state(self) -> dict[str, int]:
-        """What a checkpoint holds."""
-        return {"seed": 0, "position": self.position, "num_samples": self.ENDLESS}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Read up to the place where ``state`` was taken, on any number of ranks.
-
-        Raises:
-            CheckpointError: It names no place.
-        """
-        place = state.get("position")
-        if not isinstance(place, int) or place < 0:
-            raise CheckpointError(f"the checkpoint's sampler has position={place!r}.\n  Continue from another one.")
-        for _ in range(place):
-            self._next()
-        self.position = place
-
-
 def given_data(data: Any, held_out: Any, collate: Collate | None, num_held_out: int, least: int = 1) -> Data:
     """The samples of a spec; of an iterable at most ``num_held_out`` are held out.
 
@@ -160,7 +90,7 @@ def given_data(data: Any, held_out: Any, collate: Collate | None, num_held_out: 
     if collate is None:
         data, held_out = (_as_tensors(each) for each in (data, held_out))
     collate = collate or default_collate
-    part = GivenSamples(data if is_indexed(data) else IterableSampler(data), collate)
+    part = GivenSamples(data if is_indexed(data) else IterableSampler(data=data), collate)
     held = held_out if held_out is None or is_indexed(held_out) else list(itertools.islice(held_out, num_held_out))
     if held is not None and len(held) < least:
         raise DataError(

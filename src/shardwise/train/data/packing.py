@@ -11,22 +11,11 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from shardwise.train.data.examples import Examples, num_examples
+from shardwise.train.data.examples import Examples
 from shardwise.train.data.rows import Rows
-
-
-def split_examples(folder: Path, held_out: float | None) -> tuple[Examples, Examples]:
-    """The first examples, to train on, and the last ``held_out`` of them, at least one where there are two.
-
-    Where ``held_out`` is ``None``, none are held out.
-    """
-    total = num_examples(folder)
-    held = 0 if held_out is None else max(int(total * held_out), min(1, total // 2))
-    return Examples(folder, 0, total - held), Examples(folder, total - held, held)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,19 @@ An example of ``data.examples`` holds the input's ids and behind them the target
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import printable
-from shardwise.train.data.examples import Example, Examples
+from shardwise.train.data.examples import Examples
+from shardwise.train.data.form import Example, Placed, text_of
 from shardwise.train.data.rows import Rows
 from shardwise.train.data.token_files import DataError
-
-_AT_ONCE = 1000
+from shardwise.train.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +31,12 @@ class Pairs:
         labels: Number of each class by its name; empty where classes have numbers only. ``None``: targets are texts.
     """
 
+    has_spans: ClassVar[bool] = True
+
     held: Any
     column: str
     target: str
     labels: Mapping[str, int] | None = None
-
-    @property
-    def key(self) -> list[str]:
-        """What of it decides about the examples."""
-        return [self.column, self.target, repr(self.labels)]
 
     def check(self, columns: Sequence[str], name: str) -> None:
         """Refuse data without these columns.
@@ -55,38 +51,30 @@ class Pairs:
                 f"  Rename them: this model is trained on rows with {self.column} and {self.target}."
             )
 
-    def examples(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Example]:
-        """The examples of rows, in their order.
+    def encode(self, rows: Sequence[Placed]) -> list[Example]:
+        """The examples of rows.
 
         Raises:
-            DataError: A row cannot be used; it is named by its number.
+            DataError: A row cannot be used; its place is named.
         """
-        numbered = enumerate(rows)
-        while some := list(itertools.islice(numbered, _AT_ONCE)):
-            inputs = self._encoded([self._text(number, row, self.column) for number, row in some])
-            if self.labels is None:
-                targets = self._encoded([self._text(number, row, self.target) for number, row in some])
-            else:
-                targets = [[self._label(number, row)] for number, row in some]
-            for given, wanted in zip(inputs, targets, strict=True):
-                yield Example([*given, *wanted], [(len(given), len(given) + len(wanted))])
+        inputs = self._encoded([text_of(place, row, self.column) for place, row in rows])
+        if self.labels is None:
+            targets = self._encoded([text_of(place, row, self.target) for place, row in rows])
+        else:
+            targets = [[self._label(place, row.get(self.target))] for place, row in rows]
+        pairs = zip(inputs, targets, strict=True)
+        return [Example([*given, *wanted], [(len(given), len(given) + len(wanted))]) for given, wanted in pairs]
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return self.held(list(texts), add_special_tokens=True, verbose=False, padding=False)["input_ids"]
 
-    def _text(self, number: int, row: Mapping[str, Any], column: str) -> str:
-        value = row.get(column)
-        if not isinstance(value, str):
-            raise DataError(f"row {number:,} of the data has no text in column {column}.\n  Correct the row.")
-        return value
-
-    def _label(self, number: int, row: Mapping[str, Any]) -> int:
-        value = row.get(self.target)
-        found = (self.labels or {}).get(value) if isinstance(value, str) else value
+    def _label(self, place: str, value: Any) -> int:
+        found = (self.labels or {}).get(value, value) if isinstance(value, str) else value
+        found = int(found) if isinstance(found, str) and found.isdecimal() else found  # CSV holds texts alone
         if isinstance(found, bool) or not isinstance(found, int) or found < 0:
             raise DataError(
-                f"row {number:,} of the data has {self.target} {printable(repr(value))}, expected a class's number from"
-                " 0, or a name in label2id of the model's config.json.\n  Correct the row."
+                f"{place} has {self.target} {printable(repr(value))}, expected a class's number from 0, or a name in"
+                " label2id of the model's config.json.\n  Correct the row."
             )
         return found
 
@@ -100,17 +88,19 @@ class PairRows:
         seq_len: Tokens of an input, and of a target, at most and with padding.
         pad: The id of padding.
         is_label: The target is the number of a class.
+        targets: How many tokens of each target are learned.
     """
 
     examples: Examples
     seq_len: int
     pad: int
     is_label: bool
+    targets: np.ndarray
 
     @property
     def num_samples(self) -> int:
         """As many as examples."""
-        return self.examples.count
+        return len(self.examples)
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +109,7 @@ class PairRows:
 
     def num_targets(self, indices: Iterable[int]) -> int:
         """Tokens of these targets, or where they are classes, their number."""
-        return int(np.minimum(self.examples.span_lengths(list(indices)), self.seq_len).sum())
+        return int(self.targets[list(indices)].sum())
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """These samples: padding is not attended to, and not learned. Targets are (B, T), or (B,) where classes."""
@@ -133,3 +123,9 @@ class PairRows:
             inputs[row, : len(given)], mask[row, : len(given)] = given, 1
             targets[row, : len(wanted)] = wanted
         return Rows(inputs, targets[:, 0] if self.is_label else targets, None, mask)
+
+
+def pairs(examples: Examples, seq_len: int, task: Task) -> PairRows:
+    """Examples as samples of ``seq_len`` tokens on both sides."""
+    starts, ends = examples.edges().T
+    return PairRows(examples, seq_len, task.pad, task.labels is not None, np.minimum(ends - starts, seq_len))

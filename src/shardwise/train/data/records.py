@@ -1,107 +1,156 @@
-"""Rows of data sets, read one after the other by ``datasets``: JSON lines, parquet, CSV, saved data sets."""
+"""Rows of data sets and blocks of text, read one after the other: nothing is kept in memory or copied.
+
+Rows of JSON and CSV are parsed here, within bounds and with their lines: the parsers that ``datasets`` has take memory
+without bound, crash at deep nesting, and refuse a column that only later rows have.
+"""
 
 from __future__ import annotations
 
-import math
+import codecs
+import csv
+import itertools
+import json
+import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import first_line, printable
-from shardwise.train.data.source import Source, ending
+from shardwise.train.data.source import Source, check_text, ending
 from shardwise.train.data.token_files import DataError
 
-#: The builder of ``datasets`` that reads files with such an ending.
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-#: The most bytes of a row, by ending; of a JSON file that is one list or object, of all of it.
-_MOST_BYTES = {".jsonl": 1 << 26, ".json": 1 << 30, ".csv": 1 << 23}
-_MOST_DEPTH = 500
-#: What ``datasets`` reads at a time: bytes of JSON, rows of CSV.
-_READ_AT_ONCE, _ROWS = 10 << 20, 256
-_TEXTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-#: A field of CSV in quotes, and the quote that ends it, where one does; quotes inside other fields are letters.
-_QUOTED = re.compile(rb'(?:^|[,\r])"[^"]*("?)')
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+#: The most bytes of a row of JSON, of a file that is one list, and of a row of CSV.
+_ROW_BYTES, _LIST_BYTES, _CSV_BYTES = 1 << 26, 1 << 30, 1 << 23
+#: Bytes of a block of text at least.
+_BLOCK_BYTES = 1 << 20
+#: Where text may be cut: where a line begins, but not with a space, so that blocks give the tokens of the whole.
+_CUT = re.compile(rb"\n(?=[!-~\xc3-\xe0\xe4-\xf4]|\xe3[^\x80])")
+
+#: Rows with their places, such as ``chats.jsonl:3``.
+Rows = Iterator[tuple[str, Mapping[str, Any]]]
 
 
-def read_records(source: Source, *, first_only: bool = False) -> Iterator[dict[str, Any]]:
-    """The rows of a source, in the order of its files; nothing is kept in memory or copied to a cache.
-
-    Args:
-        source: Its files.
-        first_only: The caller takes the first row alone; only what is read for that row is checked.
+def read_rows(source: Source) -> Rows:
+    """The rows of a source, in the order of its files. Of text a row is a block, which ``block_text`` reads.
 
     Raises:
         ConfigError: The ``datasets`` package is not installed.
         DataError: A file cannot be read, or a row is too long or nested too deep.
     """
-    try:
-        import datasets  # pyrefly: ignore[missing-import]
-    except ImportError:
-        raise ConfigError(
-            f"data.source={printable(source.name)} holds rows of a data set.\n"
-            "  Install shardwise[data], which reads them."
-        ) from None
-    files, kind = [str(file) for file in source.files], ending(source.files[0])
-    builder = _BUILDERS[kind]
-    options: dict[str, Any] = {"chunksize": _ROWS} if kind == ".csv" else {}
-    try:
-        for file in files[: 1 if first_only else None] if kind in _MOST_BYTES else []:
-            _check_rows(file, kind, _READ_AT_ONCE if first_only else math.inf)
-        yield from datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
-    except Exception as error:  # its errors, pyarrow's and pandas' have no common base
-        if isinstance(error, (DataError, ConfigError)):
-            raise
-        raise DataError(
-            f"{printable(source.name)} cannot be read as {builder}: {first_line(error.__cause__ or error)}.\n"
-            f"  Look at its files, of which there are {len(files):,}; the first is {printable(files[0])}."
-        ) from None
+    readers = {".jsonl": _json, ".json": _json, ".csv": _csv}
+    for file, length in zip(source.files, source.lengths, strict=True):
+        if source.kind == "text":
+            yield from _blocks(file, length)
+        else:
+            yield from readers.get(ending(file), _table)(file)
 
 
-def _check_rows(file: str, kind: str, most_bytes: float) -> None:
-    """Refuse rows at which the reader would crash, or for which it would take memory without bound.
-
-    Args:
-        file: May be compressed.
-        kind: How its name ends.
-        most_bytes: Stop at the end of a row behind so many.
-
-    Raises:
-        DataError: A row is too long or nested too deep.
-    """
-    import fsspec  # pyrefly: ignore[missing-import]
-
-    longest, number, total = _MOST_BYTES[kind], 0, 0
-    row_bytes, depth, is_quoted, is_whole = 0, 0, False, None
-    held: Any = fsspec.open(file, "rb", compression="infer")
-    with held as handle:
-        while total <= most_bytes and (line := handle.readline(longest + 1)):
-            if is_whole is None and line.strip():  # a list, or an object on several lines, is read at once
-                is_whole = kind == ".json" and not line.rstrip().endswith(b"}")
-            row_bytes += len(line)
-            if kind == ".csv":
-                text = (b'"' if is_quoted else b"") + line
-                is_quoted = b"" in _QUOTED.findall(text.replace(b'""', b""))
-            elif row_bytes <= longest and (is_whole or line.count(b"[") + line.count(b"{") > _MOST_DEPTH):
-                for character in _TEXTS.sub(b"", line).translate(None, _NO_BRACKETS):
-                    depth += 1 if character in b"[{" else -1
-                    if depth > _MOST_DEPTH:
-                        break
-            if row_bytes > longest or depth > _MOST_DEPTH:
-                what = f"longer than {longest:,} bytes" if row_bytes > longest else f"nested over {_MOST_DEPTH} deep"
-                advice = "Write the file as JSON lines (.jsonl), a row on each" if is_whole else "Leave the row out"
-                raise DataError(f"{printable(file)}: row {number:,} is {what}.\n  {advice}.")
-            if not (is_quoted or is_whole):
-                total, number, row_bytes, depth = total + row_bytes, number + 1, 0, 0
-
-
-def first_row(source: Source) -> dict[str, Any]:
+def first_row(source: Source) -> Mapping[str, Any]:
     """A source's first row; its keys are the columns.
 
     Raises:
         DataError: There are no rows.
     """
-    for row in read_records(source, first_only=True):
+    for _, row in read_rows(source):
         return row
     raise DataError(f"{printable(source.name)}: no rows.\n  Name another source.")
+
+
+def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes, Any]]:
+    """The lines of a file with their places, and the file; a line that is longer is cut."""
+    import fsspec  # pyrefly: ignore[missing-import]
+
+    held: Any = fsspec.open(str(file), "rb", compression="infer")
+    with held as handle:
+        for number in itertools.count(1):
+            line = handle.readline(most + 1)
+            if not line:
+                return
+            yield f"{file}:{number}", line, handle
+
+
+def _json(file: Path) -> Rows:
+    for place, line, handle in _lines(file, _ROW_BYTES):
+        if line.lstrip().startswith(b"["):  # all rows as one list
+            items = _parsed(line + handle.read(_LIST_BYTES), str(file), _LIST_BYTES)
+            yield from ((f"{file}: row {number}", item) for number, item in enumerate(items))
+            return
+        if line.strip():
+            yield place, _parsed(line, place, _ROW_BYTES)
+
+
+def _parsed(text: bytes, place: str, most: int) -> Any:
+    if len(text) > most:
+        raise _unreadable(place, f"it is longer than {most:,} bytes")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise _unreadable(place, "it is nested too deep") from None
+    except ValueError as error:
+        raise _unreadable(place, f"it is not JSON ({first_line(error)})") from None
+
+
+def _csv(file: Path) -> Rows:
+    place, num_bytes = str(file), 0
+
+    def texts() -> Iterator[str]:
+        nonlocal place, num_bytes
+        for at, line, _ in _lines(file, _CSV_BYTES):
+            place, num_bytes = at, num_bytes + len(line)
+            if num_bytes > _CSV_BYTES:
+                raise _unreadable(place, f"its row is longer than {_CSV_BYTES:,} bytes")
+            yield line.decode("utf-8-sig")
+
+    csv.field_size_limit(_CSV_BYTES)
+    try:
+        for row in csv.DictReader(texts()):
+            yield place, row
+            num_bytes = 0
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise _unreadable(place, f"it is not CSV ({error})") from None
+
+
+def _table(file: Path) -> Rows:
+    """Rows of Parquet and Arrow."""
+    try:
+        import datasets  # pyrefly: ignore[missing-import]
+    except ImportError:
+        raise ConfigError(f"{printable(file)} is read by the datasets package.\n  Install shardwise[hf].") from None
+    try:
+        rows = datasets.load_dataset(ending(file)[1:], data_files=[str(file)], split="train", streaming=True)
+        yield from ((f"{file}: row {number}", row) for number, row in enumerate(rows))
+    except Exception as error:  # noqa: BLE001  its errors and pyarrow's have no common base
+        raise _unreadable(file, f"it is not {ending(file)[1:]} ({first_line(error.__cause__ or error)})") from None
+
+
+def _unreadable(place: str | Path, why: str) -> DataError:
+    return DataError(f"{printable(place)} cannot be read: {why}.\n  Correct it, or leave it out.")
+
+
+def _blocks(file: Path, length: int) -> Rows:
+    with file.open("rb") as handle, mmap.mmap(handle.fileno(), length, access=mmap.ACCESS_READ) as text:
+        begin = 0
+        while begin < length:
+            found = _CUT.search(text, begin + _BLOCK_BYTES)
+            end = found.start() + 1 if found else length
+            yield str(file), {"file": str(file), "begin": begin, "end": end, "is_last": end == length}
+            begin = end
+
+
+def block_text(block: Mapping[str, Any]) -> str:
+    """The text of a block; a character that the end of the source cuts in two is left out.
+
+    Raises:
+        DataError: It is not UTF-8; the line is named.
+    """
+    file = Path(block["file"])
+    with file.open("rb") as handle:
+        handle.seek(block["begin"])
+        raw = handle.read(block["end"] - block["begin"])
+    try:
+        return codecs.utf_8_decode(raw, "strict", False)[0]  # noqa: FBT003
+    except UnicodeDecodeError:
+        check_text(file, block["end"])  # names the line
+        raise

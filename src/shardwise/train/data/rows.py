@@ -40,6 +40,17 @@ def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:
     )
 
 
+def shifted(tokens: np.ndarray, end: int | None) -> Rows:
+    """Rows of (B, T + 1) tokens; positions begin anew behind every ``end``, the end of a document."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if end is None:
+        return Rows(inputs, targets, None)
+    places = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
+    begins = np.zeros_like(places)
+    begins[:, 1:] = np.where(inputs[:, :-1] == end, places[:, 1:], 0)
+    return Rows(inputs, targets, places - np.maximum.accumulate(begins, axis=1))
+
+
 class Samples(Protocol):
     """What is read by index.
 

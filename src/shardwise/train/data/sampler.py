@@ -136,7 +136,7 @@ class Sampler:
             CheckpointError: The state belongs to other data or another seed.
         """
         _check_same(state, self)
-        self.position = _natural(state, "position")
+        self.position = natural(state, "position")
 
 
 class DistributedSampler:
@@ -264,7 +264,7 @@ class DistributedSampler:
             CheckpointError: The state belongs to other data or another seed, or names no place in an epoch.
         """
         _check_same(state, self)
-        epoch, position = _natural(state, "epoch"), _natural(state, "position")
+        epoch, position = natural(state, "epoch"), natural(state, "position")
         if position > self.num_samples:
             raise CheckpointError(
                 f"the checkpoint's sampler has position={position}, and an epoch has {self.num_samples} samples.\n"
@@ -287,7 +287,7 @@ def _check_same(state: Mapping[str, Any], sampler: Sampler | DistributedSampler)
             )
 
 
-def _natural(state: Mapping[str, Any], key: str) -> int:
+def natural(state: Mapping[str, Any], key: str) -> int:
     """A count of a sampler's state.
 
     Raises:

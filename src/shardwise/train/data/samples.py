@@ -18,11 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwise.train.data.examples import Examples
 from shardwise.train.data.mixture import mixed
-from shardwise.train.data.packing import pack, split_examples
-from shardwise.train.data.pairs import PairRows
-from shardwise.train.data.rows import Rows, Samples
+from shardwise.train.data.packing import pack
+from shardwise.train.data.pairs import pairs
+from shardwise.train.data.rows import Rows, Samples, shifted
 from shardwise.train.data.source import Source, text_among_tokens
+from shardwise.train.data.stream import StreamRows, StreamSampler
 from shardwise.train.data.token_files import DataError, is_token_file, map_tokens, unknown_token
 from shardwise.train.task import CAUSAL, Task
 
@@ -82,7 +84,7 @@ class Part:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """These samples; positions begin anew behind every end of a document."""
-        return _shifted(np.stack([self.sample(index) for index in indices]), self.end)
+        return shifted(np.stack([self.sample(index) for index in indices]), self.end)
 
     def num_targets(self, indices: Iterable[int]) -> None:
         """Every token is learned."""
@@ -129,21 +131,10 @@ class RandomPart:
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """These samples."""
-        return _shifted(np.stack([self.sample(index) for index in indices]), None)
+        return shifted(np.stack([self.sample(index) for index in indices]), None)
 
     def num_targets(self, indices: Iterable[int]) -> None:
         """Every token is learned."""
-
-
-def _shifted(tokens: np.ndarray, end: int | None) -> Rows:
-    """Rows of (B, T + 1) tokens."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if end is None:
-        return Rows(inputs, targets, None)
-    places = np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape)
-    begins = np.zeros_like(places)
-    begins[:, 1:] = np.where(inputs[:, :-1] == end, places[:, 1:], 0)
-    return Rows(inputs, targets, places - np.maximum.accumulate(begins, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +187,19 @@ def open_data(
         train = mixed([data.train for data in found], names, weights, seq_len, is_held_out=False)
         return Data(train, mixed([data.held_out for data in found], names, weights, seq_len, is_held_out=True))
     if source.kind == "examples":
-        parts = split_examples(source.files[0].parent, held_out)
+        parts = Examples.of(source.files).split(held_out)
         if task.has_pairs:
-            return Data(*(PairRows(part, seq_len, task.pad, is_label=task.labels is not None) for part in parts))
+            return Data(*(pairs(part, seq_len, task) for part in parts))
         return Data(*(pack(part, seq_len, packs=packs) for part in parts))
-    if source.kind == "random":
+    if source.streams is not None:
+        stream = StreamSampler(data=source, seed=seed, form=source.streams, seq_len=seq_len)
+        data = Data(StreamRows(stream, end), StreamRows(stream, end))
+    elif source.kind == "random":
         data = Data(RandomPart(seed, 0, vocab_size, seq_len), RandomPart(seed, 1, vocab_size, seq_len))
     else:
         train_tokens = source.num_tokens if held_out is None else split_point(source.num_tokens, held_out, seq_len)
-        arrays, below = MappedFiles(source), vocab_size if source.kind == "tokens" else None
+        arrays = Examples.of(source.files).documents() if source.content else MappedFiles(source)
+        below = vocab_size if source.kind == "tokens" else None
         data = Data(
             Part(arrays, 0, train_tokens, seq_len, below, end),
             Part(arrays, train_tokens, source.num_tokens - train_tokens, seq_len, below, end),

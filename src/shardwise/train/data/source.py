@@ -55,8 +55,9 @@ class Source:
         files: In order.
         lengths: Tokens taken from each file; of records, which nobody has read yet, its bytes.
         vocab_size: Ids are below this; ``None``: the model's, as for ``random`` and files that do not say.
-        streams: Text or rows are tokenized while training goes on (``data.stream``).
-        column: Of rows: that of the texts.
+        streams: The form by which text or rows are tokenized while training goes on (``data.stream``).
+        content: What stands for the content of files that are not looked at: those of a cache, and a user's data set.
+        num_samples: Items of a user's data set; ``None`` of an iterable.
         parts: Of a mixture (``data.mixture``): its sources, each with its name in metrics and its weight.
         evaluated: The source of the held-out samples; ``None``: they are the last part of this one.
     """
@@ -66,8 +67,9 @@ class Source:
     files: tuple[Path, ...]
     lengths: tuple[int, ...]
     vocab_size: int | None
-    streams: bool = False
-    column: str = "text"
+    streams: Any | None = None
+    content: str = ""
+    num_samples: int | None = None
     parts: tuple[tuple[Source, str, float], ...] = ()
     evaluated: Source | None = None
 
@@ -107,9 +109,11 @@ class Source:
         Covers kind, file names and lengths, and of the content what is looked at: of much data the beginnings and ends
         of some files.
         """
-        digest = hashlib.sha256(f"{self.kind}\0{self.vocab_size}\0".encode())
+        if self.kind == "given":
+            return hashlib.sha256(f"given\0{self.num_samples}\0{self.content}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self.kind}\0{self.vocab_size}\0{self.content}".encode())
         for file, length in zip(self.files, self.lengths, strict=True):
-            digest.update(f"{file.name}\0{length}\0".encode())
+            digest.update(f"{'' if self.content else file.name}\0{length}\0".encode())
         for file, _, most in self._looked_at():
             size = file.stat().st_size
             digest.update(f"{size}\0".encode())
@@ -126,6 +130,8 @@ class Source:
 
     def _looked_at(self) -> list[tuple[Path, int, int]]:
         """The files that are opened before training, their tokens, and how many bytes are read of each."""
+        if self.content or self.parts:
+            return []
         held = _spaced(list(zip(self.files, self.lengths, strict=True)))
         whole = sum(file.stat().st_size for file, _ in held) <= LOOKED_AT_BYTES
         most = LOOKED_AT_BYTES if whole else LOOKED_AT_BYTES // len(held)
@@ -142,28 +148,11 @@ def mixture_of(sources: Sequence[Source], names: Sequence[str], weights: Sequenc
     )
 
 
-@dataclass(frozen=True, slots=True)
-class GivenSource(Source):
-    """Stands for files where a spec gives the samples (``data.given``).
-
-    Attributes:
-        num_samples: Items of the data set; ``None`` of an iterable.
-        content: What a data set says of its own content.
-    """
-
-    num_samples: int | None = None
-    content: str = ""
-
-    def fingerprint(self) -> str:
-        """A hash that changes with the number of items, and with what the data set says of its content."""
-        return hashlib.sha256(f"given\0{self.num_samples}\0{self.content}".encode()).hexdigest()
-
-
-def given_source(data: Any) -> GivenSource:
+def given_source(data: Any) -> Source:
     """The source of a run on a user's data set or iterable."""
     count = len(data) if is_indexed(data) else None
     content = getattr(data, "_fingerprint", "")  # of datasets.Dataset: a hash of its content and of what made it
-    return GivenSource(type(data).__name__, "given", (), (), None, num_samples=count, content=str(content))
+    return Source(type(data).__name__, "given", (), (), None, content=str(content), num_samples=count)
 
 
 def is_indexed(data: Any) -> bool:

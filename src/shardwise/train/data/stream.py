@@ -1,256 +1,210 @@
-"""Text that is tokenized while training goes on: some files at a time, into the cache that whole sources use, too.
+"""Samples without numbers: of a user's iterable, and of text that is tokenized while training goes on.
 
-Neighbouring files make a *chunk* of about ``CHUNK_BYTES``. An epoch takes the chunks in an order of its own, and in
-each chunk the samples in an order of their own; both depend on the seed and the epoch alone. Where a run is in this
-sequence is an epoch, a place in the order of chunks and the samples taken there, for any number of ranks. The first
-process of a machine has the next chunk tokenized by a process of its own while one is trained on; a rank that needs a
-chunk that is not there makes it. The last chunk is held out.
+Every rank reads all samples and keeps its share, so that a step has the same ones on any number of ranks.
+
+Text is read by the window: an epoch takes the files in an order of its own, and the samples of a window of neighbouring
+files in an order of its own; both depend on the seed and on where the window begins. That is all the state there is,
+with the number of samples taken from the window. A thread tokenizes the next window while one is trained on. What is
+less than a sample at the end of a window is left out.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
-import sys
-import weakref
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardwise.spec.errors import CheckpointError
-from shardwise.train.data.rows import Rows, Samples, joined
-from shardwise.train.data.sampler import Permutation
-from shardwise.train.data.samples import Data, MappedFiles, Part, for_task
-from shardwise.train.data.source import Source
+from shardwise.train.data.form import Form
+from shardwise.train.data.records import read_rows
+from shardwise.train.data.rows import Rows, shifted
+from shardwise.train.data.sampler import Permutation, Sampler, natural
 from shardwise.train.data.token_files import DataError
-from shardwise.train.data.tokenizer import find_tokenizer, tokenized
-from shardwise.train.task import Task
 
-#: Files are taken together up to so many bytes; a larger one is a chunk by itself.
-CHUNK_BYTES = 1 << 26
-
-_BITS = 40  # of a sample's number in its chunk
-
-
-def chunks_of(source: Source) -> list[Source]:
-    """The chunks of a source.
-
-    Raises:
-        DataError: There is one alone, of which none could be held out.
-    """
-    found: list[list[int]] = [[]]
-    held = 0
-    for index, length in enumerate(source.lengths):
-        if found[-1] and held + length > CHUNK_BYTES:
-            found.append([])
-            held = 0
-        found[-1].append(index)
-        held += length
-    if len(found) < 2 and source.evaluated is None:
-        raise DataError(
-            f"{source.name}: {len(source.files)} files of {source.num_tokens:,} bytes together make one chunk"
-            f" (of {CHUNK_BYTES:,} bytes), and the last chunk is held out.\n"
-            "  Leave data.streaming out, divide the text into more files, or name data to evaluate on in"
-            " data.eval_source."
-        )
-    source = replace(source, evaluated=None)
-    return [
-        replace(source, files=tuple(source.files[i] for i in part), lengths=tuple(source.lengths[i] for i in part))
-        for part in found
-    ]
-
-
-@dataclass(eq=False)
-class Stream:
-    """The samples of chunks. A sample's index is the number of its chunk, and its own in the chunk.
-
-    Attributes:
-        chunks: Those that are trained on.
-        tokenizer: Its folder, or ``bytes``.
-        seq_len: Tokens per sample.
-        vocab_size: Ids are below.
-        end: The id that ends a document, where documents do not see each other.
-    """
-
-    chunks: Sequence[Source]
-    tokenizer: str
-    seq_len: int
-    vocab_size: int
-    end: int | None
-    _maker: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _asked: int | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.part = functools.lru_cache(2)(self._part)
-
-    def _part(self, chunk: int) -> Part:
-        return part_of(self.chunks[chunk], self.tokenizer, self.seq_len, self.vocab_size, self.end)
-
-    @property
-    def num_samples(self) -> int:
-        """About as many as the first chunk lets expect of all."""
-        return self.part(0).num_samples * len(self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        """About, as above."""
-        return self.part(0).num_tokens * len(self.chunks)
-
-    def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples."""
-        found = [self.part(index >> _BITS).rows([index & ((1 << _BITS) - 1)]) for index in indices]
-        return joined(found, has_positions=self.end is not None)
-
-    def num_targets(self, indices: Iterable[int]) -> None:
-        """Every token is learned."""
-
-    def make_ahead(self, chunk: int) -> None:
-        """Have a chunk tokenized, by another process, if this is the first one of its machine."""
-        is_busy = self._maker is not None and self._maker.poll() is None
-        if is_busy or chunk == self._asked or int(os.environ.get("LOCAL_RANK", "0")) != 0:
-            return
-        self._asked = chunk
-        wanted = self.chunks[chunk]
-        told = [wanted.name, wanted.kind, [str(file) for file in wanted.files], wanted.lengths, wanted.column]
-        code = f"from shardwise.train.data.stream import make; make({json.dumps(json.dumps([told, self.tokenizer]))})"
-        self._maker = subprocess.Popen(
-            [sys.executable, "-P", "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        weakref.finalize(self, _end, self._maker)
-
-
-def _end(maker: subprocess.Popen[bytes]) -> None:
-    maker.kill()
-    maker.wait()
-
-
-def make(told: str) -> None:
-    """Tokenize a chunk into the cache; what goes wrong is said by the rank that needs it."""
-    (name, kind, files, lengths, column), tokenizer = json.loads(told)
-    source = Source(name, kind, tuple(map(Path, files)), tuple(lengths), None, column=column)
-    tokenized(source, tokenizer, find_tokenizer(tokenizer), column=column)
-
-
-def part_of(chunk: Source, tokenizer: str, seq_len: int, vocab_size: int, end: int | None) -> Part:
-    """All samples of a chunk, tokenized now if it is not in the cache."""
-    source = tokenized(chunk, tokenizer, find_tokenizer(tokenizer), column=chunk.column)
-    return Part(MappedFiles(source), 0, source.num_tokens, seq_len, vocab_size, end)
-
-
-def open_stream(
-    source: Source,
-    tokenizer: str,
-    held_out: Samples | None = None,
-    *,
-    seq_len: int,
-    vocab_size: int,
-    end: int | None,
-    task: Task,
-    seed: int,
-) -> Data:
-    """Both parts of a source that is tokenized while it is read. The arguments are those of ``open_data``.
-
-    Held out are the samples of ``source.evaluated`` where they are given, else those of the last chunk.
-
-    Raises:
-        DataError: The source is one chunk, of which nothing can be held out.
-    """
-    chunks, how = chunks_of(source), (task, seq_len, vocab_size, seed)
-    if held_out is None:
-        held_out = for_task(part_of(chunks.pop(), tokenizer, seq_len, vocab_size, end), *how)
-    return Data(for_task(Stream(chunks, tokenizer, seq_len, vocab_size, end), *how), held_out)
-
-
-def stream_of(samples: Samples) -> Stream | None:
-    """The stream that samples are of, if they are."""
-    found = getattr(samples, "whole", samples)
-    return found if isinstance(found, Stream) else None
+#: Tokens of a window at least, unless an epoch ends before.
+WINDOW_TOKENS = 1 << 22
+#: What ``len`` says of an iterable: more than a run takes.
+ENDLESS = 1 << 40
 
 
 @dataclass(slots=True)
-class StreamSampler:
-    """The samples of one rank, step by step, as ``sampler.Sampler`` gives those of an epoch of known length.
+class IterableSampler(Sampler):
+    """Items of an iterable in its own order: a step takes the next ones. One that ends begins again.
+
+    Where an item costs much, a data set with ``len`` and items is better.
 
     Attributes:
-        stream: What is sampled.
-        seed: Seed of the orders.
-        micro_batch_size: Samples per forward.
-        accumulation: Microbatches per step.
-        data_parallel_rank: This rank among those that read different samples.
-        data_parallel_size: Number of ranks that read different samples.
-        epoch: Of the next sample.
-        place: In the order of chunks.
-        taken: Samples of this chunk that all ranks together have consumed.
+        data: The iterable.
     """
 
-    stream: Stream
-    seed: int
-    micro_batch_size: int
-    accumulation: int
-    data_parallel_rank: int
-    data_parallel_size: int
-    epoch: int = 0
-    place: int = 0
-    taken: int = 0
+    num_samples: int = field(default=ENDLESS, init=False)
+    seed: int = field(default=0, kw_only=True)
+    micro_batch_size: int = field(default=1, init=False)
+    accumulation: int = field(default=1, init=False)
+    data_parallel_rank: int = field(default=0, init=False)
+    data_parallel_size: int = field(default=1, init=False)
+    data: Any = field(kw_only=True)
+    _items: Iterator[Any] = field(default=iter(()), init=False)
+    _held: dict[int, Any] = field(default_factory=dict, init=False)
 
-    def whole_step(self) -> Iterator[int]:
-        """The samples of the next global batch, of all ranks."""
-        count = self.micro_batch_size * self.accumulation * self.data_parallel_size
-        return iter([sample for sample, _ in self._walk(count)])  # now: the caller moves on before it looks
+    def for_reader(self, micro: int, accumulation: int, reader: int, readers: int) -> IterableSampler:
+        """Itself, that gives the items of one reader."""
+        self.micro_batch_size, self.accumulation = micro, accumulation
+        self.data_parallel_rank, self.data_parallel_size = reader, readers
+        return self
+
+    def sample(self, position: int) -> int:
+        """Items are numbered in their order."""
+        return position
 
     def next_step(self) -> list[list[int]]:
-        """This rank's samples of the next global batch, one list per microbatch; moves on by one global batch."""
-        size, per_rank = self.micro_batch_size, self.micro_batch_size * self.accumulation
-        walked = list(self._walk(per_rank * self.data_parallel_size))
-        self.epoch, self.place, self.taken = walked[-1][1]
-        first = self.data_parallel_rank * per_rank
-        own = [sample for sample, _ in walked[first : first + per_rank]]
-        return [own[start : start + size] for start in range(0, per_rank, size)]
+        """This rank's items of the next global batch, by microbatch; they can be read until the next call."""
+        items = {place: self._next() for place in range(self.position, self.position + self.global_batch_size)}
+        own = Sampler.next_step(self)
+        self._held = {place: items[place] for each in own for place in each}
+        return own
 
-    def _walk(self, count: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """The next samples, each with where the run is behind it."""
-        epoch, place, taken = self.epoch, self.place, self.taken
-        num_chunks = len(self.stream.chunks)
-        empty = 0
-        while count:
-            chunk = Permutation(num_chunks, seed=self.seed, epoch=epoch)[place]
-            num_samples = self.stream.part(chunk).num_samples
-            following = divmod(epoch * num_chunks + place + 1, num_chunks)
-            self.stream.make_ahead(Permutation(num_chunks, seed=self.seed, epoch=following[0])[following[1]])
-            empty = empty + 1 if num_samples == 0 else 0
-            if empty > num_chunks:
-                raise DataError(
-                    "no chunk of the data holds a whole sample.\n  Use a smaller data.seq_len, or more text."
-                )
-            order = Permutation(max(num_samples, 1), seed=self.seed + 1 + chunk, epoch=epoch)
-            here = range(taken, min(num_samples, taken + count))
-            for number in here:
-                yield chunk << _BITS | order[number], (epoch, place, number + 1)
-            count -= len(here)
-            if count:
-                (epoch, place), taken = following, 0
+    def _next(self) -> Any:
+        for _ in range(2):
+            for item in self._items:
+                return item
+            self._items = iter(self.data)
+        raise DataError(f"{type(self.data).__name__} gives no items.\n  Give TrainSpec(data=...) some.")
+
+    def __getitem__(self, place: int) -> Any:
+        """An item of the present step."""
+        return self._held[place]
+
+    def __len__(self) -> int:
+        """More than a run takes."""
+        return ENDLESS
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Read up to the place where ``state`` was taken, on any number of ranks.
+
+        Raises:
+            CheckpointError: It names no place, or belongs to other data.
+        """
+        Sampler.load_state(self, state)
+        for _ in range(self.position):
+            self._next()
+
+
+@dataclass(slots=True)
+class StreamSampler(IterableSampler):
+    """Samples of text, tokenized on the way.
+
+    Attributes:
+        data: The text, or the rows of a data set.
+        form: How rows become tokens.
+        seq_len: Tokens of a sample.
+    """
+
+    form: Form = field(kw_only=True)
+    seq_len: int = field(kw_only=True)
+    _begin: tuple[int, int, int] = field(default=(0, 0, 0), init=False)  # epoch, place among its files, row there
+    _window: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)), init=False)
+    _taken: int = field(default=0, init=False)
+    _order: Sequence[int] | Permutation = field(default=(), init=False)
+    _ahead: Iterator[Any] | None = field(default=None, init=False)
+
+    def _next(self) -> np.ndarray:
+        if self._ahead is None:
+            self._ahead = _ahead(self._windows((0, 0, 0)))
+        while self._taken >= len(self._window):
+            self._open(taken=0)
+        self._taken += 1
+        return self._window[self._order[self._taken - 1]]
+
+    def _open(self, taken: int) -> None:
+        assert self._ahead is not None
+        self._begin, self._window = next(self._ahead)
+        epoch, place, row = self._begin
+        self._order = Permutation(max(len(self._window), 1), seed=self.seed + 1 + place, epoch=epoch + row)
+        self._taken = taken
+
+    def _windows(self, begin: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
+        """The windows from where one begins, each with where it does: (number of samples, seq_len + 1) tokens."""
+        (epoch, place, row), files, is_empty = begin, list(zip(self.data.files, self.data.lengths, strict=True)), False
+        found: list[np.ndarray] = []
+        while True:
+            file, length = files[Permutation(len(files), seed=self.seed, epoch=epoch)[place]]
+            rows = itertools.islice(read_rows(replace(self.data, files=(file,), lengths=(length,))), row, None)
+            while some := list(itertools.islice(rows, 8 if self.data.kind == "text" else 200)):
+                found += [np.asarray(example.ids) for example in self.form.encode(some)]
+                row += len(some)
+                if sum(map(len, found)) >= max(WINDOW_TOKENS, self.seq_len + 1):
+                    yield begin, self._cut(found)
+                    begin, found, is_empty = (epoch, place, row), [], False
+            last, (epoch, place), row = epoch, divmod(epoch * len(files) + place + 1, len(files)), 0
+            if epoch > last:
+                window = self._cut(found)
+                if is_empty and not len(window):
+                    raise DataError(f"{self.data.name}: no whole sample.\n  Use a smaller data.seq_len, or more text.")
+                yield begin, window
+                begin, found, is_empty = (epoch, place, row), [], True
+
+    def _cut(self, found: Sequence[np.ndarray]) -> np.ndarray:
+        tokens = np.concatenate([np.zeros(0, np.int64), *found])
+        count = max(len(tokens) - 1, 0) // self.seq_len
+        starts = np.arange(count)[:, None] * self.seq_len
+        return tokens[starts + np.arange(self.seq_len + 1)]
 
     def state(self) -> dict[str, int]:
         """What a checkpoint holds."""
-        where = {"epoch": self.epoch, "place": self.place, "taken": self.taken}
-        return {**where, "seed": self.seed, "num_chunks": len(self.stream.chunks)}
+        where = dict(zip(("epoch", "place", "row"), self._begin, strict=True))
+        return {**Sampler.state(self), **where, "taken": self._taken, "num_files": len(self.data.files)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, on any number of ranks.
+        """Continue where ``state`` was taken, on any number of ranks; reads the window that it was in.
 
         Raises:
             CheckpointError: The state belongs to other data or another seed.
         """
-        for key, own in (("seed", self.seed), ("num_chunks", len(self.stream.chunks))):
-            if state.get(key) != own:
-                raise CheckpointError(
-                    f"the checkpoint's sampler has {key}={state.get(key)!r}, this run has {own}.\n"
-                    "  Resume with the data and the seed that the run began with."
-                )
-        where = [state.get(key) for key in ("epoch", "place", "taken")]
-        if any(isinstance(value, bool) or not isinstance(value, int) or value < 0 for value in where):
-            raise CheckpointError(f"the checkpoint's sampler is at {where!r}.\n  Resume from another one.")
-        self.epoch, self.place, self.taken = (int(value or 0) for value in where)
+        Sampler.load_state(self, state)
+        epoch, place, row, taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
+        if place < len(self.data.files):
+            self._ahead = _ahead(self._windows((epoch, place, row)))
+            self._open(taken)
+        if taken > len(self._window):
+            raise CheckpointError(f"the checkpoint's sampler has no such place: {state}.\n  Resume from another one.")
+
+
+def _ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items, each made by a thread while the one before is used."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        made = pool.submit(next, items)
+        while True:
+            found, made = made.result(), pool.submit(next, items)
+            yield found
+    finally:
+        pool.shutdown(wait=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRows:
+    """What a sampler of text gives, as samples of the present step.
+
+    Attributes:
+        data: The sampler.
+        end: The id that ends a document, where documents do not see each other.
+        num_samples: More than a run takes.
+        num_tokens: Not known.
+    """
+
+    data: StreamSampler
+    end: int | None
+    num_samples: int = ENDLESS
+    num_tokens: int = 0
+
+    def rows(self, indices: Sequence[int]) -> Rows:
+        """These samples."""
+        return shifted(np.stack([self.data[index] for index in indices]), self.end)
+
+    def num_targets(self, indices: Iterable[int]) -> None:
+        """Every token is learned."""

@@ -26,7 +26,8 @@ _Natural = Annotated[int, Field(ge=0, lt=2**60)]
 #: how the optimizer computes, which follows from the device.
 _NOT_OF_THE_RUN = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 #: What a sampler says of its place: one of samples, and one of a stream of texts.
-_PLACES = ({"seed", "position", "num_samples"}, {"seed", "epoch", "place", "taken", "num_chunks"})
+_IN_STREAM = ("epoch", "place", "row", "taken", "num_files")
+_PLACES = ({"seed", "position", "num_samples"}, {*("seed", "position", "num_samples"), *_IN_STREAM})
 
 
 #: Beginnings of the names of what is checked by itself.
@@ -59,8 +60,9 @@ class SavedSampler(_Strict):
     num_samples: _Natural | None = None
     epoch: _Natural | None = None
     place: _Natural | None = None
+    row: _Natural | None = None
     taken: _Natural | None = None
-    num_chunks: _Natural | None = None
+    num_files: _Natural | None = None
 
 
 class SavedScaler(_Strict):

@@ -1,0 +1,58 @@
+"""What rows become: examples, by a form that texts, conversations and pairs have each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from shardwise.spec.text import printable
+from shardwise.train.data.token_files import DataError
+
+
+class Example(NamedTuple):
+    """What a row becomes.
+
+    Attributes:
+        ids: Of all its tokens.
+        spans: First and one past the last of those that are learned, in order; of texts none, as all are.
+    """
+
+    ids: Any
+    spans: Sequence[tuple[int, int]] = ()
+
+
+#: A row and its place, such as ``chats.jsonl:3``, which messages name.
+Placed = tuple[str, Mapping[str, Any]]
+
+
+class Form(Protocol):
+    """How rows become examples.
+
+    Attributes:
+        has_spans: Their examples say which ids are learned.
+    """
+
+    has_spans: ClassVar[bool]
+
+    def encode(self, rows: Sequence[Placed]) -> Sequence[Example]:
+        """The examples of rows.
+
+        Raises:
+            DataError: A row cannot be used; its place is named.
+        """
+        ...
+
+
+def text_of(place: str, row: Mapping[str, Any], column: str) -> str:
+    """The text in a column of a row.
+
+    Raises:
+        DataError: It has none.
+    """
+    text = row.get(column)
+    if not isinstance(text, str):
+        raise DataError(
+            f"{place} has no text in column {printable(column)}: {printable(type(text).__name__)}.\n"
+            "  Correct the row, or name another column: data.column=..."
+        )
+    return text
