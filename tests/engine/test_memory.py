@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter
 
 import shardwise as sw
 from shardwise.engine.engine import Engine
+from shardwise.engine.gradient import GradientStorage
 from shardwise.testing import Probe, probe, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS
@@ -94,8 +95,17 @@ def train(
 
 @contextlib.contextmanager
 def most_in_use(seen: Probe) -> Iterator[dict[str, int]]:
-    """The most bytes of gathered and of gradient buffers, seen wherever a unit is gathered, entered or reduced."""
+    """The most bytes of gathered and of gradient buffers, seen wherever a unit is gathered, entered or reduced.
+
+    Where optimizers step inside backward, gradient buffers are seen together with the memory of ``.grad`` beside them.
+    """
     most = {"gathered": 0, "reduce": 0}
+    borrow = GradientStorage.borrow
+
+    def borrowing(storage: GradientStorage, result: Tensor) -> None:
+        borrow(storage, result)
+        held = Storages().see((*seen.gradient_buffers, storage.tensor)).num_bytes
+        most["reduce"] = max(most["reduce"], held)
 
     def look() -> None:
         for name, buffers in (("gathered", seen.gathered_buffers), ("reduce", seen.gradient_buffers)):
@@ -113,6 +123,7 @@ def most_in_use(seen: Probe) -> Iterator[dict[str, int]]:
         return mock.patch.object(Engine, name, call)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(GradientStorage, "borrow", borrowing))
         for name in ("_issue_gather", "reduce", "post_backward", "_finish_oldest"):
             stack.enter_context(looking(name))
         yield most

@@ -83,7 +83,7 @@ ABOUT = {
     "parallel/tensor/test_tensor_mistakes.py": "comm.axes parallel.tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",
-    "engine/test_memory.py": "engine.engine",
+    "engine/test_memory.py": "engine.engine engine.gradient",
     "parallel/tensor/test_tensor_memory.py": (
         "engine.extensions.recompute engine.extensions.wrap measure.meta measure.storage"
     ),

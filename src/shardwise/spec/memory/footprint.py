@@ -154,7 +154,9 @@ def footprint(
         gradients=gradients,
         optimizer=optimizer,
         host=host,
-        gathered=gathered_bytes(groups, rank) + packed_buffer_bytes(groups) + stage_bytes(groups, rank=rank),
+        gathered=gathered_bytes(groups, rank, backward_order)
+        + packed_buffer_bytes(groups)
+        + stage_bytes(groups, rank=rank),
         reduce=reduce_bytes(
             groups,
             rank=rank,
@@ -183,15 +185,18 @@ def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
     return [(layout.params[0].name, numel) for numel in empty + runs]
 
 
-def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0) -> int:
+def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0, backward_order: Sequence[int] | None = None) -> int:
     """The most bytes of gathered parameters at one moment.
 
-    Units that stay gathered until backward are there together. Of the others, of each depth, one computes while
-    ``num_ahead`` more travel; those of a recomputed module are there together, beside the unit that follows them, which
-    backward may not have left yet. Slices that units keep over an inner group of ranks after forward come on top.
+    Of the units of each depth one computes while ``num_ahead`` more travel. Units that stay gathered until backward
+    remain from then on. Those of a recomputed module are there together, beside the unit that follows them, which
+    backward may not have left yet. A unit that is not in ``backward_order``, such as a frozen one before the first
+    trained one, is released after forward; without an order every unit is taken to be in it. Slices that units keep
+    over an inner group of ranks after forward come on top.
     """
     total = 0
-    turns: dict[int, dict[int, int]] = {}  # bytes by depth and unit
+    by_depth: dict[int, dict[int, int]] = {}  # bytes by unit
+    kept: set[int] = set()
     together: dict[tuple[int, str], list[int]] = {}
     ahead = max((group.num_ahead for group in groups), default=0)
     for group in groups:
@@ -200,21 +205,27 @@ def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0) -> int:
         num_bytes = group.layout.numel * group.gather_item_bytes
         if group.inner_size:
             total += group.inner_numel(group.place(rank)) * group.gather_item_bytes
-        if not group.reshards or group.depth == 0:
+        if group.depth == 0:
             total += num_bytes
             continue
-        units = turns.setdefault(group.depth, {})
+        units = by_depth.setdefault(group.depth, {})
         units[group.unit] = units.get(group.unit, 0) + num_bytes
-        if group.recomputed_in is not None:
+        if not group.reshards and (backward_order is None or group.unit in backward_order):
+            kept.add(group.unit)
+        elif group.recomputed_in is not None:
             together.setdefault((group.depth, group.recomputed_in), []).append(group.unit)
-    for depth, units in turns.items():
+    for depth, units in by_depth.items():
         order = sorted(units)
         windows = [order[first : first + 1 + ahead] for first in range(len(order))]
         for (at, _), recomputed in together.items():
             if at == depth:
                 following = [unit for unit in order if unit > max(recomputed)][:1]
                 windows.append([*set(recomputed), *following])
-        total += max(sum(units[unit] for unit in window) for window in windows)
+        stay = kept.intersection(units)
+        total += max(
+            sum(units[unit] for unit in {*window, *(unit for unit in stay if unit <= max(window))})
+            for window in windows
+        )
     return total
 
 
