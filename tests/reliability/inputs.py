@@ -181,8 +181,8 @@ def _write_data(folder: Path) -> dict[str, tuple[str, ...]]:
     (folder / "cut.bin").write_bytes((folder / "cut.bin").read_bytes()[:-300])
     return {
         "empty.txt": ("empty.txt: the text is empty",),
-        "one.txt": (r"one.txt: 20 tokens leave \d+ for",),
-        "few.txt": (r"few.txt: 50 tokens leave \d+ for .* are needed",),
+        "one.txt": (r"one.txt: 20 tokens leave \d+ samples",),
+        "few.txt": (r"few.txt: 50 tokens leave \d+ samples .* are needed",),
         "binary.txt": (r"binary.txt:2: byte 0x80 is not UTF-8",),
         "invalid.txt": (r"invalid.txt:3: byte 0xff is not UTF-8",),
         "cut.bin": (r"cut.bin: .*bytes",),

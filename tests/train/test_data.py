@@ -152,9 +152,7 @@ def test_too_little_text_shows_the_arithmetic(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 50)
     source = find_source(str(tmp_path / "a.txt"))
     parts = data(tmp_path / "a.txt", seq_len=9)
-    with pytest.raises(
-        DataError, match=r"a.txt: 50 tokens leave 40 for the training part, that is 4 samples of 9; 8 are"
-    ):
+    with pytest.raises(DataError, match=r"a.txt: 50 tokens leave 4 samples of 9 for the training part; 8 are"):
         check_size(source, parts, seq_len=9, needed=8)
 
 

@@ -260,14 +260,14 @@ def resolved(folder: Path, data: str, *overrides: str, train: str = "steps: 2") 
         ("{mix: [{source: words.txt}], streaming: true}", r"data.streaming: it is for one source; take it out"),
         ("{mix: [{source: words.txt}, {source: ./words.txt}]}", r"data.mix: two sources are called words; give one"),
         ("{mix: [{source: words.txt}, {source: none.txt}]}", r"none.txt: no such file or folder"),
-        ("{mix: [{source: words.txt}, {source: short.txt}]}", r"short.txt: 3 tokens leave .*0 samples of 16; 1 is"),
+        ("{mix: [{source: words.txt}, {source: short.txt}]}", r"short.txt: 3 tokens leave 0 samples of 16 .*; 1 is"),
         (
             "{source: words.txt, eval_source: short.txt}",
-            r"short.txt: 3 tokens leave .*held-out part, that is 0 samples",
+            r"short.txt: 3 tokens leave 0 samples of 16 for the held-out part",
         ),
         (
             "{mix: [{source: words.txt}, {source: code.tokens}], held_out: 0.1}",
-            r"code \(0.5\): .* leave 3\d for the held-out part, that is 2 samples of 16; 4 (?s:.*) data.eval_source",
+            r"code \(0.5\): .* leave 2 samples of 16 for the held-out part; 4 (?s:.*) data.eval_source",
         ),
     ],
 )

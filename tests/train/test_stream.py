@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import collections
+import gzip
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import read_config
+from shardwise.train.data import records
 from shardwise.train.data import stream as module
 from shardwise.train.data.records import read_rows
 from shardwise.train.data.sampler import Permutation
@@ -23,7 +27,7 @@ from tests.common.tokenizers import TEMPLATE, TEXT, save_model, save_tokenizer
 from tests.train.train_here import losses, sets, train_here
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
-pytest.importorskip("datasets", reason="the data extra is not installed")
+datasets = pytest.importorskip("datasets", reason="the hf extra is not installed")
 pytestmark = pytest.mark.preload("transformers.models.llama.modeling_llama", "datasets")
 
 CONFIG = """
@@ -157,6 +161,59 @@ def test_rows_of_a_data_set_are_streamed_too_and_a_bad_one_is_named(folder: Path
     Path("rows/0.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"rows/0.jsonl:2 has no text in column text: int"):
         [taken(sampler_of(run("data.source=rows", "train.seed=1"), 64, 1, 0, 1))]
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    import fsspec
+
+    yield fsspec.filesystem("memory")
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl.gz", "parquet"])
+def test_a_remote_folder_gives_the_samples_of_the_same_files_here(
+    folder: Path, store: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(records, "_NEAR_BYTES", 20)
+    Path("local").mkdir()
+    for number in range(4):
+        path, rows = Path(f"local/{number}.{kind}"), [{"text": TEXT[300 * i :][:300]} for i in range(number, 9)]
+        if kind == "txt":
+            path.write_text(TEXT[900 * number :][:900])
+        elif kind == "parquet":
+            datasets.Dataset.from_list(rows).to_parquet(path)
+        else:
+            path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+        store.pipe(f"/bucket/{path}", path.read_bytes())
+    for name in ("", f"/*.{kind}"):
+        here, there = (run(f"data.source={place}local{name}") for place in ("", "memory://bucket/"))
+        one, other = (sampler_of(each, 2, 1, 0, 1) for each in (here, there))
+        assert [taken(one) for _ in range(60)] == [taken(other) for _ in range(60)]
+        assert (data_of(here).held_out.rows([0, 1]).inputs == data_of(there).held_out.rows([0, 1]).inputs).all()
+    whole = [data_of(run(f"data.source={place}local", "data.streaming=false")) for place in ("", "memory://bucket/")]
+    assert (whole[0].train.rows([0, 9]).inputs == whole[1].train.rows([0, 9]).inputs).all()
+    before = there.source.fingerprint()
+    assert run("data.source=memory://bucket/local/*").source.fingerprint() == before
+    content = store.cat(f"/bucket/local/1.{kind}")
+    store.pipe(f"/bucket/local/1.{kind}", content)  # written anew
+    assert run("data.source=memory://bucket/local").source.fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("memory://bucket/none", "no files are there"),
+        ("file::memory://bucket", "stores are s3, gs"),
+        ("memory://bucket::file://tmp", "stores are s3, gs"),
+        ("ftp://host/folder", "stores are s3, gs"),
+        ("az://bucket/folder", r"az://bucket/folder cannot be listed: .*\n.*whether the package of fsspec for it"),
+    ],
+)
+def test_remote_folders_that_cannot_be_read_are_refused(folder: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        run(f"data.source={name}")
 
 
 def test_a_streamed_run_goes_on_at_the_sample_on_another_number_of_ranks(folder: Path) -> None:

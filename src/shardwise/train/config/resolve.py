@@ -537,7 +537,7 @@ def _source(
     needs = source.kind in {"text", "records"} or separates or (reads and task.name == MASKED)
     if not has_own and (config.data.tokenizer is not None or needs):
         wrong = f"{name!r} is no folder with a tokenizer (tokenizer.json, vocab.json, ...); name one, or 'bytes'"
-    elif needs and (name != BYTES or source.kind == "records" or separates or task.name == MASKED):
+    elif needs and (name != BYTES or source.kind == "records" or source.content or separates or task.name == MASKED):
         tokenizer = find_tokenizer(name)
         task = _with_tokens(raw, task, tokenizer)
         end = tokenizer.ends[0] if separates and tokenizer.ends else None

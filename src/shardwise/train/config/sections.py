@@ -107,9 +107,9 @@ class DataSection(OneSource):
 
     source: str | None = Field(
         None,
-        description="path, folder or glob: text; token files (ours, .npy, Megatron's .bin with .idx); rows of a data"
-        " set (.jsonl, .parquet, .csv, or what datasets' save_to_disk wrote). 'stdlib' (where there is no mix) or"
-        " 'random'",
+        description="path, folder or glob, also of a store such as s3://bucket/texts: text; token files (ours, .npy,"
+        " Megatron's .bin with .idx); rows of a data set (.jsonl, .parquet, .csv, what datasets' save_to_disk wrote)."
+        " 'stdlib' (where there is no mix) or 'random'",
     )
     mix: Annotated[list[MixedSection], Field(min_length=1)] | None = Field(
         None,

@@ -123,7 +123,7 @@ def _make(source: Source, cache: Path, key: str, form: Form, vocab_size: int) ->
     spans = {"spans": datasets.List(datasets.Value("int64"))} if form.has_spans else {}
     ids = datasets.Value("uint16" if vocab_size <= 1 << 16 else "uint32")
     files = [*zip(source.files, source.lengths, strict=True)]
-    num_proc = min(os.cpu_count() or 1, len(files) // 8)
+    num_proc = 1 if source.content else min(os.cpu_count() or 1, len(files) // 8)  # stores are not for forks
     num_proc = num_proc if num_proc > 1 else None
     try:
         datasets.Dataset.from_generator(

@@ -38,11 +38,6 @@ class GivenSamples:
         """Items."""
         return len(self.data)
 
-    @property
-    def num_tokens(self) -> int:
-        """Not known."""
-        return 0
-
     def rows(self, indices: Sequence[int]) -> Rows:
         """Items are no rows of tokens: see :meth:`batch`."""
         raise StateError(f"samples {[*indices]} of a user's data set are no rows of tokens")

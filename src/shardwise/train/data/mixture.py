@@ -88,12 +88,6 @@ class MixedSamples:
         return self._ends[-1]
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the samples that are used."""
-        used = zip(self.parts, self.counts, strict=True)
-        return sum(part.num_tokens * count // max(part.num_samples, 1) for part, count in used)
-
-    @property
     def has_positions(self) -> bool:
         """Whether a source keeps its documents apart. Rows of the other sources are one document each then."""
         return any(getattr(part, "has_positions", False) for part in self.parts)

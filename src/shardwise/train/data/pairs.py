@@ -102,11 +102,6 @@ class PairRows:
         """As many as examples."""
         return len(self.examples)
 
-    @property
-    def num_tokens(self) -> int:
-        """Of inputs and targets."""
-        return int(self.examples.lengths().sum())
-
     def num_targets(self, indices: Iterable[int]) -> int:
         """Tokens of these targets, or where they are classes, their number."""
         return int(self.targets[list(indices)].sum())

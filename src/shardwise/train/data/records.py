@@ -10,7 +10,6 @@ import codecs
 import csv
 import itertools
 import json
-import mmap
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,8 @@ from shardwise.train.data.token_files import DataError
 _ROW_BYTES, _LIST_BYTES, _CSV_BYTES = 1 << 26, 1 << 30, 1 << 23
 #: Bytes of a block of text at least.
 _BLOCK_BYTES = 1 << 20
+#: Bytes that are searched at a time for where to cut it.
+_NEAR_BYTES = 1 << 14
 #: Where text may be cut: where a line begins, but not with a space, so that blocks give the tokens of the whole.
 _CUT = re.compile(rb"\n(?=[!-~\xc3-\xe0\xe4-\xf4]|\xe3[^\x80])")
 
@@ -130,12 +131,18 @@ def _unreadable(place: str | Path, why: str) -> DataError:
 
 
 def _blocks(file: Path, length: int) -> Rows:
-    with file.open("rb") as handle, mmap.mmap(handle.fileno(), length, access=mmap.ACCESS_READ) as text:
+    with file.open("rb") as handle:
         begin = 0
         while begin < length:
-            found = _CUT.search(text, begin + _BLOCK_BYTES)
-            end = found.start() + 1 if found else length
-            yield str(file), {"file": str(file), "begin": begin, "end": end, "is_last": end == length}
+            end = begin + _BLOCK_BYTES
+            while end < length:
+                handle.seek(end)
+                if found := _CUT.search(handle.read(_NEAR_BYTES)):
+                    end += found.start() + 1
+                    break
+                end += _NEAR_BYTES - 2  # the line feed and the byte behind it, or two, may be cut apart
+            end = min(end, length)
+            yield str(file), {"file": file, "begin": begin, "end": end, "is_last": end == length}
             begin = end
 
 
@@ -145,7 +152,7 @@ def block_text(block: Mapping[str, Any]) -> str:
     Raises:
         DataError: It is not UTF-8; the line is named.
     """
-    file = Path(block["file"])
+    file = block["file"]
     with file.open("rb") as handle:
         handle.seek(block["begin"])
         raw = handle.read(block["end"] - block["begin"])

@@ -56,16 +56,10 @@ class Samples(Protocol):
 
     Attributes:
         num_samples: How many there are.
-        num_tokens: Tokens that they are made of.
     """
 
     @property
     def num_samples(self) -> int:
-        """As above."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
         """As above."""
         ...
 

@@ -118,11 +118,6 @@ class RandomPart:
     seq_len: int
     num_samples: int = 1 << 40
 
-    @property
-    def num_tokens(self) -> int:
-        """Endless, too."""
-        return self.num_samples * self.seq_len
-
     def sample(self, index: int) -> np.ndarray:
         """The ``seq_len + 1`` tokens of a sample, int64."""
         key = np.array([self.seed, self.stream], np.uint64)
@@ -235,8 +230,8 @@ def check_size(source: Source, data: Data, *, seq_len: int, needed: int, needed_
             is_cut_off = part is data.held_out and source.evaluated is None
             advice = " You may also name data to evaluate on in data.eval_source." if is_cut_off else ""
             raise DataError(
-                f"{of.name}: {of.num_tokens:,} tokens leave {part.num_tokens:,} for the {label} part, that is"
-                f" {part.num_samples:,} samples of {seq_len:,}; {least:,} {'is' if least == 1 else 'are'} needed.\n"
+                f"{of.name}: {of.num_tokens:,} tokens leave {part.num_samples:,} samples of {seq_len:,} for the {label}"
+                f" part; {least:,} {'is' if least == 1 else 'are'} needed.\n"
                 f"  Use more text, a smaller data.seq_len, or a smaller global batch.{advice}"
             )
 
@@ -305,11 +300,6 @@ class MaskedSamples:
     def num_samples(self) -> int:
         """As many as there are."""
         return self.whole.num_samples
-
-    @property
-    def num_tokens(self) -> int:
-        """As many as there are."""
-        return self.whole.num_tokens
 
     @property
     def _num_learned(self) -> int:

@@ -16,10 +16,11 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwise.spec.text import first_line, printable
 from shardwise.train.data.token_files import DataError, check_tokens, is_index_of_tokens, is_token_file, read_header
 
 T = TypeVar("T")
@@ -40,6 +41,9 @@ RECORDS, RECORDS_OR_TEXT = (".jsonl", ".parquet", ".arrow"), (".json", ".csv")
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 #: What ``datasets.Dataset.save_to_disk`` writes beside its files.
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
+
+#: Stores that fsspec reads.
+_PROTOCOLS = ("s3", "gs", "az", "abfs", "hf", "http", "https", "memory")
 
 _LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
 
@@ -138,6 +142,71 @@ class Source:
         return [(file, length, most) for file, length in held]
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file that fsspec reads, as far as a path is asked for here.
+
+    Attributes:
+        url: Its whole name.
+        size: Bytes.
+    """
+
+    url: str
+    size: int
+
+    def __str__(self) -> str:
+        """Its whole name."""
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part of its name."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def suffixes(self) -> list[str]:
+        """How the name ends."""
+        return Path(self.name).suffixes
+
+    def open(self, mode: str) -> Any:
+        """Its content, of which is read what is asked for."""
+        from fsspec.core import url_to_fs  # pyrefly: ignore[missing-import]
+
+        system, path = url_to_fs(self.url)
+        return system.open(path, mode)
+
+    def stat(self) -> os.stat_result:
+        """Its size; when it was changed is in ``Source.content``."""
+        return os.stat_result((0, 0, 0, 0, 0, 0, self.size, 0, 0, 0))
+
+
+def _remote(name: str, max_bytes: int | None) -> Source:
+    """The source of a folder, file or glob that fsspec reads.
+
+    Raises:
+        DataError: It cannot be listed, or nothing is there that can be read.
+    """
+    from fsspec.core import url_to_fs  # pyrefly: ignore[missing-import]
+
+    if name.partition("://")[0] not in _PROTOCOLS or "::" in name:
+        raise DataError(f"{printable(name)}: stores are {', '.join(_PROTOCOLS)}.\n  Name a folder of one of them.")
+    try:
+        system, path = url_to_fs(name)
+        listed = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
+        found = {system.unstrip_protocol(each): info for each, info in listed.items() if info["type"] == "file"}
+        marks = [system.ukey(each) for each in sorted(found)]
+    except Exception as error:  # noqa: BLE001  every store has errors of its own
+        raise DataError(
+            f"{printable(name)} cannot be listed: {first_line(error)}.\n  Look at its name, at your credentials, and"
+            " whether the package of fsspec for it is installed, such as s3fs or gcsfs."
+        ) from None
+    files: list[Any] = [RemoteFile(each, found[each]["size"]) for each in sorted(found)]
+    if not files:
+        raise DataError(f"{printable(name)}: no files are there.\n  Name a folder, file or glob with some.")
+    source = _records(name, files, max_bytes) if holds_records(files) else _text(name, files, max_bytes)
+    return replace(source, content=hashlib.sha256(repr(marks).encode()).hexdigest(), vocab_size=None)
+
+
 def mixture_of(sources: Sequence[Source], names: Sequence[str], weights: Sequence[float]) -> Source:
     """A source that is several ones, under their names in metrics."""
     shares = [f"{name} ({weight / sum(weights):.3g})" for name, weight in zip(names, weights, strict=True)]
@@ -175,6 +244,8 @@ def find_source(name: str, *, max_bytes: int | None = None) -> Source:
         return _text(name, _stdlib_files(), STDLIB_BYTES if max_bytes is None else max_bytes)
     if not name.strip():
         raise DataError("data.source is empty.\n  Name a file, a folder or a pattern, or `stdlib` or `random`.")
+    if "://" in name:
+        return _remote(name, max_bytes)
     try:
         files = _find_files(name)
         looked_at = _spaced(files)

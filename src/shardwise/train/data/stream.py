@@ -194,13 +194,11 @@ class StreamRows:
         data: The sampler.
         end: The id that ends a document, where documents do not see each other.
         num_samples: More than a run takes.
-        num_tokens: Not known.
     """
 
     data: StreamSampler
     end: int | None
     num_samples: int = ENDLESS
-    num_tokens: int = 0
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """These samples."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.spec.bound import read_json
 from shardwise.spec.errors import ConfigError
@@ -28,42 +28,23 @@ _SETTINGS = (
 )
 
 
-class Tokenizer(Protocol):
-    """Between text and token ids.
+class Bytes:
+    """One token per byte.
 
     Attributes:
         ends: Ids that end a text, the tokenizer's own end-of-text token first.
         vocab_size: All ids are below.
     """
 
-    ends: tuple[int, ...]
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]:
-        """A prompt's ids."""
-        ...
-
-    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of pieces of training text, with nothing put before or behind them."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text."""
-        ...
-
-
-class Bytes:
-    """One token per byte."""
-
-    ends = ()
+    ends: tuple[int, ...] = ()
     vocab_size = BYTE_VOCAB
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8."""
+        """A prompt's ids."""
         return list(text.encode())
 
     def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
-        """UTF-8."""
+        """The ids of pieces of training text, with nothing put before or behind them."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -88,7 +69,7 @@ def byte_tokenizer() -> Any:
 
 
 class OfFolder:
-    """The tokenizer of a Hugging Face folder.
+    """The tokenizer of a Hugging Face folder, used as :class:`Bytes` is.
 
     Attributes:
         folder: This folder.
@@ -137,6 +118,9 @@ class OfFolder:
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens."""
         return str(self.held.decode(list(ids), skip_special_tokens=True))
+
+
+Tokenizer = Bytes | OfFolder
 
 
 def _check_links(folder: Path) -> None:
