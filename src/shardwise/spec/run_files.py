@@ -5,4 +5,4 @@ from __future__ import annotations
 CONFIG, PLAN, METRICS, SUMMARY, MODEL = "config.yaml", "plan.json", "metrics.jsonl", "summary.json", "model.txt"
 ENVIRONMENT, MEMORY, PREDICTED, REPORT = "environment.json", "memory.json", "predicted.json", "report.html"
 PROFILE, ODD_STEPS, RUN_ID, SAMPLES = "profile", "odd-steps", "run-id", "samples.jsonl"
-LOGS, CHECKPOINTS, EVENTS, WANDB_ID = "logs", "checkpoints", "events", "wandb-id"
+LOGS, CHECKPOINTS, EVENTS = "logs", "checkpoints", "events"

@@ -339,6 +339,10 @@ class LogSection(Section):
     )
     tensorboard: bool | Literal["auto"] = Field("auto", description="auto: where tensorboard is installed")
     wandb: bool = Field(default=False, description="also send metrics to Weights & Biases (WANDB_* variables apply)")
+    mlflow: bool = Field(default=False, description="also send metrics to MLflow (MLFLOW_* variables apply)")
+    trackio: bool = Field(
+        default=False, description="also send metrics to Trackio (TRACKIO_* variables apply; TRACKIO_PROJECT: which)"
+    )
     loss_spikes: PositiveFloat | None = Field(
         10.0,
         description="warn of a loss that is so many standard deviations above the median of the last 100 steps, with"

@@ -1,4 +1,4 @@
-"""Everywhere that rank 0 writes the numbers of a step: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Where rank 0 writes the numbers of a step: metrics.jsonl, TensorBoard, Weights & Biases, MLflow, Trackio."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import importlib.util
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.run_files import EVENTS, METRICS, WANDB_ID
+from shardwise.spec.run_files import EVENTS, METRICS
 from shardwise.train.config.sections import Config
 from shardwise.train.folder import replace_text
 from shardwise.train.log.metrics import MetricsFile
@@ -29,22 +29,71 @@ def check_extras(config: Config) -> None:
     Raises:
         ConfigError: Names the package.
     """
-    for name, wanted in (("tensorboard", config.log.tensorboard is True), ("wandb", config.log.wandb)):
-        if wanted and importlib.util.find_spec(name) is None:
+    for name in ("tensorboard", *TRACKERS):
+        if getattr(config.log, name) is True and importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.{name}=true, but {name} is not installed.\n  Install shardwise[{name}].")
 
 
-def _wandb_id(directory: Path) -> str:
-    """The run's name at Weights & Biases, chosen once and kept in its folder: a resumed run goes on as the same one.
+#: Sends values of a step; ends the run.
+_Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
+
+
+def _kept_id(directory: Path, tracker: str) -> str:
+    """The name of this folder's run at a tracker, under which a resumed run goes on; empty before the first start."""
+    path = directory / f"{tracker}-id"
+    return path.read_text("utf-8").strip() if path.is_file() else ""
+
+
+def _keep_id(directory: Path, tracker: str, chosen: str) -> str:
+    """Keep it for later starts, and return it.
 
     Raises:
         StorageError: It cannot be kept.
     """
-    path = directory / WANDB_ID
-    known = os.environ.get("WANDB_RUN_ID") or (path.read_text("utf-8").strip() if path.is_file() else "")
-    chosen = known or secrets.token_hex(6)
-    replace_text(path, chosen + "\n")
+    replace_text(directory / f"{tracker}-id", chosen + "\n")
     return chosen
+
+
+def _wandb(directory: Path, config: dict[str, Any]) -> _Tracker:
+    import wandb  # pyrefly: ignore[missing-import]
+
+    chosen = os.environ.get("WANDB_RUN_ID") or _kept_id(directory, "wandb") or secrets.token_hex(6)
+    run = wandb.init(
+        dir=str(directory),
+        id=_keep_id(directory, "wandb", chosen),
+        name=directory.name,
+        config=config,
+        resume="allow",
+    )
+    return lambda step, values: run.log(dict(values), step=step), run.finish
+
+
+def _mlflow(directory: Path, config: dict[str, Any]) -> _Tracker:
+    import mlflow  # pyrefly: ignore[missing-import]
+
+    run = mlflow.start_run(run_id=_kept_id(directory, "mlflow") or None, run_name=directory.name)
+    chosen = _keep_id(directory, "mlflow", run.info.run_id)
+    mlflow.log_dict(config, "config.json")
+
+    def end() -> None:
+        mlflow.flush_async_logging()
+        mlflow.end_run()
+
+    return lambda step, values: mlflow.log_metrics(dict(values), step=step, run_id=chosen, synchronous=False), end
+
+
+def _trackio(directory: Path, config: dict[str, Any]) -> _Tracker:
+    import trackio  # pyrefly: ignore[missing-import]
+
+    chosen = _kept_id(directory, "trackio") or f"{directory.name}-{secrets.token_hex(3)}"
+    project = os.environ.get("TRACKIO_PROJECT", "shardwise")
+    name = _keep_id(directory, "trackio", chosen)
+    run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
+    return lambda step, values: run.log(dict(values), step=step), run.finish
+
+
+#: Services that take the values of steps, by their field in ``log:``, which is also the name of the package.
+TRACKERS = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 
 
 class Recorder:
@@ -54,22 +103,13 @@ class Recorder:
         """Open them; of an earlier run, what comes after ``step`` is dropped from metrics.jsonl."""
         self._file = MetricsFile(directory / METRICS, keep_steps=step)
         self._board: Any = None
-        self._wandb: Any = None
         is_wanted = config.log.tensorboard
         if is_wanted is True or (is_wanted == "auto" and importlib.util.find_spec("tensorboard") is not None):
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(directory / EVENTS), purge_step=step + 1 if step else None)
-        if config.log.wandb:
-            import wandb  # pyrefly: ignore[missing-import]
-
-            self._wandb = wandb.init(
-                dir=str(directory),
-                id=_wandb_id(directory),
-                name=directory.name,
-                config=config.model_dump(mode="json"),
-                resume="allow",
-            )
+        wanted = [begin for name, begin in TRACKERS.items() if getattr(config.log, name)]
+        self._trackers = [begin(directory, config.model_dump(mode="json")) for begin in wanted]
 
     def step(self, record: Record) -> None:
         """Write one step."""
@@ -78,12 +118,12 @@ class Recorder:
         self.send(record.step, values | record.values)
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
-        """Send values of a step to TensorBoard and Weights & Biases."""
+        """Send values of a step everywhere but to metrics.jsonl."""
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(dict(values), step=step)
+        for send, _ in self._trackers:
+            send(step, values)
 
     def close(self) -> None:
         """Write what is buffered and close."""
@@ -91,5 +131,5 @@ class Recorder:
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for _, end in self._trackers:
+            end()
