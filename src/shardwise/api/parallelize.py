@@ -101,7 +101,7 @@ def parallelize(
     _tell_mesh(plan, mesh)
     place = Place(mesh)
     comms = place.open(device, is_replicated=plan.is_replicated)
-    ignored, owned = prepared.ignored, assign_parameters(model, prepared.units)
+    ignored, owned = prepared.ignored, prepared.owned
     names = {
         unit or build.ROOT: [entry.names[0] for entry in entries if entry.parameter not in ignored]
         for unit, entries in owned.items()

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from shardwise.engine.build import OwnedParameter
 from shardwise.engine.extensions import activation_offload, recompute
 from shardwise.engine.extensions.chunked_loss import check_chunked
 from shardwise.engine.extensions.precision import Policies
-from shardwise.engine.extensions.wrap import find_units
+from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.engine.storage.attachment import attachment_of
+from shardwise.engine.storage.host import check_offload
 from shardwise.engine.storage.ignored import Ignored, find_ignored
+from shardwise.engine.storage.packed import is_quantizable
 from shardwise.parallel.context.apply import check_model
 from shardwise.parallel.experts.layer import Mixture, find_mixtures
 from shardwise.parallel.pipeline.pipelined import find_stages
@@ -32,6 +35,7 @@ class Preparation:
         plan: The plan.
         device: Where this rank computes.
         units: The units below the root that have parameters for the engine to move, by path.
+        owned: The parameters that each unit of the whole model owns, the root's under ``""``, ignored ones too.
         ignored: Parameters and buffers that are left alone.
         policies: Which precision is in force where.
         recomputed: Modules whose forward is run again in backward, by path.
@@ -44,6 +48,7 @@ class Preparation:
     plan: ParallelPlan
     device: torch.device
     units: Mapping[str, nn.Module]
+    owned: Mapping[str, Sequence[OwnedParameter]]
     ignored: Ignored
     policies: Policies
     recomputed: Mapping[str, nn.Module]
@@ -90,7 +95,8 @@ def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None
     check_fresh(model)
     check_plan(plan)
     ignored, tables = find_ignored(model, plan.ignored), find_row_sharded(model, plan.row_sharded)
-    units = ignored.with_spread(table_weights(tables)).without(find_units(model, plan.wrap_policy))
+    alone = ignored.with_spread(table_weights(tables))
+    units = alone.without(find_units(model, plan.wrap_policy))
     recomputed = recompute.find(model, units, plan.recompute)
     offloaded = activation_offload.find(model, units, plan.activation_offload, recomputed)
     check_chunked(model, plan)
@@ -109,7 +115,23 @@ def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None
             )
     device = device or _device(model, ignored)
     policies = Policies(model, plan.precision, device)
-    return Preparation(plan, device, units, ignored, policies, recomputed, offloaded, tables, mixtures, stage_modules)
+    owned = assign_parameters(model, units)
+    _check_uses(plan, [entry for entries in owned.values() for entry in entries if entry.parameter not in alone])
+    return Preparation(
+        plan, device, units, owned, ignored, policies, recomputed, offloaded, tables, mixtures, stage_modules
+    )
+
+
+def _check_uses(plan: ParallelPlan, owned: Sequence[OwnedParameter]) -> None:
+    """Refuse to offload or to quantize where the whole model has nothing for it; one stage of a pipeline may not."""
+    if plan.offload is not None:
+        check_offload([entry.parameter for entry in owned], plan.placements, plan.offload)
+    form = plan.quantization.frozen
+    if form != "none" and not any(is_quantizable(entry.parameter, entry.uses, form) for entry in owned):
+        raise PlanError(
+            f"quantize_frozen={form!r}, but the model has no frozen weight of a linear layer that would become"
+            " smaller.\n  Freeze weights first (requires_grad_(False)), or leave quantize_frozen out."
+        )
 
 
 def check_fresh(model: nn.Module) -> None:

@@ -31,11 +31,9 @@ from shardwise.engine.storage.ignored import NOTHING, Ignored, ignored_of
 from shardwise.engine.storage.part import CoversAll, Part, cover_shards
 from shardwise.engine.unit import Unit
 from shardwise.optim import checks
-from shardwise.spec.errors import PlanError
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.placement import Placements
-from shardwise.spec.quantize import Quantization
 from shardwise.spec.replacement import Replacement
 from shardwise.weights.init.materialize import Source, fill_parameters
 
@@ -53,7 +51,6 @@ def shard_model(
         source: Gives meta parameters their values, unit by unit.
 
     Raises:
-        PlanError: There is nothing to quantize, or nothing to offload.
         StateError: The model holds something that cannot be sharded.
     """
     checks.install_checks()
@@ -94,7 +91,6 @@ def shard_model(
             is_divided=bool(ignored.spread),
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], prepared.recomputed)
-    _check_quantization(units.values(), options.quantization)
     engine = start(model, nest(units.values()), row, comms, options, ignored=ignored)
     if offloaded is not None:
         engine.extras.add(offloaded)
@@ -179,16 +175,6 @@ class Description:
     recomputed: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-def _check_quantization(units: Iterable[Unit], quantization: Quantization) -> None:
-    """Refuse a wish that comes to nothing."""
-    is_held = any(group.facts.held_as is not None for unit in units for group in unit.groups)
-    if quantization.frozen != "none" and not is_held:
-        raise PlanError(
-            f"quantize_frozen={quantization.frozen!r}, but the model has no frozen weight of a linear layer that would"
-            " become smaller.\n  Freeze weights first (requires_grad_(False)), or leave quantize_frozen out."
-        )
 
 
 def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *, sync_buffers: str) -> None:

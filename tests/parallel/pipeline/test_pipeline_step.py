@@ -15,12 +15,14 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.parallel.pipeline.batch import call_model
 from shardwise.parallel.pipeline.pipelined import pipelined_of
-from shardwise.spec.errors import StateError
+from shardwise.spec.errors import PlanError, StateError
 
 
-def one_rank_of_two(rank: int = 0, **fields):
+def one_rank_of_two(rank: int = 0, frozen: str = "", **fields):
     with torch.device("meta"):
         model = sw.models.gpt("gpt-tiny", num_layers=5)
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
     plan = sw.ParallelPlan(pp=2, pipeline="gpipe", **fields)
     comms = record_comms(plan.mesh(2), rank, receives=True)
     samples = RecordComm(DATA_PARALLEL, rank=0, size=1, device="meta")
@@ -74,6 +76,24 @@ def test_what_a_plan_names_concerns_the_rank_that_holds_it_and_no_other(named):
     elif named == "ignored":
         second = ["blocks.4.mlp_norm.weight", "blocks.4.mlp_norm.bias"]
     assert found == [first, second]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"quantize_frozen": "int8"}, {"offload_policy": sw.OffloadPolicy(optimizer=False, gradients=False)}]
+)
+def test_a_stage_without_frozen_weights_takes_a_plan_for_frozen_weights(fields):
+    found = [
+        [
+            group.facts.held_as or group.facts.is_offloaded
+            for unit in engine_of(model, "test").units
+            for group in unit.groups
+        ]
+        for model in (one_rank_of_two(rank, "blocks.4", **fields) for rank in (0, 1))
+    ]
+    assert not any(found[0])
+    assert any(found[1])
+    with pytest.raises(PlanError, match=r"no frozen weight|no frozen parameters"):
+        one_rank_of_two(**fields)
 
 
 def test_only_a_pipeline_is_recorded():

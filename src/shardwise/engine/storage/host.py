@@ -14,11 +14,11 @@ device the same copies are made, each when it is asked for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.base import Done, Handle
 from shardwise.engine.group import Form, Group
@@ -35,12 +35,19 @@ if TYPE_CHECKING:
 Name = TypeVar("Name", str, tuple[str, ...])
 
 
-def choose_units(owned: Mapping[Name, Sequence[OwnedParameter]], row: Placements, policy: OffloadPolicy) -> set[Name]:
-    """Names of the units that ``policy`` offloads, by what each owns.
+def check_offload(parameters: Iterable[nn.Parameter], row: Placements, policy: OffloadPolicy) -> None:
+    """Refuse a policy that finds nothing in a whole model.
 
     Raises:
         PlanError: There is nothing to offload.
     """
+    if not any(p.numel() and policy.covers(row, is_trainable=p.requires_grad) for p in parameters):
+        what = "no parameters" if policy.optimizer else "no frozen parameters"
+        raise PlanError(f"offload_policy finds nothing to offload: there are {what}.\n  Set offload_policy='none'.")
+
+
+def choose_units(owned: Mapping[Name, Sequence[OwnedParameter]], row: Placements, policy: OffloadPolicy) -> set[Name]:
+    """Names of the units that ``policy`` offloads, by what each owns. Of a stage of a pipeline there may be none."""
     sizes = [
         sum(
             entry.parameter.nbytes
@@ -50,8 +57,7 @@ def choose_units(owned: Mapping[Name, Sequence[OwnedParameter]], row: Placements
         for entries in owned.values()
     ]
     if not any(sizes):
-        what = "no parameters" if policy.optimizer else "no frozen parameters"
-        raise PlanError(f"offload_policy finds nothing to offload: there are {what}.\n  Set offload_policy='none'.")
+        return set()
     return {name for name, is_chosen in zip(owned, choose(sizes, policy.ratio), strict=True) if is_chosen}
 
 
