@@ -24,7 +24,8 @@ from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_
 from tests.common.tokenizers import TEXT, ids_of, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
-pytest.importorskip("datasets", reason="the hf extra is not installed")
+datasets = pytest.importorskip("datasets", reason="the hf extra is not installed")
+pa = pytest.importorskip("pyarrow")
 
 
 @pytest.fixture(autouse=True)
@@ -213,3 +214,20 @@ def test_a_damaged_or_unwritable_cache_is_told_with_what_to_do(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(StorageError, match=r"file/shardwise/data cannot be written: .*\n  Set XDG_CACHE_HOME"):
         prepared(text)
+
+
+def test_no_server_is_asked_about_files_that_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda *words, **_: asked.append(words))
+    rows = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    rows.to_parquet(tmp_path / "a.parquet")
+    rows.to_csv(tmp_path / "a.csv")
+    rows.save_to_disk(tmp_path / "saved")
+    table = rows.data.table
+    with pa.ipc.new_file(
+        tmp_path / "a.arrow", table.schema
+    ) as file:  # Feather's form; that of save_to_disk is a stream
+        file.write_table(table)
+    for name in ("a.parquet", "a.csv", "saved", "a.arrow"):
+        assert bytes(prepared(tmp_path / name, "text")) == b"onetwo"
+    assert asked == []

@@ -592,16 +592,13 @@ def _tokenized(
     reads: bool,
 ) -> Source:
     """Text and rows as tokens or, where they are conversations or pairs, as examples; made where ``reads`` is set."""
+    data, streams = raw.config.data, isinstance(section, DataSection) and section.streaming
     wanted: list[object] = [source.kind, section.column, section.learns, task.name, task.labels, tokenizer.vocab_size]
-    form_of = functools.partial(_form, section, source, tokenizer, task)
     try:
         if section.chat_template is not None:
-            form_of = functools.partial(form_of, template=_read_template(section.chat_template))
-            wanted.append(form_of.keywords["template"])
-        if not reads:
-            form_of(first_row(source))
-            return replace(source, vocab_size=tokenizer.vocab_size)
-        if not (isinstance(section, DataSection) and section.streaming):
+            wanted.append(_read_template(section.chat_template))
+        form_of = functools.partial(_form, section, source, tokenizer, task)
+        if reads and not streams:
             return prepare(source, tokenizer, wanted, form_of, say)
         form = form_of(first_row(source))
     except ConfigError as error:
@@ -609,13 +606,13 @@ def _tokenized(
         raw.fail_at((*at[:-1], "column") if is_column else at, _inline(error))
         raw.raise_if_any()
         return source
-    if form.has_spans:
+    whole = replace(source, vocab_size=tokenizer.vocab_size, streams=form if reads else None)
+    if streams and not isinstance(form, Texts):
         raw.fail("data", "streaming", "it is for texts; conversations are tokenized before training begins")
         raw.raise_if_any()
-    whole = replace(source, vocab_size=tokenizer.vocab_size, streams=form)
-    if section.eval_source is not None:
+    if not reads or data.eval_source is not None:
         return whole
-    num_held = max(int(len(source.files) * section.held_out), 1)
+    num_held = max(int(len(source.files) * data.held_out), 1)
     if num_held == len(source.files):
         raise DataError(
             f"{source.name} is one file, and the last files of a stream are held out.\n  Leave data.streaming out,"
@@ -639,8 +636,6 @@ def _form(
     tokenizer: Tokenizer,
     task: Task,
     first: Mapping[str, Any],
-    *,
-    template: str | None = None,
 ) -> Form:
     """How rows like the first one become examples.
 
@@ -662,6 +657,7 @@ def _form(
             f"data.source={source.name} holds conversations, which bytes have no form for.\n"
             "  Name a Hugging Face folder in data.tokenizer."
         )
+    template = None if section.chat_template is None else _read_template(section.chat_template)
     chat = Chat(tokenizer.held, column, section.learns, template)
     chat.check()
     return chat

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -108,8 +108,6 @@ class Chat:
         learns: ``assistant``: all that the assistant says; ``last``: its last answer; ``all``: every token.
         template: The chat template; ``None``: the tokenizer's own.
     """
-
-    has_spans: ClassVar[bool] = True
 
     held: Any
     column: str

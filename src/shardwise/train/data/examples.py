@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +36,6 @@ class Texts:
         tokenizer: What makes ids of them.
         column: Of a data set: that of the texts. ``None``: the rows are blocks of text files.
     """
-
-    has_spans: ClassVar[bool] = False
 
     tokenizer: Tokenizer
     column: str | None
@@ -120,7 +118,7 @@ def _make(source: Source, cache: Path, key: str, form: Form, vocab_size: int) ->
             f"data.source={printable(source.name)} is tokenized by the datasets package, which is not installed.\n"
             "  Install shardwise[hf]."
         ) from None
-    spans = {"spans": datasets.List(datasets.Value("int64"))} if form.has_spans else {}
+    spans = {} if isinstance(form, Texts) else {"spans": datasets.List(datasets.Value("int64"))}
     ids = datasets.Value("uint16" if vocab_size <= 1 << 16 else "uint32")
     files = [*zip(source.files, source.lengths, strict=True)]
     num_proc = 1 if source.content else min(os.cpu_count() or 1, len(files) // 8)  # stores are not for forks
@@ -149,7 +147,7 @@ def _make(source: Source, cache: Path, key: str, form: Form, vocab_size: int) ->
 def _rows(source: Source, form: Form, files: Sequence[tuple[Path, int]]) -> Iterator[dict[str, Any]]:
     paths, lengths = zip(*files, strict=True)
     for example in read_examples(replace(source, files=paths, lengths=lengths), form):
-        spans = {"spans": np.ravel(example.spans).astype(np.int64)} if form.has_spans else {}
+        spans = {} if isinstance(form, Texts) else {"spans": np.ravel(example.spans).astype(np.int64)}
         yield {"ids": example.ids, **spans}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shardwise.spec.text import printable
 from shardwise.train.data.token_files import DataError
@@ -26,13 +26,7 @@ Placed = tuple[str, Mapping[str, Any]]
 
 
 class Form(Protocol):
-    """How rows become examples.
-
-    Attributes:
-        has_spans: Their examples say which ids are learned.
-    """
-
-    has_spans: ClassVar[bool]
+    """How rows become examples."""
 
     def encode(self, rows: Sequence[Placed]) -> Sequence[Example]:
         """The examples of rows.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +30,6 @@ class Pairs:
         target: Column of the targets: texts, or where ``labels`` is set, classes.
         labels: Number of each class by its name; empty where classes have numbers only. ``None``: targets are texts.
     """
-
-    has_spans: ClassVar[bool] = True
 
     held: Any
     column: str

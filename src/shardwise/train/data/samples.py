@@ -14,7 +14,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -58,7 +57,7 @@ class Part:
 
     def __post_init__(self) -> None:
         arrays = self.arrays
-        lengths = arrays.lengths if isinstance(arrays, MappedFiles) else [len(array) for array in arrays]
+        lengths = arrays.source.lengths if isinstance(arrays, MappedFiles) else [len(array) for array in arrays]
         object.__setattr__(self, "_ends", list(itertools.accumulate(lengths)))
 
     @property
@@ -104,7 +103,7 @@ class Part:
         return out
 
     def _unknown(self, file: int, place: int, piece: np.ndarray, vocab_size: int) -> DataError:
-        path = self.arrays.files[file] if isinstance(self.arrays, MappedFiles) else file
+        path = self.arrays.source.files[file] if isinstance(self.arrays, MappedFiles) else file
         return unknown_token(path, place, piece, vocab_size)
 
 
@@ -240,19 +239,16 @@ class MappedFiles(Sequence[np.ndarray]):
     """The tokens of each file of a source: mapped when they are first read, the ``MAPPED_FILES`` used last at a time.
 
     Attributes:
-        files: In order.
-        lengths: Tokens of each.
+        source: Its files are in order, with how many tokens each has.
     """
 
     def __init__(self, source: Source) -> None:
-        self.files, self.lengths = source.files, source.lengths
-        self._open = functools.lru_cache(MAPPED_FILES)(
-            lambda index: _opened(source, self.files[index], self.lengths[index])
-        )
+        self.source = source
+        self._map = functools.lru_cache(MAPPED_FILES)(self._mapped)
 
     def __len__(self) -> int:
         """Number of files."""
-        return len(self.files)
+        return len(self.source.files)
 
     def __getitem__(self, index: int) -> np.ndarray:  # pyrefly: ignore[bad-override]
         """The tokens of a file.
@@ -260,22 +256,22 @@ class MappedFiles(Sequence[np.ndarray]):
         Raises:
             DataError: It is damaged, or another than it was when the run began.
         """
-        return self._open(index)
+        return self._map(index)
 
-
-def _opened(source: Source, file: Path, length: int) -> np.ndarray:
-    if source.kind == "tokens":
+    def _mapped(self, index: int) -> np.ndarray:
+        file, length = self.source.files[index], self.source.lengths[index]
+        if self.source.kind == "text":
+            return np.memmap(file, np.uint8, "r", shape=(length,))
         if not is_token_file(file):
-            raise text_among_tokens(file, source.name)
+            raise text_among_tokens(file, self.source.name)
         tokens = map_tokens(file)
         if len(tokens) != length:
             raise DataError(
-                f"{file}: {len(tokens):,} tokens, but the other files of {source.name!r} are such that its size stands"
-                f" for {length:,}.\n  Write all of them with one vocabulary, and do not change them while a run reads"
-                " them."
+                f"{file}: {len(tokens):,} tokens, but the other files of {self.source.name!r} are such that its size"
+                f" stands for {length:,}.\n  Write all of them with one vocabulary, and do not change them while a run"
+                " reads them."
             )
         return tokens
-    return np.memmap(file, np.uint8, "r", shape=(length,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,37 +142,21 @@ class Source:
         return [(file, length, most) for file, length in held]
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file that fsspec reads, as far as a path is asked for here.
+class RemoteFile(str):
+    """The URL of a file that fsspec reads, with what is asked of a path here.
 
     Attributes:
-        url: Its whole name.
-        size: Bytes.
+        size: Its bytes.
     """
 
-    url: str
+    __slots__ = ("size",)
     size: int
-
-    def __str__(self) -> str:
-        """Its whole name."""
-        return self.url
-
-    @property
-    def name(self) -> str:
-        """The last part of its name."""
-        return self.url.rpartition("/")[2]
-
-    @property
-    def suffixes(self) -> list[str]:
-        """How the name ends."""
-        return Path(self.name).suffixes
 
     def open(self, mode: str) -> Any:
         """Its content, of which is read what is asked for."""
         from fsspec.core import url_to_fs  # pyrefly: ignore[missing-import]
 
-        system, path = url_to_fs(self.url)
+        system, path = url_to_fs(str(self))
         return system.open(path, mode)
 
     def stat(self) -> os.stat_result:
@@ -200,7 +184,9 @@ def _remote(name: str, max_bytes: int | None) -> Source:
             f"{printable(name)} cannot be listed: {first_line(error)}.\n  Look at its name, at your credentials, and"
             " whether the package of fsspec for it is installed, such as s3fs or gcsfs."
         ) from None
-    files: list[Any] = [RemoteFile(each, found[each]["size"]) for each in sorted(found)]
+    files: list[Any] = [RemoteFile(each) for each in sorted(found)]
+    for file in files:
+        file.size = found[file]["size"]
     if not files:
         raise DataError(f"{printable(name)}: no files are there.\n  Name a folder, file or glob with some.")
     source = _records(name, files, max_bytes) if holds_records(files) else _text(name, files, max_bytes)
@@ -274,20 +260,20 @@ def text_among_tokens(file: Path, name: str) -> DataError:
 
 def ending(file: Path) -> str:
     """How a file's name ends, that of a compression left out."""
-    endings = [part for part in file.suffixes if part not in _COMPRESSED]
+    endings = [part for part in Path(str(file)).suffixes if part not in _COMPRESSED]
     return endings[-1] if endings else ""
 
 
 def holds_records(files: Sequence[Path]) -> bool:
     """Whether the names say that these are rows of a data set."""
-    endings = {ending(file) for file in files if file.name not in _SAVED}
+    endings = {ending(file) for file in files if not str(file).endswith(_SAVED)}
     return not endings.isdisjoint(RECORDS) or (bool(endings) and endings.issubset(RECORDS_OR_TEXT))
 
 
 def _records(name: str, files: Sequence[Path], max_bytes: int | None) -> Source:
     if max_bytes is not None:
         raise DataError(f"data.max_bytes is for text, and {name!r} holds rows of a data set.\n  Take max_bytes out.")
-    files = [file for file in files if file.name not in _SAVED]
+    files = [file for file in files if not str(file).endswith(_SAVED)]
     kinds = {ending(file): file for file in reversed(files)}
     if len(kinds) > 1:
         raise DataError(

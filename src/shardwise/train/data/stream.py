@@ -41,12 +41,12 @@ class IterableSampler(Sampler):
         data: The iterable.
     """
 
-    num_samples: int = field(default=ENDLESS, init=False)
-    seed: int = field(default=0, kw_only=True)
-    micro_batch_size: int = field(default=1, init=False)
-    accumulation: int = field(default=1, init=False)
-    data_parallel_rank: int = field(default=0, init=False)
-    data_parallel_size: int = field(default=1, init=False)
+    num_samples: int = ENDLESS
+    seed: int = 0
+    micro_batch_size: int = 1
+    accumulation: int = 1
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
     data: Any = field(kw_only=True)
     _items: Iterator[Any] = field(default=iter(()), init=False)
     _held: dict[int, Any] = field(default_factory=dict, init=False)
