@@ -2,7 +2,7 @@
 
 A rank is killed once in every ten save intervals; the launcher starts all ranks again (``--max-restarts``), and the run
 goes on from the newest checkpoint. Printed are the steps that count over all steps that were made, and the time of a
-run without faults over the time of this one. ``--memory-every K`` keeps checkpoints in memory every K steps besides.
+run without faults over the time of this one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints on disk")
-    parser.add_argument("--memory-every", type=int, help="steps between checkpoints in memory")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -66,12 +65,7 @@ def main() -> int:
 def _run(folder: Path, name: str, asked: argparse.Namespace, faults: str, restarts: int) -> tuple[float, str]:
     config = folder / "goodput.yaml"
     config.write_text(_CONFIG)
-    memory = "null" if asked.memory_every is None else asked.memory_every
-    settings = {
-        "train.steps": asked.steps,
-        "checkpoint.every": asked.every,
-        "checkpoint.memory_every": memory,
-    }
+    settings = {"train.steps": asked.steps, "checkpoint.every": asked.every}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     begin = time.perf_counter()
     ended = subprocess.run(

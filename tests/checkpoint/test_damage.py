@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint import open_checkpoint, write
 from shardwise.spec.errors import CheckpointError
@@ -398,8 +399,8 @@ def test_damage_that_one_rank_sees_stops_all_with_one_text(saved):
 
 def test_a_file_is_read_once_for_verifying_until_it_changes(saved, monkeypatch):
     read = []
-    real = manifests.folders.read_at
-    monkeypatch.setattr(manifests.folders, "read_at", lambda f, v, o: read.append(len(v)) or real(f, v, o))
+    real = folders.read_at
+    monkeypatch.setattr(folders, "read_at", lambda f, v, o: read.append(len(v)) or real(f, v, o))
     found = open_checkpoint(saved)
     read.clear()
     found.verify()

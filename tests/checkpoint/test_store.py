@@ -199,7 +199,6 @@ def test_what_crashes_left_is_removed(tmp_path):
     shutil.copytree(home / "step-00000010", home / "step-00000020.tmp-0123456789abcdef")
     shutil.copytree(home / "step-00000010", home / ".trash-step-00000005-0123456789abcdef")
     (home / ".trash-step-00000005-0123456789abcdef" / "manifest.json").unlink()
-    (tmp_path / ".LATEST-0123456789abcdef").write_text("check")
     retain(tmp_path, 3)
     assert names(tmp_path) == ["step-00000010"]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]

@@ -29,6 +29,7 @@ from shardwise.api.saved_optimizer import (
 from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, step_of, write
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.publish import follow
+from shardwise.checkpoint.storage import Url, place_of
 from shardwise.checkpoint.writer import Saving, begin_write
 from shardwise.comm.control import check_same, digest_text, fail_together
 from shardwise.engine.engine import Engine
@@ -245,7 +246,12 @@ def _content(
     frozen: bool,
 ) -> _Content:
     engine = engine_of(model, "sw.save")
-    path, named_step = Path(path), step_of(Path(path).name)
+    path, named_step = place_of(path), step_of(Path(path).name)
+    if isinstance(path, Url):
+        raise CheckpointError(
+            f"sw.save({path}): expected a folder.\n  Save to one and copy it, manifest.json last: checkpoint.upload_to"
+            " of shardwise train and sw.Run does so. sw.load reads it there."
+        )
     if keep is not None and (keep < 1 or named_step is None):
         raise CheckpointError(
             f"sw.save({path}, keep={keep}): expected a folder named by its step, and at least 1 to keep.\n"
@@ -378,7 +384,8 @@ def load(
     """Fill a model, and its optimizer, from a checkpoint that any number of ranks wrote under any strategy.
 
     Args:
-        path: The checkpoint's folder.
+        path: The checkpoint's folder, here or on an object store (``s3://bucket/runs/demo/checkpoints/step-00000100``,
+            each rank reads the ranges that it holds).
         model: A parallelized model with the same parameters.
         optimizer: An optimizer of the class that was saved, with as many parameter groups (several: in the same order).
             Its state and settings are replaced, as by torch's ``load_state_dict``; settings that change are printed

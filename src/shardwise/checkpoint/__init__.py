@@ -24,13 +24,14 @@ _LAZY = {
     "publish_latest": "store",
     "retain": "store",
     "step_directory": "store",
-    "step_of": "store",
+    "step_of": "storage",
     "write": "writer",
 }
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest
     from shardwise.checkpoint.reader import Checkpoint, describe_summary, open_checkpoint
+    from shardwise.checkpoint.storage import step_of
     from shardwise.checkpoint.store import (
         CHECKPOINTS,
         LATEST,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
         publish_latest,
         retain,
         step_directory,
-        step_of,
     )
     from shardwise.checkpoint.writer import write
 

@@ -5,8 +5,6 @@ The folder is one that :mod:`shardwise.checkpoint.writer` could have written on 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +16,10 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.combine import Combined, described
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import MANIFEST_NAME, encode, file_columns, is_checkpoint_file
+from shardwise.checkpoint.manifest import encode, file_columns
+from shardwise.checkpoint.publish import remove_unfinished
 from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
+from shardwise.checkpoint.storage import FOLDERS, temporary_of
 from shardwise.checkpoint.table import extent_problem
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
@@ -59,12 +59,12 @@ def write_alone(
         raise CheckpointError("; ".join(problems[:10]) + ".\n  Nothing was written.")
     save_id = secrets.token_hex(8)
     files = list(_in_files(tensors, max_file_bytes))
-    temporary = directory.with_name(f"{directory.name}.tmp-{save_id}")
+    temporary = temporary_of(directory, save_id)
     try:
         packed = plain.pack(dict(data))
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        with _removing_on_failure(temporary), folders.open_folder(temporary, follow=False) as folder:
+        with folders.open_folder(temporary, follow=False) as folder:
             entries = []
             for rank, held in enumerate(files):
                 pieces = _Content(held, read)
@@ -84,14 +84,13 @@ def write_alone(
                 "frozen": None,
                 **combined.table.columns(),
             }
-            folders.write_file(folder, MANIFEST_NAME, encode(content))
-            os.fsync(folder)
-            temporary.rename(directory)
-        folders.sync_folder(directory.parent)
+            FOLDERS.publish(directory, save_id, encode(content))
     except (ValueError, RefusedError) as error:
         raise CheckpointError(f"{directory} was not written: {error}.") from None
     except OSError as error:
         raise StorageError(f"{directory} was not written: {error.strerror or error}.\n  Name another place.") from error
+    finally:
+        remove_unfinished(temporary)  # where it was not published
 
 
 class _Content(Mapping[Piece, Tensor]):
@@ -123,13 +122,3 @@ def _in_files(tensors: Sequence[Extent], most: float) -> Iterator[list[Extent]]:
         held.append(extent)
         num_bytes += size
     yield held
-
-
-@contextlib.contextmanager
-def _removing_on_failure(temporary: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError, RefusedError), folders.open_folder(temporary.parent) as parent:
-            folders.remove_folder(parent, temporary.name, is_checkpoint_file)
-        raise

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.storage import StoredFile
 
 #: Bytes of a file that are read and hashed at a time: few enough to stay in a core's cache between the two.
 _AT_ONCE = 2**20
@@ -20,7 +20,7 @@ def start() -> Any:
     return xxhash.xxh3_128()
 
 
-def hash_file(file: int, num_bytes: int) -> str:
+def hash_file(file: StoredFile, num_bytes: int) -> str:
     """The hash of the first ``num_bytes`` bytes.
 
     Raises:
@@ -30,6 +30,6 @@ def hash_file(file: int, num_bytes: int) -> str:
     buffer = memoryview(bytearray(min(_AT_ONCE, num_bytes)))
     for offset in range(0, num_bytes, _AT_ONCE):
         part = buffer[: min(_AT_ONCE, num_bytes - offset)]
-        folders.read_at(file, part, offset)
+        file.read_at(part, offset)
         digest.update(part)
     return digest.hexdigest()

@@ -110,6 +110,14 @@ def write_all(file: int, content: memoryview) -> None:
         content = content[os.write(file, content) :]
 
 
+def copy_file(source: int, folder: int, name: str) -> None:
+    """Copy the open file ``source`` to the new file ``name`` and bring it to the disk."""
+    with os.fdopen(create(folder, name), "wb") as file:
+        while os.sendfile(file.fileno(), source, None, 2**30):
+            pass
+        os.fsync(file.fileno())
+
+
 def write_file(folder: int, name: str, content: bytes) -> None:
     """Write the new file ``name`` and bring it to the disk."""
     file = create(folder, name)

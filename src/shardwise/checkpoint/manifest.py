@@ -14,28 +14,24 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field, StringConstraints
 
-from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.shard import Layout, frozen_layout, frozen_name, layout, shard_name
+from shardwise.checkpoint.storage import MANIFEST_NAME, storage_of
 from shardwise.checkpoint.table import Natural, PartitionColumns, Strict, Table, TensorColumns
 from shardwise.spec.collector import without_collection
 
-MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 5
 
 #: Largest manifest that is read, and most values in it. What they allow to be built in memory stays below 0.5 GB.
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_ITEMS = 6 * 10**6
-
-_FROZEN_FILE = re.compile(r"frozen-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
-_REPORT_FILE = re.compile(r"report-r[0-9]{5,9}\.json(\.part)?")
-_SHARD_FILE = re.compile(r"shard-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
 
 _Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 _SaveId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
@@ -129,11 +125,6 @@ class Manifest:
         return layout(save_id=self.save_id, run_id=self.run_id, step=self.step, rank=rank, pieces=pieces)
 
 
-def is_checkpoint_file(name: str) -> bool:
-    """Whether a file of this name can be part of a checkpoint."""
-    return name == MANIFEST_NAME or any(kind.fullmatch(name) for kind in (_SHARD_FILE, _FROZEN_FILE, _REPORT_FILE))
-
-
 def encode(content: Mapping[str, Any]) -> bytes:
     """The manifest as it is written. What is returned has been read and checked as a manifest that is loaded.
 
@@ -203,18 +194,19 @@ def _decode(raw: bytes) -> Manifest:
     return manifest
 
 
-def read_manifest(folder: int) -> Manifest:
-    """Read the manifest of an open folder.
+def read_manifest(directory: Path) -> bytes:
+    """Read the manifest of a checkpoint, which is not checked yet.
 
     Raises:
-        RefusedError: It is missing or wrong.
+        RefusedError: It is missing or too large.
+        OSError: There is no such folder.
     """
-    with folders.open_for_reading(folder, MANIFEST_NAME) as (file, status):
-        if status.st_size > MAX_MANIFEST_BYTES:
-            raise RefusedError(f"it has {status.st_size} bytes, more than the {MAX_MANIFEST_BYTES} that are read")
-        raw = bytearray(status.st_size)
-        folders.read_at(file, memoryview(raw), 0)
-    return decode(bytes(raw))
+    with storage_of(directory).open(directory, MANIFEST_NAME) as file:
+        if file.num_bytes > MAX_MANIFEST_BYTES:
+            raise RefusedError(f"it has {file.num_bytes} bytes, more than the {MAX_MANIFEST_BYTES} that are read")
+        raw = bytearray(file.num_bytes)
+        file.read_at(memoryview(raw), 0)
+    return bytes(raw)
 
 
 def _hash_without(raw: bytes, end: int) -> str:

@@ -13,36 +13,25 @@ from typing import Any
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import MANIFEST_NAME, encode, file_columns, is_checkpoint_file
+from shardwise.checkpoint.manifest import encode, file_columns
 from shardwise.checkpoint.outcome import failure_of, problem_of, report_name
+from shardwise.checkpoint.storage import is_checkpoint_file, storage_of
 from shardwise.checkpoint.store import CHECKPOINTS, publish_latest, retain
-from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError, StorageError
 
 
-def refuse_existing(directory: Path) -> None:
-    """Raise where the checkpoint's folder exists.
-
-    Raises:
-        CheckpointError: It does.
-    """
-    if folders.exists(directory):
-        raise CheckpointError(f"{directory} exists, and a checkpoint never goes into a folder that exists")
-
-
-def commit(temporary: Path, directory: Path, manifest: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> None:
-    """Write the manifest, when the files of all ranks are there, and rename the folder.
+def commit(directory: Path, manifest: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> None:
+    """Write the manifest, when the files of all ranks are there, and commit the save.
 
     Args:
-        temporary: The folder with the files.
-        directory: What it becomes.
+        directory: Where the checkpoint will be.
         manifest: The fields of the manifest but for the files.
         reports: Of each rank ``own`` and ``frozen``: the entries of its files; ``frozen`` of all or of none.
 
     Raises:
         OSError, CheckpointError, RefusedError, ValueError: It was not published.
     """
-    has_frozen, step = reports[0]["frozen"] is not None, manifest["step"]
+    has_frozen = reports[0]["frozen"] is not None
     raw = encode(
         {
             **manifest,
@@ -50,20 +39,7 @@ def commit(temporary: Path, directory: Path, manifest: Mapping[str, Any], report
             "frozen": file_columns([report["frozen"] for report in reports]) if has_frozen else None,
         }
     )
-    with folders.open_folder(temporary, follow=False) as folder:
-        fault.at("before_manifest", step)
-        folders.write_file(folder, MANIFEST_NAME, raw)
-        os.fsync(folder)
-        fault.at("after_manifest", step)
-    refuse_existing(directory)
-    fault.at("before_rename", step)
-    temporary.rename(directory)
-    fault.at("after_rename", step)
-    try:
-        folders.sync_folder(directory.parent)
-    except OSError:
-        directory.rename(temporary)  # what may be lost at the next power cut is not published
-        raise
+    storage_of(directory).publish(directory, manifest["save_id"], raw)
 
 
 def follow(
@@ -114,7 +90,7 @@ def publish(job: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dic
             with folders.open_folder(temporary, follow=False) as folder:
                 for rank in range(1, len(reports)):
                     os.unlink(report_name(rank), dir_fd=folder)
-            commit(temporary, directory, job["manifest"], reports)
+            commit(directory, job["manifest"], reports)
         except Exception as error:  # noqa: BLE001 - whatever it was, the ranks must learn of it
             failure = failure_of([problem_of(error)])
     if failure is not None:

@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.digest import hash_file
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest, read_manifest
+from shardwise.checkpoint.manifest import FORMAT_VERSION, Manifest, decode, read_manifest
 from shardwise.checkpoint.shard import Piece, check_header, read_block
+from shardwise.checkpoint.storage import MANIFEST_NAME, StoredFile, Url, place_of, storage_of
 from shardwise.checkpoint.table import describe, extent_problem
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, refuse_different
 from shardwise.comm.dtype import dtype_name
 from shardwise.launch import fault
-from shardwise.spec.errors import CheckpointError
+from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import aligned, similar, size
@@ -52,7 +52,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
     Collective:
         With ``comm``, a gather of small JSON to rank 0 and a broadcast of its verdict.
     """
-    directory = Path(path)
+    directory = place_of(path)
     if comm is None:
         return _open(directory)
     found: Checkpoint | None = None
@@ -91,15 +91,17 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
 
 def _open(directory: Path) -> Checkpoint:
     try:
-        with folders.open_folder(directory) as folder:
-            manifest = read_manifest(folder)
-            return Checkpoint(directory, manifest, plain.unpack(manifest.data))
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint {directory}.\n  {_suggest(directory)}") from None
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {directory} cannot be opened: {error.strerror}.") from None
-    except RefusedError as error:
-        if not folders.exists(directory / MANIFEST_NAME):
+        manifest = decode(read_manifest(directory))
+        return Checkpoint(directory, manifest, plain.unpack(manifest.data))
+    except StorageError:
+        raise
+    except (OSError, RefusedError) as error:
+        there = storage_of(directory).list(directory)
+        if isinstance(error, FileNotFoundError) or (isinstance(directory, Url) and not there):
+            raise CheckpointError(f"there is no checkpoint {directory}.\n  {_suggest(directory)}") from None
+        if isinstance(error, OSError):
+            raise CheckpointError(f"checkpoint {directory} cannot be opened: {error.strerror}.") from None
+        if MANIFEST_NAME not in there:
             raise CheckpointError(
                 f"checkpoint {directory} was never committed: it has no {MANIFEST_NAME}.\n"
                 "  A save was interrupted there, or it is another kind of folder. Give the path of a checkpoint."
@@ -142,7 +144,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     data: dict[str, Any]
-    _verified: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _verified: dict[int, tuple[object, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def step(self) -> int:
@@ -165,7 +167,10 @@ class Checkpoint:
         Raises:
             CheckpointError: Every file that is not as it should be.
         """
-        self._agree(self._check(range(len(self.manifest.all_files)), self._check_size), None)
+        there = storage_of(self.path).list(self.path)
+        self._agree(
+            self._check(range(len(self.manifest.all_files)), lambda number: self._check_size(number, there)), None
+        )
 
     def verify(self, comm: Comm | None = None) -> None:
         """Check every file's size, header and hash against the manifest, which has shown full coverage when opened.
@@ -223,7 +228,7 @@ class Checkpoint:
             self._verify(_marked(verdict["files"]), comm)
         else:
             self._agree(self._check(numbers, self._check_header), comm)
-        problems = self._check(numbers, lambda number, folder: self._copy(number, folder, plan.copies[number]))
+        problems = self._check(numbers, lambda number: self._copy(number, plan.copies[number]))
         self._agree(problems, comm)
         fault.at("after_load", self.step, lambda: (target for _, target in pairs))
         return [self.manifest.all_files[number].name for number in numbers]
@@ -305,44 +310,43 @@ class Checkpoint:
         mine = ranks if comm is None else [rank for i, rank in enumerate(ranks) if i % comm.size == comm.rank]
         self._agree(self._check(mine, self._check_content), comm)
 
-    def _check(self, ranks: Collection[int], look: Callable[[int, int], None]) -> list[str]:
-        """Run ``look(number, folder)`` for these files, and list the errors."""
+    def _check(self, ranks: Collection[int], look: Callable[[int], None]) -> list[str]:
+        """Run ``look(number)`` for these files, and list the errors."""
         problems = []
         try:
-            with folders.open_folder(self.path) as folder:
-                for rank in ranks:
-                    try:
-                        look(rank, folder)
-                    except RefusedError as error:
-                        name = self.manifest.all_files[rank].name
-                        problems.append(f"{name} (rank {rank % self.world_size} wrote it): {error}")
+            for rank in ranks:
+                try:
+                    look(rank)
+                except RefusedError as error:
+                    name = self.manifest.all_files[rank].name
+                    problems.append(f"{name} (rank {rank % self.world_size} wrote it): {error}")
         except OSError as error:
-            problems.append(f"the folder cannot be read: {error.strerror}")
+            problems.append(f"the folder cannot be read: {error.strerror or error}")
         except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
             problems.append(f"{type(error).__name__}: {error}")
         return problems
 
     @contextlib.contextmanager
-    def _opened(self, rank: int, folder: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _opened(self, rank: int) -> Iterator[StoredFile]:
         entry, is_shared = self.manifest.all_files[rank], rank >= self.world_size
-        with folders.open_for_reading(folder, entry.name, allows_links=is_shared) as (file, status):
-            _check_bytes(status, entry.bytes)
+        with storage_of(self.path).open(self.path, entry.name, allows_links=is_shared) as file:
+            _check_bytes(file.num_bytes, entry.bytes)
             expected = self.manifest.layout_of(rank).file_bytes
             if entry.bytes != expected:
                 raise RefusedError(f"it is said to have {entry.bytes} bytes, its tensors make {expected}")
-            yield file, (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+            yield file
 
-    def _check_size(self, rank: int, folder: int) -> None:
+    def _check_size(self, rank: int, there: Mapping[str, int | str]) -> None:
         entry = self.manifest.all_files[rank]
-        _check_bytes(folders.status_of(folder, entry.name, allows_links=rank >= self.world_size), entry.bytes)
+        _check_bytes(there.get(entry.name, "the file is missing"), entry.bytes)
 
-    def _check_header(self, rank: int, folder: int) -> None:
-        with self._opened(rank, folder) as (file, _):
+    def _check_header(self, rank: int) -> None:
+        with self._opened(rank) as file:
             check_header(file, self.manifest.layout_of(rank))
 
-    def _check_content(self, rank: int, folder: int) -> None:
-        with self._opened(rank, folder) as (file, state):
-            if self._verified.get(rank) == state:
+    def _check_content(self, rank: int) -> None:
+        with self._opened(rank) as file:
+            if self._verified.get(rank) == file.state:
                 return
             check_header(file, self.manifest.layout_of(rank))
             entry = self.manifest.all_files[rank]
@@ -351,7 +355,7 @@ class Checkpoint:
                 raise RefusedError(
                     f"its content has the hash {found}, expected {entry.hash}; it holds {self._tensors_in(rank)}"
                 )
-            self._verified[rank] = state
+            self._verified[rank] = file.state
 
     def _tensors_in(self, number: int) -> str:
         """The tensors of which a file holds something, in a few words."""
@@ -359,11 +363,11 @@ class Checkpoint:
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         return f"{', '.join(names[:_MOST_NAMES])}{more}"
 
-    def _copy(self, rank: int, folder: int, copies: list[_Copy]) -> None:
-        with self._opened(rank, folder) as (file, _):
+    def _copy(self, rank: int, copies: list[_Copy]) -> None:
+        with self._opened(rank) as file:
             plan = self.manifest.layout_of(rank)
             check_header(file, plan)
-            for copy in copies:
+            for copy in sorted(copies, key=lambda copy: plan.offsets[copy.piece]):  # an object is read ahead
                 read_block(file, plan.offsets[copy.piece], copy.piece.dtype, copy.block, copy.target)
                 fault.at("load_mid_shard", self.step)
 
@@ -435,9 +439,9 @@ def _marked(text: str) -> list[int]:
     return np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8))).tolist()
 
 
-def _check_bytes(status: os.stat_result, expected: int) -> None:
-    if status.st_size != expected:
-        raise RefusedError(f"the file has {status.st_size} bytes, expected {expected}")
+def _check_bytes(found: int | str, expected: int) -> None:
+    if found != expected:
+        raise RefusedError(found if isinstance(found, str) else f"the file has {found} bytes, expected {expected}")
 
 
 def _target_problem(extent: Extent, target: Tensor) -> str | None:
@@ -458,10 +462,9 @@ def _matches(name: str, ignored: Collection[str]) -> bool:
 
 
 def _suggest(directory: Path) -> str:
-    try:
-        names = sorted(entry.name for entry in directory.parent.iterdir() if entry.is_dir())
-    except OSError:
+    if not isinstance(directory, Url) and not directory.parent.is_dir():
         return f"There is no folder {directory.parent} either."
+    names = [name for name, held in storage_of(directory).list(directory.parent).items() if isinstance(held, str)]
     near = similar(directory.name, names)
     if near:
         return f"Near it there is {', '.join(near)}."

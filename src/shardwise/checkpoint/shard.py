@@ -21,6 +21,7 @@ from torch import Tensor
 from shardwise.checkpoint import digest as digests
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.storage import StoredFile
 from shardwise.launch import fault
 from shardwise.spec.extent import Block
 from shardwise.spec.precision import item_bytes
@@ -188,14 +189,14 @@ def byte_view(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
-def check_header(file: int, expected: Layout) -> None:
+def check_header(file: StoredFile, expected: Layout) -> None:
     """Compare a file's header with the expected one.
 
     Raises:
         RefusedError: They differ; the message names the save that the file belongs to, if its header does.
     """
     found = bytearray(len(expected.header))
-    folders.read_at(file, memoryview(found), 0)
+    file.read_at(memoryview(found), 0)
     if found != expected.header:
         mark = re.search(rb'"save_id":"([0-9a-f]{16})".{1,600}?"step":"(\d{1,18})","rank":"(\d{1,9})"', found[:2048])
         if mark is None or mark.group(0) in expected.header:
@@ -204,7 +205,7 @@ def check_header(file: int, expected: Layout) -> None:
         raise RefusedError(f"it is a shard of another save: save {save}, step {step}, rank {rank}")
 
 
-def read_range(file: int, offset: int, dtype: str, target: Tensor) -> None:
+def read_range(file: StoredFile, offset: int, dtype: str, target: Tensor) -> None:
     """Fill ``target`` (one-dimensional, contiguous) with the elements that start at byte ``offset``.
 
     On a CPU the bytes go straight into the tensor's memory; elsewhere through a buffer of ``CHUNK_BYTES``.
@@ -215,7 +216,7 @@ def read_range(file: int, offset: int, dtype: str, target: Tensor) -> None:
     if target.numel() == 0:
         return
     if target.device.type == "cpu":
-        folders.read_at(file, byte_view(target.detach()), offset)
+        file.read_at(byte_view(target.detach()), offset)
         torch.autograd.graph.increment_version(target)
         return
     step = CHUNK_BYTES // item_bytes(dtype)
@@ -223,11 +224,11 @@ def read_range(file: int, offset: int, dtype: str, target: Tensor) -> None:
     with torch.no_grad():
         for start in range(0, target.numel(), step):
             part = staging[: min(step, target.numel() - start)]
-            folders.read_at(file, byte_view(part), offset + start * item_bytes(dtype))
+            file.read_at(byte_view(part), offset + start * item_bytes(dtype))
             target[start : start + part.numel()].copy_(part)
 
 
-def read_block(file: int, offset: int, dtype: str, block: Block, target: Tensor) -> None:
+def read_block(file: StoredFile, offset: int, dtype: str, block: Block, target: Tensor) -> None:
     """Fill a box of ``target`` (one-dimensional, contiguous) from the piece whose content starts at byte ``offset``.
 
     Beside the tensors it holds at most ``CHUNK_BYTES``.
@@ -242,7 +243,7 @@ def read_block(file: int, offset: int, dtype: str, block: Block, target: Tensor)
             read_range(file, offset + part.source * size, dtype, target[part.target : part.target + part.numel])
             continue
         staging = torch.empty(_span(part.shape, part.source_stride), dtype=target.dtype)
-        folders.read_at(file, byte_view(staging), offset + part.source * size)
+        file.read_at(byte_view(staging), offset + part.source * size)
         with torch.no_grad():
             place = target.as_strided(part.shape, part.target_stride, target.storage_offset() + part.target)
             place.copy_(staging.as_strided(part.shape, part.source_stride))

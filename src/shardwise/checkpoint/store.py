@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.manifest import is_checkpoint_file
 from shardwise.checkpoint.reader import Checkpoint, open_checkpoint
+from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of, step_of, storage_of
 from shardwise.launch import fault
+from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, StorageError
 
 CHECKPOINTS = "checkpoints"
@@ -31,31 +31,31 @@ LATEST = "LATEST"
 #: Good checkpoints that are always left.
 LEAST_KEPT = 2
 
-_STEP = re.compile(r"step-([0-9]{8,18})")
 _TEMPORARY = re.compile(r"step-[0-9]{8,18}\.tmp-[0-9a-f]{16}")
 _SUPERSEDED = re.compile(r"superseded-step-([0-9]{8,18})-[0-9a-f]{8}")
 _TRASH = re.compile(
     r"\.trash-(step-[0-9]{8,18}(\.tmp-[0-9a-f]{16})?|superseded-step-[0-9]{8,18}-[0-9a-f]{8})-[0-9a-f]{16}"
 )
-_POINTER_PART = re.compile(r"\.LATEST-[0-9a-f]{16}")
 
 
 def step_directory(root: str | os.PathLike[str], step: int) -> Path:
     """Where the run in ``root`` keeps the checkpoint of ``step``."""
-    return Path(root) / CHECKPOINTS / f"step-{step:08d}"
+    return place_of(root) / CHECKPOINTS / f"step-{step:08d}"
 
 
 def checkpoints_of(root: str | os.PathLike[str]) -> Path:
     """The folder with the checkpoints of ``root``: a run's ``checkpoints``, or where there is none ``root`` itself."""
-    root = Path(root)
-    return root / CHECKPOINTS if (root / CHECKPOINTS).is_dir() else root
+    root = place_of(root)
+    held = root / CHECKPOINTS
+    return held if (held.is_dir() if not isinstance(held, Url) else storage_of(held).list(held)) else root
 
 
 def newest_checkpoint(path: str | os.PathLike[str], *, allow_older: bool = False) -> Path | None:
     """The newest checkpoint of a run, for ``sw.load``. Each rank may call it; nothing is sent.
 
     Args:
-        path: A run's folder, or any folder with checkpoints named ``step-00000100``.
+        path: A run's folder, or any folder with checkpoints named ``step-00000100``; or such a place on an object
+            store, ``s3://bucket/runs/demo``.
         allow_older: Take an older one where the newest is damaged. Only manifests and sizes are compared here;
             ``sw.load`` compares hashes.
 
@@ -64,6 +64,7 @@ def newest_checkpoint(path: str | os.PathLike[str], *, allow_older: bool = False
 
     Raises:
         CheckpointError: No checkpoint is good, or the newest is not and ``allow_older`` is false.
+        StorageError: The object store cannot be reached.
     """
     found = find_latest(path)
     return found.require(allow_older=allow_older) if found.path is not None or found.rejected else None
@@ -80,13 +81,10 @@ def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str
     if step_of(target.name) is None or target.absolute().parent != (root / CHECKPOINTS).absolute():
         raise CheckpointError(f"{target} is not one of the checkpoints of {root}.")
     open_checkpoint(target)
-    part = f".{LATEST}-{secrets.token_hex(8)}"
     fault.at("before_latest", step_of(target.name))
     try:
-        with folders.open_folder(root) as folder:
-            folders.write_file(folder, part, f"{CHECKPOINTS}/{target.name}\n".encode())
-            os.rename(part, LATEST, src_dir_fd=folder, dst_dir_fd=folder)
-            os.fsync(folder)
+        replace(root / LATEST, f"{CHECKPOINTS}/{target.name}\n", is_durable=True)
+        folders.sync_folder(root)
         fault.at("after_latest", step_of(target.name))
     except OSError as error:
         raise StorageError(f"{root / LATEST} was not replaced: {error.strerror}.") from error
@@ -148,9 +146,12 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False, run_id: s
         run_id: Pass over checkpoints of other runs than this one; by default those of any run are good.
 
     Returns:
-        The findings. Nothing is raised here; :meth:`Latest.require` raises.
+        The findings. What is wrong with checkpoints is raised by :meth:`Latest.require`.
+
+    Raises:
+        StorageError: The object store cannot be reached.
     """
-    root = Path(root)
+    root = place_of(root)
     listing = _list(root)
     rejected = []
     found: Checkpoint | None = None
@@ -210,8 +211,7 @@ def retain(
     """
     if keep < 1:
         raise CheckpointError(f"keep={keep} would leave no checkpoint.\n  Set it to at least 1.")
-    root = Path(root)
-    listing = _list(root)
+    listing = _list(place_of(root))
     good: list[Path] = []
     refused: list[tuple[Path, str]] = []
     old: list[Checkpoint] = []
@@ -234,10 +234,8 @@ def retain(
             due.append(found.path)
     due += _made_again(listing, step_of(good[0].name) if good else None, run_id)
     for path in (*due, *listing.unfinished, *listing.trash):
-        reason = _remove(path, is_trash=path in listing.trash)
+        reason = _remove(path)
         refused += [(path, reason)] if reason else []
-    for part in listing.pointer_parts:
-        part.unlink(missing_ok=True)
     return Retained(good=tuple(good), refused=tuple(refused))
 
 
@@ -251,24 +249,14 @@ def _made_again(listing: _Listing, newest: int | None, run_id: str | None) -> li
     return due
 
 
-def _remove(path: Path, *, is_trash: bool) -> str | None:
-    """Remove a checkpoint, renamed first so that half of one is never taken for a whole one; or why it is left."""
+def _remove(path: Path) -> str | None:
+    """Remove a checkpoint, or say why it is left."""
     try:
-        with folders.open_folder(path.parent, follow=False) as parent:
-            folders.check_removable(parent, path.name, is_checkpoint_file)
-            fault.at("gc_before_delete", step_of(path.name))
-            trash = path.name
-            if not is_trash:
-                trash = f".trash-{path.name}-{secrets.token_hex(8)}"
-                os.rename(path.name, trash, src_dir_fd=parent, dst_dir_fd=parent)
-                os.fsync(parent)
-            fault.at("gc_mid_delete", step_of(path.name))
-            folders.remove_folder(parent, trash, is_checkpoint_file)
-            os.fsync(parent)
+        storage_of(path).remove(path)
     except RefusedError as error:
         return str(error)
     except OSError as error:
-        return str(error.strerror)
+        return str(error.strerror or error)
     return None
 
 
@@ -278,16 +266,17 @@ class _Listing:
     unfinished: list[Path] = field(default_factory=list)
     superseded: list[tuple[int, Path]] = field(default_factory=list)
     trash: list[Path] = field(default_factory=list)
-    pointer_parts: list[Path] = field(default_factory=list)
 
 
 def _list(root: Path) -> _Listing:
     listing = _Listing()
-    folder = checkpoints_of(root)
-    for name in _names(folder):
+    folder, storage = checkpoints_of(root), storage_of(root)
+    for name in storage.list(folder):
         path = folder / name
         if step_of(name) is not None:
-            listing.steps.append(path)
+            held = set(storage.list(path)) if isinstance(path, Url) else {MANIFEST_NAME}
+            listing.steps += [path] if MANIFEST_NAME in held else []
+            listing.unfinished += [path] if held and MANIFEST_NAME not in held else []
         elif _TEMPORARY.fullmatch(name):
             listing.unfinished.append(path)
         elif match := _SUPERSEDED.fullmatch(name):
@@ -295,30 +284,13 @@ def _list(root: Path) -> _Listing:
         elif _TRASH.fullmatch(name):
             listing.trash.append(path)
     listing.steps.sort(key=lambda path: step_of(path.name) or 0)
-    listing.pointer_parts = [root / name for name in _names(root) if _POINTER_PART.fullmatch(name)]
     return listing
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        with folders.open_folder(path) as folder:
-            return folders.names(folder)
-    except OSError:
-        return []
-
-
-def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's folder; ``None`` for another name."""
-    match = _STEP.fullmatch(name)
-    if match is None or name != f"step-{int(match[1]):08d}":
-        return None
-    return int(match[1])
 
 
 def _judge(path: Path, *, verify: bool, step: int | None = None) -> tuple[Checkpoint | None, str]:
     """The checkpoint if it is good, else why it is not, in one line."""
     try:
-        if path.is_symlink():
+        if not isinstance(path, Url) and path.is_symlink():
             return None, "it is a symbolic link"
         found = open_checkpoint(path)
         if found.step != (step_of(path.name) if step is None else step):

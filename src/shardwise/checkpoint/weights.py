@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.shard import CHUNK_BYTES, FORMAT_DTYPE, read_block
+from shardwise.checkpoint.storage import StoredFile, local_file
 from shardwise.comm.dtype import torch_dtype
 from shardwise.spec.bound import read_json
 from shardwise.spec.errors import CheckpointError
@@ -109,12 +110,10 @@ class WeightFiles:
             by_file.setdefault(held.file, []).append((held, extent, target))
         for path, wanted in by_file.items():
             try:
-                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
+                with path.open("rb") as opened:
+                    file = local_file(opened.fileno())
                     for held, extent, target in wanted:
                         _read(file, held, extent, target, self.dtypes[extent.name])
-                finally:
-                    os.close(file)
             except (OSError, RefusedError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 raise CheckpointError(f"{path}: {reason}.\n  Copy or download the folder again.") from None
@@ -136,7 +135,7 @@ class WeightFiles:
         return True
 
 
-def _read(file: int, held: StoredTensor, extent: Extent, target: Tensor, dtype: torch.dtype) -> None:
+def _read(file: StoredFile, held: StoredTensor, extent: Extent, target: Tensor, dtype: torch.dtype) -> None:
     stored = torch_dtype(held.dtype)
     whole = Extent(extent.name, held.shape, held.dtype, 0, math.prod(held.shape))
     if target.dtype is stored and dtype is stored:

@@ -31,7 +31,7 @@ from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.combine import Combined, described
 from shardwise.checkpoint.finite import non_finite
 from shardwise.checkpoint.outcome import AFTERWARDS, failure_of, name_space, problem_of
-from shardwise.checkpoint.publish import commit, refuse_existing, remove_unfinished
+from shardwise.checkpoint.publish import commit, remove_unfinished
 from shardwise.checkpoint.shard import (
     Layout,
     Piece,
@@ -42,6 +42,7 @@ from shardwise.checkpoint.shard import (
     shard_name,
     write_shard,
 )
+from shardwise.checkpoint.storage import refuse_existing, temporary_of
 from shardwise.checkpoint.table import extent_problem
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, scatter_json
@@ -251,7 +252,7 @@ class _Save:
 
         answer = self._exchange(local, self._combine)
         self.save_id = answer["save_id"]
-        self.temporary = self._temporary_path(self.save_id)
+        self.temporary = temporary_of(self.directory, self.save_id)
         numbers = scatter_json(self.comm, self._slice_numbers) if answer["has_slices"] else [-1] * len(tensors)
         for (extent, tensor), number in zip(tensors, numbers, strict=True):
             if extent.numel:
@@ -421,21 +422,17 @@ class _Save:
             raise
 
     def _publish(self, reports: list[dict[str, Any]]) -> None:
-        """On rank 0: write the manifest and rename the folder."""
-        assert self.temporary is not None
-        commit(self.temporary, self.directory, self._manifest(), reports)
+        """On rank 0: write the manifest and commit."""
+        commit(self.directory, self._manifest(), reports)
 
     def _make_temporary(self) -> dict[str, Any]:
         refuse_existing(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         save_id = secrets.token_hex(8)
-        temporary = self._temporary_path(save_id)
+        temporary = temporary_of(self.directory, save_id)
         temporary.mkdir()  # an error where it exists
         self.temporary = temporary
         return {"save_id": save_id, "free": shutil.disk_usage(temporary).free}
-
-    def _temporary_path(self, save_id: str) -> Path:
-        return self.directory.with_name(f"{self.directory.name}.tmp-{save_id}")
 
     @staticmethod
     def _check_tensors(tensors: Pairs) -> None:

@@ -5,7 +5,7 @@ other than 0 then leave a report there; rank 0's process waits for all reports a
 the folder. So no collective is needed, and no interpreter is shared with training. It ends with the process that
 started it.
 
-Nothing here imports torch, but for rank 0's publishing.
+Nothing here imports torch, but for rank 0's publishing and copying.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 from shardwise.checkpoint import digest as digests
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.outcome import name_space, problem_of, report_name
+from shardwise.checkpoint.storage import local_file
 from shardwise.launch import fault
 from shardwise.launch.worker import die_with_parent
 
@@ -111,7 +112,11 @@ def _create(folder: int, name: str) -> tuple[int, bool]:
 
 
 def run(job: dict[str, Any], image: int | None) -> dict[str, Any]:
-    """Write this rank's file, and on rank 0 publish all. Returns the outcome: empty, or with ``problem``."""
+    """Write this rank's file, and on rank 0 publish all; or copy a checkpoint. Returns how it went."""
+    if "upload" in job:
+        from shardwise.checkpoint.mirror import upload
+
+        return upload(job)
     report = _write(job, image)
     if job["rank"]:
         return _leave(report, job)
@@ -149,7 +154,7 @@ def _read_again(folder: int, name: str, digest: str) -> None:
         RefusedError: It is not what was written.
     """
     with folders.open_for_reading(folder, name) as (file, status):
-        found = digests.hash_file(file, status.st_size)
+        found = digests.hash_file(local_file(file), status.st_size)
     if found != digest:
         raise folders.RefusedError(f"{name} reads back with the hash {found}, was written with {digest}")
 

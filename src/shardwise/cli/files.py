@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shardwise.checkpoint.storage import place_of, step_of, storage_of
 from shardwise.cli.output import show
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 
@@ -256,9 +257,11 @@ def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint itself, or those of a run, oldest first."""
     from shardwise.checkpoint import CHECKPOINTS
 
-    if not (path / CHECKPOINTS).is_dir():
-        return [path]
-    found = sorted(folder for folder in (path / CHECKPOINTS).glob("step-*") if folder.name[5:].isdecimal())
+    place = place_of(path)
+    held = storage_of(place).list(place / CHECKPOINTS)
+    if not held and not (path / CHECKPOINTS).is_dir():
+        return [place]
+    found = [place / CHECKPOINTS / name for name in held if step_of(name) is not None]
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint.\n  Name another run, or a step-* folder.")
     return found

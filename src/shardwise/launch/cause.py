@@ -183,7 +183,8 @@ def safe(beat: heartbeat.Beat | None, logs: Path) -> str:
         step = max((int(name[5:]) for name in found if name[5:].isdecimal()), default=0)
     if not step:
         return "nothing has been saved"
-    return f"the checkpoint of step {step}, {folder / f'step-{step:08d}'}"
+    path = folder / f"step-{step:08d}"
+    return f"the checkpoint of step {step}{f', {path}' if path.is_dir() else ''}"
 
 
 def _headline(cause: Cause, beat: heartbeat.Beat | None, out_of_memory: int) -> str:

@@ -1,6 +1,6 @@
 """Faults by name, for tests of what a run survives: ``SHARDWISE_FAULT="mid_shard_write@rank=1@step=20:kill"``.
 
-The code calls :func:`at` at each of ``POINTS``. It does nothing unless the variable names that point and
+The code calls :func:`at` at each of these points. It does nothing unless the variable names that point and
 ``SHARDWISE_ARM_FAULTS=1`` stands beside it; no configuration can set either. Several faults are separated by ``;``.
 
 Conditions: ``rank`` (default: every rank), ``step`` (every step), ``attempt`` (0: a restarted run is left alone; or
@@ -46,6 +46,11 @@ POINTS = (
     "gc_before_delete",
     "gc_mid_delete",
 )
+#: In the process that copies a checkpoint to a store.
+STORE_POINTS = (
+    *("store_begin", "store_before_file", "store_after_file", "store_before_manifest", "store_after_manifest"),
+    *("store_before_delete", "store_mid_delete", "store_end"),
+)
 _SIGNALS = {
     "kill": signal.SIGKILL,
     "segv": signal.SIGSEGV,
@@ -90,8 +95,8 @@ def parse(text: str) -> list[Fault]:
     faults = []
     for part in filter(None, text.split(";")):
         match = _FAULT.fullmatch(part.strip())
-        if match is None or match["point"] not in POINTS:
-            raise ValueError(f"{FAULT}: {part!r} is no fault. Points: {', '.join(POINTS)}")
+        if match is None or match["point"] not in POINTS + STORE_POINTS:
+            raise ValueError(f"{FAULT}: {part!r} is no fault. Points: {', '.join(POINTS + STORE_POINTS)}")
         conditions = dict(item.split("=") for item in match["conditions"].split("@")[1:])
         if set(conditions) - {"rank", "step", "attempt"}:
             raise ValueError(f"{FAULT}: {part!r} has another condition than rank, step and attempt")

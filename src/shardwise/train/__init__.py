@@ -16,8 +16,8 @@ In the order of a run:
 ``trainer``      the trainer's steps; ``evaluation``: the held-out loss and metrics. ``run``: ``sw.Run``, around others
 ``steps/``       ``update``: clip and step; ``unread``: values that steps leave on the device; ``health``: losses that
                  are not finite or stand out; ``slow``: a slow rank; ``pace``: time limits; ``mfu``: FLOP/s
-``saves/``       ``checkpoints``: which one to continue from, writing and keeping them; ``memory_tier``: those in
-                 memory; ``saved_state``: what they hold beside tensors, checked; ``random_state``, ``plain``:
+``saves/``       ``checkpoints``: which one to continue from, writing and keeping them; ``uploads``: copies on
+                 a store; ``saved_state``: what they hold beside tensors, checked; ``random_state``, ``plain``:
                  generators, samplers and schedules as data
 ``predicted/``   ``budget``: whether a run fits, before processes start; ``memory`` and ``time``: of a step, beside what
                  is measured

@@ -86,7 +86,10 @@ def train(
             spec_file.write_bytes(packed(spec))
         raw = read_config(file)
         raw.raise_if_any()
-        directory = folder.choose(raw.config.name, directory, is_resuming=wanted is not None, wanted=wanted)
+        to = raw.config.checkpoint.upload_to
+        directory = folder.choose(
+            raw.config.name, directory, is_resuming=wanted is not None, wanted=wanted, upload_to=to
+        )
         code = launch_training(
             raw,
             num_workers(nproc),

@@ -17,7 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise import checkpoint
 from shardwise.checkpoint.folder import RefusedError, open_folder, open_for_reading, read_at
+from shardwise.checkpoint.storage import Url, place_of
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS, RUN_ID
@@ -41,6 +43,14 @@ def holds_run(directory: Path) -> bool:
     )
 
 
+def is_stored(wanted: str | None, upload_to: str | None) -> bool:
+    """Whether ``--resume WANTED`` means a checkpoint that is on a store, and need not be on this machine."""
+    if wanted is None or upload_to is None or isinstance(place_of(wanted), Url):
+        return wanted is not None and isinstance(place_of(wanted), Url)
+    found = checkpoint.find_latest(upload_to)
+    return found.path is not None or bool(found.rejected)
+
+
 def check_room(directory: Path, num_bytes: int) -> None:
     """Refuse a disk on which not one checkpoint of ``num_bytes`` has room: the run would train and save nothing.
 
@@ -57,7 +67,13 @@ def check_room(directory: Path, num_bytes: int) -> None:
 
 
 def choose(
-    name: str, given: Path | None, *, is_resuming: bool = False, wanted: str | None = None, base: Path = Path("runs")
+    name: str,
+    given: Path | None,
+    *,
+    is_resuming: bool = False,
+    wanted: str | None = None,
+    base: Path = Path("runs"),
+    upload_to: str | None = None,
 ) -> Path:
     """The folder of a run. Nothing is created.
 
@@ -67,13 +83,14 @@ def choose(
         is_resuming: Whether a run is continued; otherwise a new one begins.
         wanted: The checkpoint to continue from, for messages.
         base: The folder that holds the runs' folders.
+        upload_to: Where the run's checkpoints are copied to. A run that is resumed from there needs no folder here.
 
     Raises:
         ConfigError: A new run would go into a folder that holds one.
         CheckpointError: There is no run to resume.
     """
     if given is not None:
-        if is_resuming and not holds_run(given):
+        if is_resuming and not holds_run(given) and not is_stored(wanted, upload_to):
             raise CheckpointError(f"{printable(given)} holds no run to resume{_advice(wanted)}")
         if not is_resuming and holds_run(given):
             raise ConfigError(
@@ -83,6 +100,8 @@ def choose(
     taken = _numbered(base, name)
     if is_resuming:
         found = newest(name, base)
+        if found is None and is_stored(wanted, upload_to):
+            return base / name
         if found is None:
             near = f" There are: {', '.join(sorted(_names(base)))}." if _names(base) else ""
             raise CheckpointError(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.api.save import drop_save
+from shardwise.checkpoint.storage import Url, place_of
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.part import plain_of
 from shardwise.launch import fault
@@ -54,6 +55,8 @@ from shardwise.train.steps.pace import Pace
 from shardwise.train.steps.trace import StepTrace
 from shardwise.train.steps.unread import TOKENS, ReadStep, StepTime, UnreadStep, UnreadSteps
 
+#: Of the time to stop in (``train.grace_s``), what is left for the end of the processes.
+_ENDS_S = 2.0
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
 MEASURED_STEPS = 3
 
@@ -187,18 +190,21 @@ class Loop:
             raise
         finally:
             self.progress.close()
+            self.saves.uploads.close()
             if self.recorder is not None:
                 self.recorder.close()
                 self.report.write_summary(self.summary)
                 self.report.write_page()
-        if self.saves.saved_step == self.done.step:
-            self.saves.close_memory()
 
     @property
     def summary(self) -> dict[str, Any]:
         """What summary.json says, of now."""
         return self.report.summary(
-            self.done, self.outcome, self.speed, peak_bytes=self.peak_bytes, failed_saves=self.saves.failures
+            self.done,
+            self.outcome,
+            self.speed,
+            peak_bytes=self.peak_bytes,
+            failed_saves=self.saves.failures + self.saves.uploads.failures,
         )
 
     def conclude(self, *lines: str) -> None:
@@ -215,8 +221,11 @@ class Loop:
         if resume is None and seed is not None:
             random_state.seed_all(random_state.rank_seed(seed, self.parts.reader))
         elif resume is not None:
-            path = Path(self.control.on_first(lambda: str(find_checkpoint(self.directory, resume, say=tell_once))))
-            changes = self.owner.check(path)
+            to = self.config.checkpoint.upload_to
+            found = self.control.on_first(lambda: str(find_checkpoint(self.directory, resume, to, say=tell_once)))
+            path = place_of(found)
+            changes = [f"from {path}"] if isinstance(path, Url) else []
+            changes += self.owner.check(path)
             with self.pace.long("load"):
                 state = self._load(path, is_newest=resume == "latest")
             changes += self.owner.restore(state)
@@ -225,13 +234,11 @@ class Loop:
             self._restore_random(state)
             if self.parts.scaler.is_enabled() and state.get("scaler"):  # empty: the run was not in fp16 before
                 self.parts.scaler.load_state_dict(state["scaler"])
-        if self.config.checkpoint.memory_every is not None:
-            self.saves.open_memory(is_new=path is None)
+        self.control.on_first(lambda: self.saves.note_run(path))
         if path is not None:
             changes += self.control.on_first(lambda: self.saves.set_aside_later(path, self.done.step))
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
             self.speed.timed_from = MEASURED_STEPS  # counting tensors slows them
-        self.control.on_first(self.saves.note_run)
         self.control.on_first(self.report.write_start)
         self.recorder = Recorder(self.directory, self.config, self.done.step) if self.control.is_first else None
         return changes
@@ -272,13 +279,12 @@ class Loop:
                 yield self.step
             self.step += 1
             self.fault_at("after_step", self.step)
-            if self.saves.is_under_way and (trouble := self.saves.hear()):
+            if trouble := self.saves.hear():
                 self.progress.say(trouble)
             is_last = self.step == train.steps
             evaluates = train.eval_every is not None and (is_last or self.step % train.eval_every == 0)
             saves = bool(saving.every and self.step % saving.every == 0) or (is_last and saving.final)
-            keeps = bool(saving.memory_every and self.step % saving.memory_every == 0) and not saves
-            if not (is_last or evaluates or saves or keeps or self.unread.is_due(self.step)):
+            if not (is_last or evaluates or saves or self.unread.is_due(self.step)):
                 continue
             self._read(evaluates=evaluates)  # a checkpoint is of steps that were read: their values are finite
             is_last = self._agree_on_end() or is_last
@@ -287,11 +293,9 @@ class Loop:
                 self.outcome = self._stop(self.unread.signal_number)
                 return
             if self._is_best:
-                self._save_best()
+                self._save(is_best=True)
             if saves or (is_last and saving.final):
                 self._save(waits=is_last or not saving.asynchronous)
-            elif keeps:
-                self._save(in_memory=True)
             if self.must_end is not None:
                 break
         self._finish(self.must_end or "finished")
@@ -325,11 +329,16 @@ class Loop:
     def _finish(self, reason: str) -> None:
         """What is being written is finished, and the run has ended."""
         self._has_ended, saving = True, self.config.checkpoint
-        self._finish_save()
+        problem = self._finish_save()
         self.pace.end(saved_step=self.saves.saved_step)
         if self.saves.failures and saving.final and self.saves.saved_step != self.done.step:
             raise StorageError(
                 f"the last checkpoint was not saved: {self.saves.failures[-1]}\n  Free space and resume."
+            )
+        if problem is not None:
+            raise StorageError(
+                f"the last checkpoint is saved, but not where checkpoint.upload_to says: {problem}\n"
+                "  It is uploaded at the start of a resume, once the store can be written."
             )
         self.outcome = Outcome(0, reason)
 
@@ -506,21 +515,6 @@ class Loop:
                 f"no better {name} in {patience} evaluations: the best is {done.best:.4f}, of step {done.best_step}"
             )
 
-    def _save_best(self) -> None:
-        self._is_best = False
-        with self.pace.long("save"):
-            message = self.saves.save_best(
-                self.optimizer,
-                self.parts.average,
-                step=self.done.step,
-                state=self._state(),
-                frozen=self.parts.saves_frozen,
-            )
-        name = self.config.checkpoint.best
-        self.progress.say(
-            message or f"step {self.done.step}  the best {name} so far, kept in {printable(self.directory / BEST)}"
-        )
-
     def must_stop(self) -> bool:
         """Whether any rank has been asked to stop meanwhile. One all-gather of eight bytes per rank."""
         self.unread.signal_number = int(max(row[0] for row in self.control.rows([float(self.stop.signal_number)])))
@@ -542,10 +536,9 @@ class Loop:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save(self, *, waits: bool = True, in_memory: bool = False) -> None:
-        state = self._state()
-        begin = time.perf_counter()
-        if self.config.train.check_replicas_every is not None and not in_memory:
+    def _save(self, *, waits: bool = True, is_best: bool = False) -> None:
+        state, begin, self._is_best = self._state(), time.perf_counter(), False
+        if self.config.train.check_replicas_every is not None:
             self.check_replicas(self.done.step)
         with self.pace.long("save"):
             message = self.saves.save(
@@ -555,26 +548,43 @@ class Loop:
                 state=state,
                 frozen=self.parts.saves_frozen,
                 waits=waits,
-                in_memory=in_memory,
+                is_best=is_best,
             )
         took_s = time.perf_counter() - begin
         self.speed.checkpoint_s += took_s
-        self.save_s = took_s if waits and not in_memory else self.save_s
+        self.save_s = took_s if waits else self.save_s
+        if is_best and not message:
+            best = f"the best {self.config.checkpoint.best} so far"
+            message = f"step {self.done.step}  {best}, kept in {printable(self.directory / BEST)}"
         if message:
             self.progress.say(message)
-        for callback in self.callbacks:
+        for callback in () if is_best else self.callbacks:
             callback.on_save(self)
 
     def _state(self) -> dict[str, Any]:
         return {"progress": self.done.state(), "scaler": self.parts.scaler.state_dict(), **self.owner.state()}
 
-    def _finish_save(self) -> None:
-        begin = time.perf_counter()
+    def _finish_save(self, limit_s: float = math.inf) -> str | None:
+        """Wait for what is being written, and for uploads not longer than this.
+
+        Returns:
+            Why the newest checkpoint is not uploaded, where it is to be and is not.
+
+        Collective:
+            As of ``sw.finish_save``, and a small all-gather every few seconds: ranks that wait do not seem to hang.
+        """
+        begin, uploads, is_over, problem = time.perf_counter(), self.saves.uploads, False, None
         with self.pace.long("save"):
             message = self.saves.finish()
         self.speed.checkpoint_s += time.perf_counter() - begin
-        if message:
-            self.progress.say(message)
+        while True:
+            if message:
+                self.progress.say(message)
+            if is_over or uploads.place is None:
+                return problem
+            left_s = begin + limit_s - time.perf_counter()
+            with self.pace.long("save"):
+                message, is_over, problem = self.control.on_first(lambda left_s=left_s: uploads.wait(left_s))
 
     @property
     def _again(self) -> str:
@@ -584,14 +594,18 @@ class Loop:
         code = exit_code(signal_number)
         refusal = self.control.on_first(self._no_time_to_save)
         if refusal is not None:
-            self._finish_save()
+            self._finish_save(0.0)
             self.progress.say(refusal)
             note_exit(code, refusal, step=self.done.step, is_shown=True)
             return Outcome(code, refusal)
         self._save()
         if self.saves.saved_step != self.done.step:
             raise StorageError(f"stop requested, but the step was not saved: {self.saves.failures[-1]}")
+        waited_s = time.monotonic() - self.stop.came_at_s if self.stop.signal_number else 0.0
+        problem = self._finish_save(self.config.train.grace_s - waited_s - _ENDS_S)
         reason = f"stop requested, saved step {self.done.step}, {self._again}"
+        if problem is not None:
+            reason += f" on this machine: {problem.splitlines()[0]}"
         self.progress.say(reason)
         note_exit(code, reason, step=self.done.step, is_shown=True)
         return Outcome(code, reason)

@@ -30,7 +30,6 @@ from shardwise.train.control import Control
 from shardwise.train.lock import RunLock
 from shardwise.train.new_world import is_started_again, note_starters
 from shardwise.train.saves.checkpoints import NEWEST, is_empty
-from shardwise.train.saves.memory_tier import check_one_machine
 from shardwise.train.steps.pace import Pace
 from shardwise.train.trainer import Trainer
 
@@ -71,10 +70,10 @@ def session(
     run_dir: Path | None,
     resume: str | None,
     step_timeout_s: float | None = None,
-    needs_one_machine: bool = False,
     check: Callable[[], object] = lambda: None,
     goes_on: bool = False,
     takes_over: bool = False,
+    upload_to: str | None = None,
 ) -> Iterator[Session]:
     """Join the world, agree on the run's folder, lock it and be watched, until the end.
 
@@ -85,10 +84,10 @@ def session(
         run_dir: The run's folder.
         resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
         step_timeout_s: Ends a run that makes no progress in a step for so long; ``None``: by what is measured.
-        needs_one_machine: Checkpoints in memory are wanted, which ranks of one machine share.
         check: Called on rank 0 where no launcher of ours has looked at the data.
         goes_on: A folder that holds a run is gone on with, without being asked for.
         takes_over: Take the folder of a run on another machine that gives no sign of life.
+        upload_to: Where the run's checkpoints are copied to.
 
     Raises:
         ShardwiseError: Its ``exit_code`` is what the process should leave with.
@@ -106,12 +105,11 @@ def session(
         control = Control(open_comms(device, "control")[0])
         control.check_same({**facts, **program()}, "configuration or program")
         names = control.all_json(starter(world))
+        options = {"takes_over": takes_over, "goes_on": goes_on, "upload_to": upload_to}
         directory, is_again, resume = control.on_first(
-            lambda: open_directory(name, run_dir, resume, world, names, takes_over=takes_over, goes_on=goes_on)
+            lambda: open_directory(name, run_dir, resume, world, names, **options)
         )
         directory = Path(directory)
-        if needs_one_machine:
-            check_one_machine(world.num_nodes)
         if world.num_nodes > 1:
             _check_shared(control, directory, world)
         if world.source != "launcher" or goes_on:  # our launcher of a trainer holds the lock, and has read the data
@@ -122,7 +120,7 @@ def session(
                 tell_once(note)
             control.on_first(check)
             control.on_first(lambda: note_starters(directory, names))
-        resume = control.on_first(lambda: begins_from(directory, resume, is_restart=is_again))
+        resume = control.on_first(lambda: begins_from(directory, resume, upload_to, is_restart=is_again))
         if not (goes_on and world.source == "alone" and step_timeout_s is None):  # a person is there, or a debugger
             stack.callback(_watch(world, directory / LOGS, pace).set)
         yield Session(control, directory, device, stop, pace, resume)
@@ -165,9 +163,9 @@ def train(
         run_dir=run_dir,
         resume=resume,
         step_timeout_s=config.train.step_timeout_s,
-        needs_one_machine=config.checkpoint.memory_every is not None,
         check=lambda: resolved.source.check(resolved.vocab_size),
         takes_over=takes_over,
+        upload_to=config.checkpoint.upload_to,
     ) as held:
         trainer = Trainer(
             resolved, held.control, held.directory, held.device, stop=held.stop, pace=held.pace, profiled=profiled
@@ -200,6 +198,7 @@ def open_directory(
     *,
     takes_over: bool = False,
     goes_on: bool = False,
+    upload_to: str | None = None,
 ) -> tuple[str, bool, str | None]:
     """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again.
 
@@ -211,20 +210,22 @@ def open_directory(
         names: Who has started each rank (``launch.starter``).
         takes_over: Whether the folder of a run that gives no sign of life may be taken.
         goes_on: A folder that was asked for and holds a run is resumed from its newest checkpoint.
+        upload_to: Where the run's checkpoints are copied to.
 
     Returns:
         The folder, whether the run in it was started again by its launcher and goes on by itself, and the checkpoint.
     """
     own = run_dir or folder.newest(name)
     is_again = own is not None and is_started_again(own, names, world)
-    if goes_on and resume is None and run_dir is not None and folder.holds_run(run_dir):
-        resume = "latest"
+    if goes_on and resume is None and run_dir is not None:
+        resume = "latest" if folder.holds_run(run_dir) or folder.is_stored("latest", upload_to) else None
     if run_dir is not None and (world.source != "launcher" or goes_on) and not is_again:
         RunLock(run_dir, takes_over=takes_over).check()
     if own is not None and is_again and resume is None:
         chosen = own
     else:
-        chosen = folder.choose(name, run_dir, is_resuming=resume is not None, wanted=resume)
+        is_resuming = resume is not None
+        chosen = folder.choose(name, run_dir, is_resuming=is_resuming, wanted=resume, upload_to=upload_to)
     folder.create(chosen)
     return str(chosen), is_again, resume
 
@@ -256,11 +257,11 @@ def _check_shared(control: Control, directory: Path, world: World) -> None:
         )
 
 
-def begins_from(directory: Path, resume: str | None, *, is_restart: bool) -> str | None:
+def begins_from(directory: Path, resume: str | None, upload_to: str | None = None, *, is_restart: bool) -> str | None:
     """What the run goes on from: after a restart what it has saved itself by then, whatever it was started from."""
-    if is_restart and not is_empty(directory):
+    if is_restart and not is_empty(directory, upload_to):
         return "latest"
-    if resume in NEWEST and is_empty(directory):
+    if resume in NEWEST and is_empty(directory, upload_to):
         tell_once(f"{printable(directory)} holds no checkpoint yet: the run starts from the beginning")
         return None
     return resume

@@ -156,8 +156,8 @@ class Run:
                     run_dir=self._directory,
                     resume=None,
                     step_timeout_s=self._config.train.step_timeout_s,
-                    needs_one_machine=self._config.checkpoint.memory_every is not None,
                     goes_on=True,
+                    upload_to=self._config.checkpoint.upload_to,
                 )
             )
             self._loop = loop = Loop(

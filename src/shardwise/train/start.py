@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checkpoint.storage import place_of, storage_of
 from shardwise.spec.errors import ConfigError, MeshError, NonFiniteError, PlanError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.run_files import CONFIG, LOGS
@@ -117,13 +118,17 @@ def launch_training(
     check_extras(resolved.config)
     if run_dir is not None:
         RunLock(run_dir, takes_over=takes_over).check()
-    directory = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
+    to = resolved.config.checkpoint.upload_to
+    is_resuming = {"is_resuming": resume is not None, "wanted": resume, "upload_to": to}
+    directory = folder.choose(resolved.config.name, run_dir, **is_resuming)
     RunLock(directory, takes_over=takes_over).check()
+    if to is not None:
+        storage_of(place_of(to))
     if resume is not None:
         from shardwise.train.saves.checkpoints import NEWEST, check_config, find_checkpoint, is_empty, saved_config
 
-        if resume not in NEWEST or not is_empty(directory):
-            check_config(saved_config(find_checkpoint(directory, resume)), resolved.config, resolved.asked)
+        if resume not in NEWEST or not is_empty(directory, to):
+            check_config(saved_config(find_checkpoint(directory, resume, to)), resolved.config, resolved.asked)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, num_ranks)
     check_budget(resolved, find_device(num_ranks))
@@ -133,8 +138,8 @@ def launch_training(
     try:
         if note:
             say(note)
-        folder.choose(resolved.config.name, directory, is_resuming=resume is not None, wanted=resume)  # is it so still?
-        options = {"resume": resume, "max_restarts": max_restarts, "say": say, "spec_file": spec_file}
+        folder.choose(resolved.config.name, directory, **is_resuming)  # is it so still?
+        options = {"resume": resume, "max_restarts": max_restarts, "spec_file": spec_file}
         return _launch(resolved, directory, num_ranks, arguments, **options)
     finally:
         lock.release()
@@ -148,7 +153,6 @@ def _launch(
     *,
     resume: str | None,
     max_restarts: int,
-    say: Callable[[str], None],
     spec_file: Path | None,
 ) -> int:
     """Start the workers of a run whose folder is this process's own. Returns the exit code."""
@@ -161,7 +165,7 @@ def _launch(
     if spec_file is not None:
         call = f"sw.train(config, spec, run_dir={str(directory)!r}, resume=True)"
         again, lower = f"continue with `{call}`", f"continue with a lower rate, by `{call}`"
-    code = launch(
+    return launch(
         "shardwise",
         words,
         num_ranks,
@@ -169,28 +173,21 @@ def _launch(
         log_dir=directory / LOGS,
         env={CATCHES_STOPS: "1"} | ({} if spec_file is None else {FILE_VARIABLE: str(spec_file)}),
         grace_s=resolved.config.train.grace_s,
-        restarts_from=lambda: _restart_point(directory, resume),
+        restarts_from=lambda: _restart_point(directory, resume, resolved.config.checkpoint.upload_to),
         next_words=again,
         next_words_after={NonFiniteError.exit_code: lower},
     )
-    if resolved.config.checkpoint.memory_every is not None:
-        from shardwise.train.saves.memory_tier import MemoryTier
-
-        rescued = MemoryTier(directory).rescue()
-        if rescued is not None:
-            say(rescued)
-    return code
 
 
-def _restart_point(directory: Path, resume: str | None) -> str:
-    """What a restart of the run continues from: its newest step in memory or on disk, else what it was started from."""
+def _restart_point(directory: Path, resume: str | None, upload_to: str | None) -> str:
+    """What a restart of the run continues from: its newest step, else what it was started from."""
     from shardwise.checkpoint import find_latest
-    from shardwise.train.saves.memory_tier import MemoryTier
 
-    step = max(find_latest(place).step or 0 for place in (MemoryTier(directory).root, directory))
+    step = find_latest(directory).step
     if step:
         return f"step {step}"
-    return "the beginning" if resume in {None, "latest", "latest-good"} else printable(resume)
+    is_beginning = resume is None or (resume in {"latest", "latest-good"} and upload_to is None)
+    return "the beginning" if is_beginning else printable(resume)
 
 
 def _resuming(words: Sequence[str], lr: float | None = None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.hub import folder_name, how_to_fetch, is_hub_name, local_folder
 from shardwise.spec.text import printable
@@ -208,10 +209,11 @@ def find_trained(path: Path) -> Trained:
         CheckpointError: No run, checkpoint or Hugging Face folder; or a damaged one.
     """
     from shardwise.checkpoint import CHECKPOINTS
-    from shardwise.checkpoint.manifest import MANIFEST_NAME
 
-    if (path / CHECKPOINTS).is_dir() or (path / MANIFEST_NAME).exists():
-        checkpoint = find_checkpoint(path, "latest") if (path / CHECKPOINTS).is_dir() else path
+    place = place_of(path)
+    is_url, is_run = isinstance(place, Url), (path / CHECKPOINTS).is_dir()
+    if is_url or is_run or (path / MANIFEST_NAME).exists():
+        checkpoint = find_checkpoint(path, str(place) if is_url else "latest") if is_url or is_run else path
         config = {key: value for key, value in saved_config(checkpoint).items() if key in _SECTIONS}
         held = check_sections(checkpoint, config)
         if not (held.model.preset or held.model.hf):

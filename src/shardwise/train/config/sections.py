@@ -24,6 +24,7 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
+from shardwise.checkpoint.storage import place_of
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.hub import hub_name, local_folder
 from shardwise.spec.placement import Placements
@@ -309,9 +310,6 @@ class CheckpointSection(Section):
     """What is kept on disk."""
 
     every: Positive | None = Field(None, description="steps between checkpoints; null: none on the way")
-    memory_every: Positive | None = Field(
-        None, description="steps between checkpoints in memory, which a restart goes on from; null: none"
-    )
     keep: Annotated[int, Field(ge=2, le=10**6)] = Field(3, description="newest checkpoints kept, at least 2")
     asynchronous: bool = Field(
         default=False, description="write checkpoints while training goes on; takes as much memory of the host again"
@@ -327,6 +325,11 @@ class CheckpointSection(Section):
         default=False, description="resume also where the code of the run's spec has changed since"
     )
     final: bool = Field(default=True, description="a checkpoint after the last step")
+    upload_to: Annotated[str, AfterValidator(lambda value: str(place_of(value)))] | None = Field(
+        None,
+        description="where each checkpoint is copied to once it is saved, while training goes on: s3://bucket/runs/NAME,"
+        " gs://, az://, or a folder. --resume takes the newest from there where this machine has none as new",
+    )
 
 
 class LogSection(Section):

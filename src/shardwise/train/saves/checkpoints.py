@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,16 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import CHECKPOINTS, LATEST, find_latest, open_checkpoint, publish_latest, step_directory
 from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.storage import FOLDERS, Url, place_of, step_of, storage_of
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
 from shardwise.spec.run_files import CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.train.config.sections import CheckpointSection, Config
 from shardwise.train.control import Control
 from shardwise.train.differences import differences
-from shardwise.train.folder import read_run_id, read_small, replace_text
+from shardwise.train.folder import is_stored, read_run_id, read_small, replace_text
 from shardwise.train.saves import random_state
-from shardwise.train.saves.memory_tier import MemoryTier
+from shardwise.train.saves.uploads import Uploads
 from shardwise.weights.state.average import ExponentialMovingAverage
 
 #: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
@@ -72,10 +73,11 @@ BEST = "best"
 NEWEST = ("latest", "latest-good")
 
 
-def is_empty(run_dir: Path) -> bool:
+def is_empty(run_dir: Path, upload_to: str | None = None) -> bool:
     """Whether a run has saved nothing so far, not even something that is damaged or has been removed since."""
     found, has_saved = find_latest(run_dir), os.path.lexists(run_dir / LATEST)
-    return found.path is None and not found.rejected and not has_saved and MemoryTier(run_dir).newest() is None
+    is_here = found.path is not None or found.rejected or has_saved
+    return not is_here and not is_stored("latest", upload_to)
 
 
 #: What ``LATEST`` holds.
@@ -111,40 +113,32 @@ def resharded(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     return [f"resharded: {' -> '.join(cut or 'one rank' for cut in cuts)}"]
 
 
-def find_checkpoint(run_dir: Path, wanted: str, *, say: Callable[[str], object] = len) -> Path:
+def find_checkpoint(
+    run_dir: Path, wanted: str, upload_to: str | None = None, *, say: Callable[[str], object] = len
+) -> Path:
     """The checkpoint that ``--resume WANTED`` means.
 
     Args:
         run_dir: The run's folder.
-        wanted: ``latest`` or ``latest-good`` (either means the newest in memory where that is newer), a checkpoint's
-            folder, or a name such as ``step-00000100`` in the run.
-
+        wanted: ``latest`` or ``latest-good`` (either means the newest on the store where that is newer than the newest
+            good one in the folder), a checkpoint's folder or a run's, or a name such as ``step-00000100`` in the run.
+        upload_to: Where its checkpoints are copied to.
         say: Called with what is passed over by ``latest-good``, and why.
 
     Raises:
         CheckpointError: There is none, or ``latest`` is damaged or another run's.
+        StorageError: The store cannot be reached.
     """
     if wanted in NEWEST:
-        run_id = read_run_id(run_dir)
-        in_memory = MemoryTier(run_dir).newest(after=find_latest(run_dir, run_id=run_id).step or 0)
-        if in_memory is not None:
-            return in_memory
-        found = find_latest(run_dir, verify=wanted == "latest-good", run_id=run_id)
-        if found.path is None and not found.rejected and os.path.lexists(run_dir / LATEST):
-            raise CheckpointError(
-                f"{printable(run_dir)} has saved checkpoints, as its {LATEST} says, but {CHECKPOINTS}/ holds none: they"
-                " have been removed. The run does not start from the beginning by itself.\n"
-                f"  Put {CHECKPOINTS}/ back and resume, or begin a new run in another folder, with --run-dir."
-            )
-        path = found.require(allow_older=wanted == "latest-good")
-        for damaged, reason in found.rejected:
-            say(f"{printable(damaged.name)} cannot be used and is passed over: {printable(reason)}")
-        return path
-    for path in (Path(wanted).expanduser(), run_dir / CHECKPOINTS / wanted):
+        return _newest(run_dir, upload_to, is_good=wanted == "latest-good", say=say)
+    given = place_of(wanted)
+    if isinstance(given, Url):
+        return given if step_of(given.name) is not None else find_latest(given).require()
+    for path in (given.expanduser(), run_dir / CHECKPOINTS / wanted):
         if path.is_dir():
-            if (path / CHECKPOINTS).is_dir():
-                return find_latest(path).require()
-            return path
+            return find_latest(path).require() if (path / CHECKPOINTS).is_dir() else path
+    if upload_to is not None and storage_of(place := place_of(upload_to) / CHECKPOINTS / wanted).list(place):
+        return place
     there = [path.name for path in (run_dir / CHECKPOINTS).glob("step-*")] if run_dir.is_dir() else []
     parent = Path(wanted).expanduser().parent
     there += [path.name for path in parent.glob("step-*")] if parent.is_dir() else []
@@ -154,6 +148,29 @@ def find_checkpoint(run_dir: Path, wanted: str, *, say: Callable[[str], object] 
         f"--resume {printable(wanted)}: there is no such checkpoint.{printable(hint)}\n"
         "  Use latest, latest-good, or the path of a step-* folder."
     )
+
+
+def _newest(run_dir: Path, upload_to: str | None, *, is_good: bool, say: Callable[[str], object]) -> Path:
+    """The newest checkpoint in the run's folder or on the store; where both have it, the folder's."""
+    run_id = read_run_id(run_dir)
+    found = find_latest(run_dir, verify=is_good, run_id=run_id)
+    if upload_to is not None:
+        stored = find_latest(upload_to, run_id=run_id)
+        if is_good and (stored.step or 0) > (found.step or 0):
+            stored = find_latest(stored.root, verify=True, run_id=run_id)
+        best = stored if (stored.step or 0) > (found.step or 0) else found
+        newer = (each for each in found.rejected + stored.rejected if (step_of(each[0].name) or 0) > (best.step or 0))
+        found = replace(best, rejected=tuple(newer))
+    if found.path is None and not found.rejected and os.path.lexists(run_dir / LATEST):
+        raise CheckpointError(
+            f"{printable(run_dir)} has saved checkpoints, as its {LATEST} says, but {CHECKPOINTS}/ holds none: they"
+            " have been removed. The run does not start from the beginning by itself.\n"
+            f"  Put {CHECKPOINTS}/ back and resume, or begin a new run in another folder, with --run-dir."
+        )
+    path = found.require(allow_older=is_good)
+    for damaged, reason in found.rejected:
+        say(f"{printable(damaged.name)} cannot be used and is passed over: {printable(reason)}")
+    return path
 
 
 def saved_config(path: Path) -> Mapping[str, Any]:
@@ -224,7 +241,7 @@ class Checkpoints:
     Attributes:
         saved_step: The newest step that has been saved, 0 for none.
         failures: One line for each save that has failed.
-        is_under_way: Whether a checkpoint is being written while training goes on.
+        uploads: Copies on a store.
     """
 
     def __init__(
@@ -242,15 +259,9 @@ class Checkpoints:
         self._model, self._run_dir, self._run_id = model, run_dir, run_id
         self._keep, self._allows_non_finite = section.keep, section.allow_non_finite
         self._control, self._device = control, device
-        self._memory = MemoryTier(run_dir)
+        self.uploads = Uploads(run_dir, section.upload_to)
         self._step_under_way = 0
-        self._is_in_memory = False
         self._is_told = False
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a checkpoint is being written while training goes on."""
-        return self._step_under_way > 0
 
     def save(
         self,
@@ -261,13 +272,14 @@ class Checkpoints:
         state: dict[str, Any],
         frozen: bool = True,
         waits: bool = True,
-        in_memory: bool = False,
+        is_best: bool = False,
     ) -> str | None:
         """Save a step, publish it, and remove what is older than the kept ones.
 
         Without ``frozen`` it is one of what is trained. A disk that refuses does not end the run: the earlier
         checkpoints stay, and the failure is counted. Without ``waits`` the checkpoint is written while training goes
-        on; the next call, or :meth:`finish`, says how that went. A checkpoint ``in_memory`` never waits.
+        on; the next call, or :meth:`finish`, says how that went. The best step goes to ``best/`` of the run's folder,
+        where the newest two are left: one is there whenever the process is lost.
 
         Returns:
             What went wrong, or took long, for printing; ``None`` where nothing did.
@@ -276,70 +288,50 @@ class Checkpoints:
             Those of ``sw.save``, and small JSON. All ranks must call in the same order.
         """
         said = self._finish_before(step)
-        if self.saved_step == step:
+        if self.saved_step == step and not is_best:
             return said
         self._control.on_first(self._check_folder)
         held = {**state, "step": step, "run_id": self._run_id}
         own = {"random": random_state.capture(self._device)}
-        save = sw.save_async if in_memory or not waits else sw.save
-        if in_memory:
-            self._control.on_first(self._memory.make_room)
+        save, below, keep = sw.save if waits else sw.save_async, BEST if is_best else "", 2 if is_best else self._keep
         try:
             save(
-                self._memory.directory(step) if in_memory else step_directory(self._run_dir, step),
+                step_directory(self._run_dir / below, step),
                 self._model,
                 optimizer,
                 state=held,
                 average=average,
                 rank_state=own,
-                keep=None if in_memory else self._keep,
+                keep=keep,
                 frozen=frozen,
                 allow_non_finite=self._allows_non_finite,
             )
         except StorageError as error:
-            return "\n".join(filter(None, (said, self._failed(step, error, in_memory=in_memory))))
-        if in_memory or not waits:
-            self._step_under_way, self._is_in_memory, self._is_told = step, in_memory, False
-        else:
-            self.saved_step = step
-        return said
+            return "\n".join(filter(None, (said, self._failed(step, error))))
+        if not waits:
+            self._step_under_way, self._is_told = step, False
+            return said
+        self.saved_step = self.saved_step if is_best else step
+        return "\n".join(filter(None, (said, *self._upload(step, below, keep)))) or None
 
-    def save_best(
-        self,
-        optimizer: torch.optim.Optimizer,
-        average: ExponentialMovingAverage | None,
-        *,
-        step: int,
-        state: dict[str, Any],
-        frozen: bool,
-    ) -> str | None:
-        """Save a step in ``best/`` of the run's folder, in place of the best one before; as :meth:`save`, but waits.
-
-        Of the best ones the newest two are left: one is there whenever the process is lost.
-        """
-        said = self._finish_before(step)
-        try:
-            sw.save(
-                step_directory(self._run_dir / BEST, step),
-                self._model,
-                optimizer,
-                state={**state, "step": step, "run_id": self._run_id},
-                average=average,
-                keep=2,
-                frozen=frozen,
-                allow_non_finite=self._allows_non_finite,
-            )
-        except StorageError as error:
-            return "\n".join(filter(None, (said, self._failed(step, error, in_memory=False))))
-        return said
+    def _upload(self, step: int, below: str = "", keep: int | None = None) -> list[str]:
+        """On rank 0, begin the copy of a step that is published; returns what there is to say."""
+        if not self._control.is_first or self.uploads.place is None:
+            return []
+        path = step_directory(self._run_dir / below, step)
+        return self.uploads.add(path, keep=keep or self._keep, run_id=self._run_id) if path.exists() else []
 
     def hear(self) -> str | None:
-        """What has gone wrong with the save under way, once, where this rank knows of it. Does not wait."""
-        problem = sw.save_failure(self._model) if self.is_under_way and not self._is_told else None
-        if problem is None:
-            return None
-        self._is_told = True
-        return self._warning(self._step_under_way, problem, in_memory=self._is_in_memory)
+        """What there is to say of the save and the upload under way, as far as this rank knows. Does not wait."""
+        step = self._step_under_way
+        said = self._upload(step) if step else []
+        if self._control.is_first:
+            said += self.uploads.poll()
+        problem = sw.save_failure(self._model) if step and not self._is_told else None
+        if problem is not None:
+            self._is_told = True
+            said.append(self._warning(step, problem))
+        return "\n".join(said) or None
 
     def finish(self) -> str | None:
         """Wait for the save under way, if there is one.
@@ -356,11 +348,10 @@ class Checkpoints:
         try:
             sw.finish_save(self._model)
         except (StorageError, CheckpointError) as error:
-            message = self._failed(step, error, in_memory=self._is_in_memory)
+            message = self._failed(step, error)
             return None if self._is_told else message
-        if not self._is_in_memory:
-            self.saved_step = step
-        return None
+        self.saved_step = step
+        return "\n".join(self._upload(step)) or None
 
     def _finish_before(self, step: int) -> str | None:
         """:meth:`finish`, before ``step`` is saved; says so where training had to wait for it."""
@@ -384,35 +375,24 @@ class Checkpoints:
                     "  Nothing is saved any more. Start the run anew, or put its folder back and resume."
                 )
 
-    def _failed(self, step: int, error: ShardwiseError, *, in_memory: bool) -> str:
-        if not in_memory:
-            self.failures.append(f"step {step}: {str(error).splitlines()[0]}")
-        return self._warning(step, str(error), in_memory=in_memory)
+    def _failed(self, step: int, error: ShardwiseError) -> str:
+        self.failures.append(f"step {step}: {str(error).splitlines()[0]}")
+        return self._warning(step, str(error))
 
-    def _warning(self, step: int, problem: str, *, in_memory: bool) -> str:
-        what = "kept in memory" if in_memory else "saved"
-        return f"WARNING: step {step} was not {what}; {self._kept}. {problem}"
+    def _warning(self, step: int, problem: str) -> str:
+        return f"WARNING: step {step} was not saved; {self._kept}. {problem}"
 
-    def note_run(self) -> None:
-        """Write what checkpoints call this run. Only rank 0 calls this, when a checkpoint to go on from is loaded.
+    def note_run(self, path: Path | None) -> None:
+        """Write what checkpoints call this run, in its folder and on the store.
+
+        Only rank 0 calls this, when the checkpoint to go on from, ``path``, is loaded.
 
         Raises:
-            StorageError: The disk refuses.
+            StorageError: The disk or the store refuses.
+            ConfigError: The store holds another run.
         """
         replace_text(self._run_dir / RUN_ID, f"{self._run_id}\n")
-
-    def open_memory(self, *, is_new: bool) -> None:
-        """Make the folder of checkpoints in memory, on rank 0.
-
-        Raises:
-            StorageError: It cannot be made. On all ranks.
-        """
-        self._control.on_first(self._memory.create if is_new else self._memory.open)
-
-    def close_memory(self) -> None:
-        """Give the memory back when the run is over and on the disk. Only rank 0 does something."""
-        if self._control.is_first:
-            self._memory.clear()
+        self.uploads.open(self._run_id, is_new=path is None)
 
     @property
     def _kept(self) -> str:
@@ -434,17 +414,16 @@ class Checkpoints:
             CheckpointError: It is damaged, or of another model or optimizer.
         """
         state = sw.load(path, self._model, optimizer, average=average, keep_settings=keep_settings)
-        place = path.parent.parent.absolute()
-        if place in (self._memory.root, self._run_dir.absolute()):
+        place, own = path.parent.parent.absolute(), (self._run_dir.absolute(), self.uploads.place)
+        if place in own:
             self._run_id = state["run_id"]  # which the run keeps, however its folder is called by now
-        if place == self._memory.root:
-            self.saved_step = self._control.on_first(lambda: find_latest(self._run_dir).step or 0)
-        else:
-            self.saved_step = state["step"] if place == self._run_dir.absolute() else 0
+        self.saved_step = state["step"] if place in own else 0
         return state
 
     def set_aside_later(self, path: Path, step: int) -> list[str]:
         """Rename checkpoints of this run that come after the one it continues from: their steps are made again.
+
+        So are those on the store.
 
         Only rank 0 calls this. Nothing is deleted; ``LATEST`` points to ``path`` afterwards where that is the run's.
 
@@ -456,12 +435,14 @@ class Checkpoints:
         later = [held for held in sorted(later) if held != path.absolute()]
         try:
             for held in later:
-                held.rename(held.with_name(f"superseded-{held.name}-{secrets.token_hex(4)}"))
+                FOLDERS.remove(held, is_kept=True)
         except OSError as error:
             raise StorageError(f"{error.filename} cannot be renamed: {error.strerror}.\n  Move it away.") from None
         told = [f"{held.name} is set aside as superseded-{held.name}-*" for held in later]
+        told += self.uploads.set_aside_later(step)
         if path.absolute().parent == folder:
             wrong = pointer_problem(self._run_dir, path)
+            told += self._upload(step)
             if wrong is not None:
                 publish_latest(self._run_dir, path)
                 told += [] if later else [f"{LATEST} {wrong}: it names {path.name} now"]

@@ -1,0 +1,102 @@
+"""Copies of checkpoints: a published one is copied to another place, an object store or a folder, and committed there.
+
+Files are compared with their hashes while they are copied, so that a damaged checkpoint is not published a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.digest import hash_file
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.manifest import FileEntry, Manifest, decode, read_manifest
+from shardwise.checkpoint.publish import remove_unfinished
+from shardwise.checkpoint.storage import MANIFEST_NAME, Url, local_file, place_of, step_of, storage_of, temporary_of
+from shardwise.checkpoint.store import find_latest, retain
+from shardwise.launch import fault
+from shardwise.spec.errors import CheckpointError, StorageError
+
+
+def upload(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a checkpoint of a run to a store, and remove what is older than the kept ones there.
+
+    Args:
+        job: ``upload``, the checkpoint; ``to``, the folder of checkpoints there; ``keep``; and ``run_id``.
+
+    Returns:
+        ``removed``: names of unfinished saves that were there; ``refused``: what was not removed, with the reason.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # all files are open at once
+    source, place = Path(job["upload"]), place_of(job["to"])
+    fault.at("store_begin", step_of(source.name))
+    if not copy_checkpoint(source, place / source.name):
+        return {"removed": [], "refused": []}
+    unfinished = find_latest(place).unfinished
+    # Files were compared with their hashes before they were written: they are not read back.
+    known = [place / name for name in storage_of(place).list(place)]
+    kept = retain(place, job["keep"], known_good=known, run_id=job["run_id"])
+    fault.at("store_end", step_of(source.name))
+    refused = {path.name: reason for path, reason in kept.refused}
+    return {"removed": [path.name for path in unfinished if path.name not in refused], "refused": [*refused.items()]}
+
+
+def copy_checkpoint(source: Path, target: Path) -> bool:
+    """Copy a checkpoint; where it is there already, do nothing. Returns whether it was copied.
+
+    Its files that are there are not copied again; any others are removed first. All are opened first, so that they can
+    be read to the end when ``source`` is removed meanwhile.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged. Nothing is published.
+        StorageError: A disk or the store refuses.
+    """
+    try:
+        raw = read_manifest(source)
+        manifest = decode(raw)
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(folders.open_folder(source, follow=False))
+            opened = [folders.open_for_reading(folder, held.name, allows_links=True) for held in manifest.all_files]
+            return _copy_files(manifest, [stack.enter_context(each)[0] for each in opened], target, raw)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{target} was not written: {error.strerror or error}.") from error
+    except RefusedError as error:
+        raise CheckpointError(f"{source} was not copied to {target}: {error}.") from None
+
+
+def _copy_files(manifest: Manifest, files: Sequence[int], target: Path, raw: bytes) -> bool:
+    storage, step = storage_of(target), step_of(target.name)
+    there, wanted = storage.list(target), {entry.name: entry.bytes for entry in manifest.all_files}
+    if there == {**wanted, MANIFEST_NAME: len(raw)}:
+        return False
+    if not there.keys() <= wanted.keys():
+        storage.remove(target)
+        there = {}
+    if not isinstance(target, Url):
+        remove_unfinished(temporary_of(target, manifest.save_id))
+
+    def write(entry: FileEntry, file: int) -> None:
+        found = hash_file(local_file(file), entry.bytes)
+        if found != entry.hash:
+            raise RefusedError(f"the content of {entry.name} has the hash {found}, expected {entry.hash}")
+        if there.get(entry.name) != entry.bytes:
+            fault.at("store_before_file", step)
+            storage.write(target, manifest.save_id, entry.name, file)
+            fault.at("store_after_file", step)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, manifest.all_files, files))
+    if isinstance(target, Url) and storage.list(target) != wanted:
+        raise StorageError(f"{target} does not hold what was written there: another run uses it, or the store lost it.")
+    fault.at("store_before_manifest", step)
+    storage.publish(target, manifest.save_id, raw)
+    fault.at("store_after_manifest", step)
+    return True

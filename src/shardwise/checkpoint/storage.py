@@ -1,0 +1,283 @@
+"""Where checkpoints are stored: folders of a file system, or an object store. Both answer the same five calls.
+
+A checkpoint in a folder is written beside its place and committed by a rename. An object store cannot rename: files are
+written in place, under names that no other save has, and the manifest, which is written last, commits them. A folder of
+an object store without a manifest is therefore an unfinished save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PosixPath
+from typing import Any
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.launch import fault
+from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
+from shardwise.spec.text import printable
+
+MANIFEST_NAME = "manifest.json"
+#: The manifest, on an object store, of a checkpoint whose steps are made again.
+SUPERSEDED_NAME = "superseded-manifest.json"
+
+#: Object stores by scheme, with the package that fsspec needs.
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "memory": "fsspec"}
+#: ``pathlib`` folds the two slashes of a URL into one.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/[^/])")
+#: Bytes that are fetched of an object at a time.
+_BLOCK_BYTES = 16 * 2**20
+#: Environment variables whose values are never shown.
+_SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_FROZEN_FILE = re.compile(r"frozen-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
+_OTHER_FILE = re.compile(r"shard-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors|report-r[0-9]{5,9}\.json(\.part)?")
+
+
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint's folder; ``None`` for another name."""
+    match = _STEP.fullmatch(name)
+    if match is None or name != f"step-{int(match[1]):08d}":
+        return None
+    return int(match[1])
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of this name can be part of a checkpoint."""
+    is_manifest = name in {MANIFEST_NAME, SUPERSEDED_NAME}
+    return is_manifest or any(kind.fullmatch(name) for kind in (_FROZEN_FILE, _OTHER_FILE))
+
+
+class Url(PosixPath):
+    """A place on an object store, ``s3://bucket/runs/demo``, as a path at which the file system has nothing."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    def absolute(self) -> Url:
+        """The place itself."""
+        return self
+
+
+def place_of(path: str | os.PathLike[str]) -> Path:
+    """The place that ``path`` names: a URL of an object store, or a path of the file system.
+
+    Raises:
+        ConfigError: It is a URL of another kind, or holds credentials.
+    """
+    text = os.fspath(path)
+    match = _URL.match(text)
+    if match is None:
+        return Path(text)
+    shown = printable(re.sub(r"[?#].*", "", re.sub(r"(?<=/)[^/]*@", "", text)))
+    if re.search(r"^[^/]+/+[^/]*@|[?#]", text):
+        raise ConfigError(
+            f"{shown} was given with credentials or options, which would be in the run's files.\n"
+            "  Leave them out: they are read from the environment, such as AWS_ACCESS_KEY_ID or AWS_PROFILE."
+        )
+    if match[1] not in _PACKAGES:
+        known = ", ".join(f"{scheme}://" for scheme in _PACKAGES)
+        raise ConfigError(f"{shown} is no URL of an object store.\n  Use {known} or a path.")
+    return Url(text)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """An open file. ``read_at`` fills a buffer from an offset on, or raises a RefusedError."""
+
+    num_bytes: int
+    state: tuple[object, ...]  # differs where the file has changed since
+    read_at: Callable[[memoryview, int], None]
+
+
+def temporary_of(directory: Path, save_id: str) -> Path:
+    """Where the save ``save_id`` of a folder is written."""
+    return directory.with_name(f"{directory.name}.tmp-{save_id}")
+
+
+def refuse_existing(directory: Path) -> None:
+    """Raise a CheckpointError where the checkpoint's folder exists."""
+    if folders.exists(directory):
+        raise CheckpointError(f"{directory} exists, and a checkpoint never goes into a folder that exists")
+
+
+def local_file(file: int) -> StoredFile:
+    """A file of this machine, by its descriptor."""
+    status = os.fstat(file)
+    state = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    return StoredFile(status.st_size, state, functools.partial(folders.read_at, file))
+
+
+class Storage:
+    """Checkpoints in folders, opened relative to descriptors and never through links; the base of other kinds."""
+
+    def list(self, folder: Any) -> dict[str, int | str]:
+        """Names in a folder, each with its bytes, or with why it is no plain file; empty where there is no folder."""
+        found: dict[str, int | str] = {}
+        with contextlib.suppress(OSError), folders.open_folder(folder) as opened:
+            for name in folders.names(opened):
+                try:
+                    is_shared = _FROZEN_FILE.fullmatch(name) is not None
+                    found[name] = folders.status_of(opened, name, allows_links=is_shared).st_size
+                except RefusedError as error:
+                    found[name] = str(error)
+        return found
+
+    @contextlib.contextmanager
+    def open(self, folder: Any, name: str, *, allows_links: bool = False) -> Iterator[StoredFile]:
+        """Open a file; raises a RefusedError where it is missing or no plain file."""
+        with (
+            folders.open_folder(folder) as opened,
+            folders.open_for_reading(opened, name, allows_links=allows_links) as (file, _),
+        ):
+            yield local_file(file)
+
+    def write(self, directory: Any, save_id: str, name: str, source: int) -> None:
+        """Copy an open file of this machine to a file of the save ``save_id``, which will be at ``directory``."""
+        temporary = temporary_of(directory, save_id)
+        temporary.mkdir(parents=True, exist_ok=True)
+        with folders.open_folder(temporary, follow=False) as folder:
+            folders.copy_file(source, folder, name)
+
+    def publish(self, directory: Any, save_id: str, manifest: bytes) -> None:
+        """Commit the save ``save_id`` at ``directory``, all files of which are written."""
+        temporary, step = temporary_of(directory, save_id), step_of(directory.name)
+        with folders.open_folder(temporary, follow=False) as folder:
+            fault.at("before_manifest", step)
+            folders.write_file(folder, MANIFEST_NAME, manifest)
+            os.fsync(folder)
+            fault.at("after_manifest", step)
+        refuse_existing(directory)
+        fault.at("before_rename", step)
+        temporary.rename(directory)
+        fault.at("after_rename", step)
+        try:
+            folders.sync_folder(directory.parent)
+        except OSError:
+            directory.rename(temporary)  # what may be lost at the next power cut is not published
+            raise
+
+    def remove(self, directory: Any, *, is_kept: bool = False) -> None:
+        """Remove a checkpoint so that half of it is never taken for a whole one; refuse other files.
+
+        Where it ``is_kept``, its files stay, and it is only taken away from those that are found.
+        """
+        step, name = step_of(directory.name), directory.name
+        if is_kept:
+            directory.rename(directory.with_name(f"superseded-{name}-{secrets.token_hex(4)}"))
+            return
+        with folders.open_folder(directory.parent, follow=False) as parent:
+            folders.check_removable(parent, name, is_checkpoint_file)
+            fault.at("gc_before_delete", step)
+            if not name.startswith(".trash-"):
+                name = f".trash-{name}-{secrets.token_hex(8)}"
+                os.rename(directory.name, name, src_dir_fd=parent, dst_dir_fd=parent)
+                os.fsync(parent)
+            fault.at("gc_mid_delete", step)
+            folders.remove_folder(parent, name, is_checkpoint_file)
+            os.fsync(parent)
+
+
+FOLDERS = Storage()
+
+
+class _Objects(Storage):
+    """An object store, by a file system of fsspec."""
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+
+    def list(self, folder: Url) -> dict[str, int | str]:
+        found: dict[str, int | str] = {}
+        with _told(folder, "listed"), contextlib.suppress(FileNotFoundError):
+            for entry in self._files.ls(str(folder), detail=True):
+                parent, _, name = f"/{entry['name'].strip('/')}".rpartition("/")
+                if str(folder).endswith(f"/{parent}"):  # no mark of the folder itself
+                    found[name] = entry["size"] if entry["type"] == "file" else "it is a folder"
+        return dict(sorted(found.items()))
+
+    @contextlib.contextmanager
+    def open(self, folder: Url, name: str, *, allows_links: bool = False) -> Iterator[StoredFile]:
+        del allows_links  # there are none
+        place = str(folder / name)
+        with contextlib.ExitStack() as stack:
+            with _told(place, "opened"):
+                try:
+                    handle = stack.enter_context(self._files.open(place, "rb", block_size=_BLOCK_BYTES))
+                except FileNotFoundError:
+                    raise RefusedError("the file is missing") from None
+
+            def read_at(target: memoryview, offset: int) -> None:
+                with _told(place, "read"):
+                    handle.seek(offset)
+                    if handle.readinto(target) != target.nbytes:
+                        raise RefusedError("the file ends before its content does")
+
+            yield StoredFile(handle.size, (str(getattr(handle, "details", id(handle))),), read_at)
+
+    def write(self, directory: Url, save_id: str, name: str, source: int) -> None:
+        del save_id  # part of the name
+        with _told(directory / name, "written"):
+            self._files.put_file(f"/proc/self/fd/{source}", str(directory / name))
+
+    def publish(self, directory: Url, save_id: str, manifest: bytes) -> None:
+        del save_id
+        with _told(directory / MANIFEST_NAME, "written"):
+            self._files.pipe_file(str(directory / MANIFEST_NAME), manifest)
+
+    def remove(self, directory: Url, *, is_kept: bool = False) -> None:
+        names, step = list(self.list(directory)), step_of(directory.name)
+        odd = next((name for name in names if not is_checkpoint_file(name)), None)
+        if odd is not None:
+            raise RefusedError(f"it holds {odd!r}, which is not part of a checkpoint")
+        with _told(directory, "removed"):
+            if is_kept:
+                self._files.cp_file(str(directory / MANIFEST_NAME), str(directory / SUPERSEDED_NAME))
+                names = [MANIFEST_NAME]
+            fault.at("store_before_delete", step)
+            for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
+                self._files.rm_file(str(directory / name))
+                fault.at("store_mid_delete", step)
+
+
+def storage_of(place: Path) -> Storage:
+    """The storage of a place; raises a ConfigError where the package for this kind of store is not installed."""
+    return _objects(str(place).partition(":")[0]) if isinstance(place, Url) else FOLDERS
+
+
+@functools.cache
+def _objects(scheme: str) -> Storage:
+    package = _PACKAGES[scheme]
+    if importlib.util.find_spec(package) is None:
+        advice = "shardwise[s3]" if package == "s3fs" else package
+        raise ConfigError(f"{scheme}:// needs {package}, which is not installed.\n  Install {advice}.")
+    # Nothing is remembered of what was listed: another process uploads and removes.
+    return _Objects(importlib.import_module("fsspec").filesystem(scheme, use_listings_cache=False))
+
+
+@contextlib.contextmanager
+def _told(place: Url | str, what: str) -> Iterator[None]:
+    """Around calls of fsspec: any error becomes a StorageError, which says what and where, without credentials."""
+    try:
+        yield
+    except RefusedError:
+        raise
+    except Exception as error:  # noqa: BLE001 - each package has its own
+        text = " ".join(str(error).split())
+        for name, value in os.environ.items():
+            if len(value) >= 8 and _SECRET.search(name):
+                text = text.replace(value, "***")
+        raise StorageError(
+            f"{printable(str(place))} cannot be {what}: {type(error).__name__}: {printable(text[:400])}.\n"
+            "  See that the store can be reached from this machine, and that the environment has credentials that may"
+            " list, read, write and delete there (AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID, ...)."
+        ) from None

@@ -1,0 +1,116 @@
+"""Copies of a run's checkpoints on a store (``checkpoint.upload_to``), made by a process while training goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import CHECKPOINTS, find_latest, open_checkpoint, step_of
+from shardwise.checkpoint.background import Background
+from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of, storage_of
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.run_files import RUN_ID
+from shardwise.spec.text import printable
+from shardwise.train.folder import replace_text
+
+#: How often the end of a run looks whether uploads are done, and how often the ranks say that they wait for them.
+_POLL_S, _ROUND_S = 0.1, 10.0
+
+
+class Uploads:
+    """The uploads of a run, one at a time; of those that wait only the newest is made. Only rank 0 calls it.
+
+    Attributes:
+        place: Where they go; ``None``: nowhere, and nothing is done.
+        failures: One line for each upload that has failed.
+        problem: Why the newest checkpoint is not there; ``None`` where it is, or is on its way.
+    """
+
+    def __init__(self, run_dir: Path, to: str | None) -> None:
+        self.place: Path | None = None if to is None else place_of(to)
+        self.failures: list[str] = []
+        self.problem: str | None = None
+        self._run_dir, self._process = run_dir.absolute(), Background()
+        self._waiting: dict[str, dict[str, Any]] = {}
+        self._under_way: dict[str, Any] | None = None
+        self._known: set[Path] = set()
+
+    def open(self, run_id: str, *, is_new: bool) -> None:
+        """Raise a StorageError where the store cannot be written, a ConfigError where it holds another run."""
+        if self.place is None:
+            return
+        held = find_latest(self.place)
+        theirs = None if held.path is None else open_checkpoint(held.path).manifest.run_id
+        if (theirs is not None or held.rejected) if is_new else theirs not in {None, run_id}:
+            raise ConfigError(
+                f"checkpoint.upload_to={self.place} holds checkpoints of the run {printable(theirs or '?')}; this is"
+                f" {printable(run_id)}.\n  Continue that run with --resume, or name another place for this one."
+            )
+        if isinstance(self.place, Url):
+            with (self._run_dir / RUN_ID).open("rb") as file:
+                storage_of(self.place).write(self.place, "", RUN_ID, file.fileno())
+        else:
+            (self.place / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            replace_text(self.place / RUN_ID, f"{run_id}\n")
+
+    def set_aside_later(self, step: int) -> list[str]:
+        """Take later checkpoints, whose steps are made again, from those that are found there; says which."""
+        if self.place is None:
+            return []
+        folder, storage = self.place / CHECKPOINTS, storage_of(self.place)
+        later = [folder / name for name in storage.list(folder) if (step_of(name) or 0) > step]
+        later = [path for path in later if MANIFEST_NAME in storage.list(path)]
+        for path in later:
+            storage.remove(path, is_kept=True)
+        return [f"{path} is set aside" for path in later]
+
+    def add(self, path: Path, *, keep: int, run_id: str) -> list[str]:
+        """Upload a published checkpoint, soon; returns what there is to say."""
+        path = path.absolute()
+        if self.place is None or path in self._known:
+            return []
+        self._known.add(path)
+        to = str(self.place / path.parent.relative_to(self._run_dir))
+        before = self._waiting.get(to)
+        passed = [] if before is None else [f"{Path(before['upload']).name} is not uploaded: {path.name} is"]
+        self._waiting[to] = {"upload": str(path), "to": to, "keep": keep, "run_id": run_id}
+        return passed + self.poll()
+
+    def poll(self) -> list[str]:
+        """Begin the next upload if none is under way; returns what there is to say. Does not wait."""
+        said: list[str] = []
+        if self._under_way is not None and (outcome := self._process.poll()) is not None:
+            job, self._under_way = self._under_way, None
+            said = self._judge(job, outcome)
+        if self._under_way is None and self._waiting:
+            job = self._under_way = self._waiting.pop(min(self._waiting))
+            self._process.begin(job, None, {})
+        return said
+
+    def wait(self, limit_s: float) -> tuple[str, bool, str | None]:
+        """Wait some seconds; what there is to say, whether all is done or the limit over, and why it is not there."""
+        end, said = time.monotonic() + min(limit_s, _ROUND_S), self.poll()
+        while self._under_way is not None and time.monotonic() < end:
+            time.sleep(_POLL_S)
+            said += self.poll()
+        late = None if self._under_way is None else "it was not uploaded in time (train.grace_s)"
+        return "\n".join(said), late is None or limit_s <= _ROUND_S, late or self.problem
+
+    def close(self) -> None:
+        """End an upload under way, unfinished."""
+        self._process.close()
+
+    def _judge(self, job: Mapping[str, Any], outcome: Mapping[str, Any]) -> list[str]:
+        path, to = Path(job["upload"]), job["to"]
+        problem = f"step {step_of(path.name)} was not uploaded to {to}: {outcome.get('problem')}"
+        if "problem" in outcome and not path.exists():
+            return [f"{path.name} is not uploaded: it was removed before"]
+        if path.parent.parent == self._run_dir:  # not one of the best
+            self.problem = problem if "problem" in outcome else None
+        if "problem" in outcome:
+            self.failures.append(problem.splitlines()[0])
+            return [f"WARNING: {problem}\n  It is saved in {path}."]
+        removed = [f"{printable(name)}, an unfinished upload, was removed from {to}" for name in outcome["removed"]]
+        return removed + [f"{printable(name)} is left in {to}: {printable(why)}" for name, why in outcome["refused"]]

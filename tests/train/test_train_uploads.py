@@ -1,0 +1,239 @@
+"""`checkpoint.upload_to`: copies on an S3 server of the loopback, a resume from there, and what goes wrong."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint import find_latest, open_checkpoint
+from shardwise.checkpoint.storage import place_of, storage_of
+from shardwise.launch import fault
+from tests.common.store import SECRETS, s3_server
+from tests.train.job import command, content, environment, processes_of, wait_for_step
+from tests.train.train_here import losses, sets, summary, train_here, train_well
+
+#: The run of the trainer's tests with fewer layers, without what takes seconds to import.
+CONFIG = """
+model: {preset: gpt-nano, num_layers: 2, vocab_size: 256, dropout: 0.1}
+data: {source: stdlib, max_bytes: 100000}
+train: {steps: 20, micro_batch_size: 4, global_batch_size: 8, eval_every: null}
+optimizer: {lr: 1e-3}
+checkpoint: {every: 5, keep: 2}
+log: {tensorboard: false}
+"""
+UNREACHABLE = {**SECRETS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_DEFAULT_REGION": "x", "AWS_MAX_ATTEMPTS": "1"}
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, str]]:
+    with s3_server() as env:
+        yield env
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    train_well(folder, 2, ("--run-dir", "run"), config=CONFIG)
+    return folder / "run"
+
+
+def armed(faults: str, env: dict[str, str]) -> None:
+    """For ranks, and the processes that they start."""
+    os.environ.update({**env, **({fault.ARMED: "1", fault.FAULT: faults} if faults else {})})
+
+
+def stored(place: str, step: int = 20) -> list[str]:
+    """Hashes of the files of a step there, as :func:`content` has of a folder's."""
+    checkpoint = open_checkpoint(f"{place}/checkpoints/step-{step:08d}")
+    checkpoint.verify()
+    return [entry.hash for entry in checkpoint.manifest.files]
+
+
+def hashes(run: Path, step: int = 20) -> list[str]:
+    return [entry.hash for entry in open_checkpoint(run / "checkpoints" / f"step-{step:08d}").manifest.files]
+
+
+def leaks(folder: Path, text: str) -> list[str]:
+    """Where a secret is found: in what was printed, or in a file."""
+    held = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()} | {"output": text.encode()}
+    return [name for name, raw in held.items() for value in SECRETS.values() if value.encode() in raw]
+
+
+def test_a_run_goes_on_from_the_store_on_a_machine_without_its_folder(
+    s3: dict[str, str], whole: Path, tmp_path: Path
+) -> None:
+    place = "s3://bucket/machine/run"
+    to = sets(f"checkpoint.upload_to={place}")
+    begins, again = ("--run-dir", "a", *to, *sets("checkpoint.every=10")), ("--run-dir", "b", *to)
+    results = train_here(
+        tmp_path,
+        2,
+        (*begins, *sets("checkpoint.asynchronous=true")),
+        (*again, "--resume", "step-00000010"),
+        ("--run-dir", "c", *to),
+        ("--run-dir", "d", "--resume", *sets("checkpoint.upload_to=s3://bucket/nothing")),
+        ("--run-dir", "e", *sets("checkpoint.upload_to=s3://no-bucket/run")),
+        config=CONFIG,
+        before=functools.partial(armed, "", s3),
+    )
+    assert [code for code, _ in results] == [0, 0, 78, 65, 74], results
+    texts = [text for _, text in results]
+    assert f"resumed at step 10\n  from {place}/checkpoints/step-00000010\n" in texts[1]
+    assert f"  {place}/checkpoints/step-00000020 is set aside\n" in texts[1]
+    assert losses(tmp_path / "a") == losses(whole)
+    assert losses(tmp_path / "b") == losses(whole)[10:]
+    assert content(tmp_path / "b") == content(whole)
+    assert stored(place) == hashes(tmp_path / "b") != hashes(tmp_path / "a")  # by another save
+    assert (tmp_path / "b" / "run-id").read_text() == (tmp_path / "a" / "run-id").read_text()
+    assert "holds checkpoints of the run a-" in texts[2]
+    assert "name another place for this one" in texts[2]
+    assert "d holds no run to resume" in texts[3]
+    assert "s3://no-bucket/run/run-id cannot be written: " in texts[4]
+    assert not losses_of(tmp_path / "e")  # before the first step
+    assert not leaks(tmp_path, "".join(texts))
+
+
+def losses_of(run: Path) -> list[float]:
+    return losses(run) if (run / "metrics.jsonl").exists() else []
+
+
+def test_a_failed_upload_is_said_and_fails_the_run_only_where_it_is_the_last(whole: Path, tmp_path: Path) -> None:
+    """To a folder, as of a slow disk that machines share; ``best/`` goes there too."""
+    best = "checkpoint.best=eval_loss", "train.eval_every=10", "train.eval_batches=1"
+    to = sets("checkpoint.upload_to=far", "checkpoint.keep=9", *best)
+    faults = "store_before_file@step=5:enospc;store_before_file@step=20:raise"
+    ((code, text),) = train_here(
+        tmp_path, 2, ("--run-dir", "run", *to), config=CONFIG, before=functools.partial(armed, faults, {})
+    )
+    run, far = tmp_path / "run", tmp_path / "far"
+    assert code == 74
+    assert "WARNING: step 5 was not uploaded to far/checkpoints: far/checkpoints/step-00000005 was not" in text
+    assert "the last checkpoint is saved, but not where checkpoint.upload_to says: step 20 was not uploaded" in text
+    assert "It is uploaded at the start of a resume" in text
+    assert losses(run) == losses(whole)
+    assert len(summary(run)["failed_saves"]) == 3  # steps 5 and 20, and the best
+    assert find_latest(far).step in {None, 10, 15}  # those that waited may have been passed over
+    resumes = "--run-dir", "run", *to, "--resume", *sets("train.steps=22")
+    ((code, text),) = train_here(tmp_path, 2, resumes, config=CONFIG)
+    assert code == 0, text
+    assert stored(str(far), 22) == hashes(run, 22)
+    assert stored(str(far)) == hashes(run)  # which the resume has made up for
+    assert find_latest(far / "best").step == 22
+    assert find_latest(far).unfinished == ()
+
+
+def test_a_store_that_cannot_be_reached_is_said_before_the_first_step(tmp_path: Path) -> None:
+    to = sets("checkpoint.upload_to=s3://bucket/run")
+    ((code, text),) = train_here(
+        tmp_path, 1, ("--run-dir", "run", *to), config=CONFIG, before=functools.partial(armed, "", UNREACHABLE)
+    )
+    assert code == 74
+    assert "s3://bucket/run/checkpoints cannot be listed: " in text
+    assert "See that the store can be reached from this machine" in text
+    assert not leaks(tmp_path, text)
+
+
+# --- killed in twenty places ------------------------------------------------------------------------------------------
+
+#: Of rank 0's save, where its own folder is there for the resume; and of the upload, after which the folder is lost.
+SAVING = fault.POINTS[fault.POINTS.index("save_begin") :]
+PLACES = [(point, rank) for point in SAVING for rank in ((0, 1) if point == "mid_shard_write" else (0,))]
+
+
+def train(folder: Path, env: dict[str, str], *arguments: str, killed: str = "") -> subprocess.CompletedProcess[str]:
+    held = environment() | env | ({fault.ARMED: "1", fault.FAULT: killed} if killed else {})
+    words = command(folder, "--run-dir", "run", "--nproc", "2", *arguments, config=CONFIG)
+    return subprocess.run(words, cwd=folder, env=held, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("point", "rank"), PLACES)
+def test_killed_anywhere_in_a_save_it_ends_as_if_nothing_had_happened_and_so_does_its_copy(
+    s3: dict[str, str], whole: Path, tmp_path: Path, point: str, rank: int
+) -> None:
+    place, run = f"s3://bucket/{tmp_path.name}", tmp_path / "run"
+    to = sets(f"checkpoint.upload_to={place}")
+    step = 5 if point.startswith("gc_") else 15
+    ended = train(tmp_path, s3, *to, killed=f"{point}@rank={rank}@step={step}:kill")
+    assert ended.returncode == 137, ended.stdout + ended.stderr
+    assert not processes_of(tmp_path)
+    resumed = train(tmp_path, s3, *to, "--resume")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert losses(run) == losses(whole)
+    assert content(run) == content(whole)
+    assert stored(place) == hashes(run)
+    assert find_latest(place).unfinished == ()
+    assert not leaks(tmp_path, ended.stdout + ended.stderr + resumed.stdout + resumed.stderr)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", [point for point in fault.STORE_POINTS if "delete" not in point])
+def test_an_upload_that_is_killed_anywhere_leaves_the_copy_before_or_this_one(
+    s3: dict[str, str], whole: Path, tmp_path: Path, point: str
+) -> None:
+    place, run = f"s3://bucket/{tmp_path.name}", tmp_path / "run"
+    to = sets(f"checkpoint.upload_to={place}", "checkpoint.keep=9")
+    ended = train(tmp_path, s3, *to, killed=f"{point}@step=20:kill")
+    assert ended.returncode == 74, ended.stdout + ended.stderr
+    assert "the process that writes checkpoints has been killed" in ended.stdout
+    assert losses(run) == losses(whole)
+    begins = find_latest(place, verify=True).step or 0
+    assert (begins == 20) == (point in {"store_after_manifest", "store_end"})
+    shutil.rmtree(run)  # the machine is lost
+    resumed = train(tmp_path, s3, *to, "--resume")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    if begins < 20:
+        assert losses(run) == losses(whole)[begins:]
+        assert content(run) == content(whole)
+        assert stored(place) == hashes(run)
+    assert find_latest(place, verify=True).step == 20
+    assert find_latest(place).unfinished == ()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["store_before_delete", "store_mid_delete"])
+def test_a_deletion_on_the_store_that_is_killed_is_done_by_the_next_upload(
+    s3: dict[str, str], whole: Path, tmp_path: Path, point: str
+) -> None:
+    place, run = f"s3://bucket/{tmp_path.name}", tmp_path / "run"
+    to = sets(f"checkpoint.upload_to={place}")
+    first = train(tmp_path, s3, *to, *sets("checkpoint.keep=9"))
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert find_latest(place, verify=True).step == 20
+    # Steps 10 and 20 are uploaded again, and step 5 is due then. (The pauses let uploads begin.)
+    pauses = "step_begin@rank=0@step=6:sleep=15;step_begin@rank=0@step=11:sleep=5"
+    ended = train(tmp_path, s3, *to, "--resume", "step-00000005", killed=f"{point}@step=5:kill;{pauses}")
+    assert "the process that writes checkpoints has been killed" in ended.stdout, ended.stdout + ended.stderr
+    shutil.rmtree(run)
+    resumed = train(tmp_path, s3, *to, "--resume", *sets("train.steps=25"))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert find_latest(place, verify=True).step == 25
+    left = storage_of(place_of(place)).list(place_of(place) / "checkpoints")
+    assert "step-00000005" not in left
+    assert "step-00000020" in left
+
+
+@pytest.mark.long
+def test_a_store_that_is_lost_on_the_way_lets_training_go_on_and_ends_it_with_74(whole: Path, tmp_path: Path) -> None:
+    with s3_server() as env:
+        to = sets("checkpoint.upload_to=s3://bucket/run")
+        held = environment() | env | {fault.ARMED: "1", fault.FAULT: "step_begin@rank=0:sleep=1"}
+        words = command(tmp_path, "--run-dir", "run", "--nproc", "2", *to, config=CONFIG)
+        with (tmp_path / "out").open("wb") as out:
+            process = subprocess.Popen(words, cwd=tmp_path, env=held, stdout=out, stderr=out)
+            wait_for_step(tmp_path / "run", 7, process)
+    code, text = process.wait(200), (tmp_path / "out").read_text()
+    assert code == 74, text
+    warned = text.index("WARNING: step 10 was not uploaded to s3://bucket/run/checkpoints: ")
+    assert warned < text.index("step 20/20")  # at the next step
+    assert "the last checkpoint is saved, but not where checkpoint.upload_to says" in text
+    assert losses(tmp_path / "run") == losses(whole)
+    assert content(tmp_path / "run") == content(whole)
+    assert not leaks(tmp_path, text)
