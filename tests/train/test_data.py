@@ -310,3 +310,12 @@ def test_a_change_in_the_middle_of_small_data_and_at_the_ends_of_large_is_seen(
     assert len({fingerprint(text) for text in texts}) == 5
     monkeypatch.setattr("shardwise.train.data.source.LOOKED_AT_BYTES", 20)
     assert len({fingerprint(text) for text in texts}) == 4
+
+
+def test_of_a_saved_data_set_the_rows_are_read_and_of_other_names_everything(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "us_state.jsonl", "state.json", "dataset_info.json"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    assert [file.name for file in find_source(str(tmp_path)).files] == ["a.jsonl", "us_state.jsonl"]
+    (tmp_path / "us_state.json").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"us_state.json lies beside .*a.jsonl"):
+        find_source(str(tmp_path))

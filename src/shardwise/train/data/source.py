@@ -14,6 +14,7 @@ import codecs
 import glob
 import hashlib
 import os
+import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -266,14 +267,14 @@ def ending(file: Path) -> str:
 
 def holds_records(files: Sequence[Path]) -> bool:
     """Whether the names say that these are rows of a data set."""
-    endings = {ending(file) for file in files if not str(file).endswith(_SAVED)}
+    endings = {ending(file) for file in files if Path(str(file)).name not in _SAVED}
     return not endings.isdisjoint(RECORDS) or (bool(endings) and endings.issubset(RECORDS_OR_TEXT))
 
 
 def _records(name: str, files: Sequence[Path], max_bytes: int | None) -> Source:
     if max_bytes is not None:
         raise DataError(f"data.max_bytes is for text, and {name!r} holds rows of a data set.\n  Take max_bytes out.")
-    files = [file for file in files if not str(file).endswith(_SAVED)]
+    files = [file for file in files if Path(str(file)).name not in _SAVED]
     kinds = {ending(file): file for file in reversed(files)}
     if len(kinds) > 1:
         raise DataError(
@@ -304,22 +305,15 @@ def _tokens(name: str, files: Sequence[Path], looked_at: Sequence[Path], max_byt
 
 
 def _text(name: str, files: Iterable[Path], limit: int | None) -> Source:
-    held: list[Path] = []
-    lengths: list[int] = []
-    left = limit
+    taken: dict[Path, int] = {}
+    left = limit or sys.maxsize
     for file in files:
-        size = file.stat().st_size
-        take = size if left is None else min(size, left)
-        if take:
-            held.append(file)
-            lengths.append(take)
-        if left is not None:
-            left -= take
-            if left == 0:
-                break
-    if not held:
+        if left and (size := min(file.stat().st_size, left)):
+            taken[file] = size
+            left -= size
+    if not taken:
         raise DataError(f"{name}: the text is empty.\n  Name a source with text in it.")
-    return Source(name, "text", tuple(held), tuple(lengths), BYTE_VOCAB)
+    return Source(name, "text", tuple(taken), tuple(taken.values()), BYTE_VOCAB)
 
 
 def _find_files(name: str) -> list[Path]:
