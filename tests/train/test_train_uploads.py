@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ import pytest
 from shardwise.checkpoint import find_latest, open_checkpoint
 from shardwise.checkpoint.storage import place_of, storage_of
 from shardwise.launch import fault
+from shardwise.spec.errors import CheckpointError
+from shardwise.train.saves.checkpoints import find_checkpoint, is_empty
+from tests.checkpoint.test_store import save, truncate
 from tests.common.store import SECRETS, s3_server
 from tests.train.job import command, content, environment, processes_of, wait_for_step
 from tests.train.train_here import losses, sets, summary, train_here, train_well
@@ -102,6 +106,56 @@ def test_a_run_goes_on_from_the_store_on_a_machine_without_its_folder(
 
 def losses_of(run: Path) -> list[float]:
     return losses(run) if (run / "metrics.jsonl").exists() else []
+
+
+def lay_out(root: Path, steps: dict[int, bool]) -> None:
+    """Checkpoints of steps; those that are not good are cut off."""
+    for step, is_good in steps.items():
+        path = save(root, step)
+        if not is_good:
+            truncate(path)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "found"),
+    [
+        ({10: True, 20: True}, {20: True}, "here 20"),
+        ({10: True}, {10: True, 20: True}, "there 20"),
+        ({}, {10: True, 20: True}, "there 20"),
+        ({10: True, 20: False}, {20: True}, "there 20"),
+        ({10: True, 20: True}, {20: False}, "here 20"),
+        ({10: True, 30: False}, {20: True}, "30 is damaged, there 20"),
+        ({10: True}, {20: False}, "20 is damaged, here 10"),
+        ({}, {10: True, 20: False}, "20 is damaged, there 10"),
+    ],
+)
+def test_a_resume_takes_the_newest_of_the_folder_and_the_store_and_passes_over_none_unasked(
+    tmp_path: Path, here: dict[int, bool], there: dict[int, bool], found: str
+) -> None:
+    run, far = tmp_path / "here", tmp_path / "there"
+    lay_out(run, here)
+    lay_out(far, there)
+    damaged, _, good = found.rpartition(", ")
+    place, step = good.split()
+    expected = tmp_path / place / "checkpoints" / f"step-000000{step}"
+    said: list[str] = []
+    assert find_checkpoint(run, "latest-good", str(far), say=said.append) == expected
+    assert [line[:13] for line in said] == [f"step-000000{each.split()[0]}" for each in [damaged] if each]
+    if damaged:
+        with pytest.raises(CheckpointError, match=f"step-000000{damaged[:2]}: .*the file has 9 bytes"):
+            find_checkpoint(run, "latest", str(far))
+    else:
+        assert find_checkpoint(run, "latest", str(far)) == expected
+    assert not is_empty(run, str(far))
+    assert is_empty(tmp_path / "none", str(tmp_path / "none"))
+
+
+def test_a_step_on_the_store_is_found_by_its_name(tmp_path: Path) -> None:
+    lay_out(tmp_path / "far", {10: True, 20: True})
+    found = find_checkpoint(tmp_path / "run", "step-00000010", str(tmp_path / "far"))
+    assert found == tmp_path / "far" / "checkpoints" / "step-00000010"
+    with pytest.raises(CheckpointError, match="--resume step-00000030: there is no such checkpoint"):
+        find_checkpoint(tmp_path / "run", "step-00000030", str(tmp_path / "far"))
 
 
 def test_a_failed_upload_is_said_and_fails_the_run_only_where_it_is_the_last(whole: Path, tmp_path: Path) -> None:
@@ -218,6 +272,22 @@ def test_a_deletion_on_the_store_that_is_killed_is_done_by_the_next_upload(
     left = storage_of(place_of(place)).list(place_of(place) / "checkpoints")
     assert "step-00000005" not in left
     assert "step-00000020" in left
+
+
+@pytest.mark.long
+def test_a_run_that_is_asked_to_stop_uploads_its_last_step(s3: dict[str, str], tmp_path: Path) -> None:
+    place, run = f"s3://bucket/{tmp_path.name}", tmp_path / "run"
+    held = environment() | s3 | {fault.ARMED: "1", fault.FAULT: "step_begin@rank=0:sleep=1"}
+    words = command(tmp_path, "--run-dir", "run", "--nproc", "2", *sets(f"checkpoint.upload_to={place}"), config=CONFIG)
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.Popen(words, cwd=tmp_path, env=held, stdout=out, stderr=out)
+        wait_for_step(run, 7, process)
+        process.terminate()
+    code, text = process.wait(200), (tmp_path / "out").read_text()
+    assert code == 75, text
+    saved = re.search(r"stop requested, saved step (\d+), continue with --resume\n", text)
+    assert saved is not None, text
+    assert stored(place, int(saved[1])) == hashes(run, int(saved[1]))
 
 
 @pytest.mark.long
