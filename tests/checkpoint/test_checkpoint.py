@@ -179,7 +179,7 @@ def save_often(folder):
     assert sw.load(sw.newest_checkpoint(folder), model) == {}
     assert set(own(model.weight).flatten().tolist()) <= {5.0}
     errors = []
-    for path, keep in ((folder / "other", 2), (folder / "step-00000006", 0)):
+    for path, keep in ((folder / "other", 2), (folder / "step-00000006", 0), ("s3://bucket/step-00000006", 2)):
         try:
             sw.save(path, model, keep=keep)
         except CheckpointError as error:
@@ -195,8 +195,9 @@ def test_save_keeps_as_many_as_it_is_told_and_the_newest_is_found(tmp_path):
         assert steps == [[1], [1, 2], [2, 3], [3, 4], [4, 5]]
         assert not any("tmp" in name or "trash" in name for names in found for name in names)
         assert "notes" in found[-1]
-        assert all("expected a folder named by its step, and at least 1 to keep" in error for error in errors)
-        assert len(errors) == 2
+        assert all("expected a folder named by its step, and at least 1 to keep" in error for error in errors[:2])
+        assert errors[2].startswith("sw.save(s3://bucket/step-00000006): expected a folder.\n  Save to one and copy it")
+        assert len(errors) == 3
     (shard,) = (tmp_path / "step-00000005").glob("*r00000*")
     shard.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"the newest checkpoint of .* cannot be used"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import types
@@ -113,6 +114,22 @@ def test_a_loop_with_a_run_is_the_loop_and_goes_on_where_it_was_stopped_on_anoth
         "step-00000010",
         "step-00000012",
     ]
+
+
+def loses_its_machine(folder: str) -> tuple[list[float], list[int]]:
+    """Is stopped after step 7, loses its folder, and is started again with the same line."""
+    expected = plain(folder)
+    given = {"checkpoint": {"every": 5, "upload_to": f"{folder}/far"}}
+    codes = [with_run(f"{folder}/run", 6, **given)]
+    shutil.rmtree(f"{folder}/run")
+    return expected, [*codes, with_run(f"{folder}/run", **given)]
+
+
+def test_a_loop_goes_on_from_where_its_checkpoints_were_copied_to(tmp_path: Path) -> None:
+    ((expected, codes),) = run_on_ranks(loses_its_machine, 1, str(tmp_path))
+    assert codes == [75, 0]
+    assert losses(tmp_path / "run") == expected[7:]
+    assert sw.newest_checkpoint(tmp_path / "far") == tmp_path / "far" / "checkpoints" / "step-00000012"
 
 
 def reuses(folder: str) -> None:

@@ -43,7 +43,7 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(  # noqa: PLR0917  typer calls it by name
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint's, or a Hugging Face folder.")],
+    path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
     tasks: Annotated[list[str], typer.Option(help="Name of a task, or a YAML file with one, repeatable.")],
     num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question, if not the task's.")] = None,
     limit: Annotated[int | None, typer.Option(help="Take so many of each task's documents only.", min=1)] = None,

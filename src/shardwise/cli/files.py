@@ -102,7 +102,7 @@ def _checkpoint() -> None:
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint's folder or URL, or a run's (its newest checkpoint).")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Print what the manifest says."""
@@ -112,7 +112,7 @@ def inspect(
     show(json.dumps(summary, indent=2) if as_json else describe_summary(summary))
 
 
-def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's.")]) -> None:
+def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder or URL, or a run's.")]) -> None:
     """Compare every hash; all bad checkpoints are named."""
     from shardwise.checkpoint import open_checkpoint
 
@@ -184,7 +184,7 @@ def import_(  # noqa: PLR0917  typer calls it by name
 
 
 def export_to_dcp(  # noqa: PLR0917  typer calls it by name
-    path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's (its newest checkpoint).")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint's folder or URL, or a run's (its newest checkpoint).")],
     out: Annotated[Path, typer.Argument(help="The new folder.")],
     model_key: _ModelKey = "model",
     optimizer_key: Annotated[str, typer.Option(help="The same of the optimizer's state dict.")] = "optimizer",
@@ -213,7 +213,7 @@ def _show_left_out(names: list[str]) -> None:
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A run's folder (its newest checkpoint), or a checkpoint's.")],
+    source: Annotated[Path, typer.Argument(help="A run's folder or URL (its newest checkpoint), or a checkpoint's.")],
     folder: Annotated[Path | None, typer.Argument(help="The new folder.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights in the files, such as bf16.")] = None,
     average: Annotated[bool, typer.Option("--average", help="The run's averaged weights.")] = False,  # noqa: FBT002  typer's form

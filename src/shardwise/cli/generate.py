@@ -62,7 +62,7 @@ def register(app: typer.Typer) -> None:
 
 def generate(  # noqa: PLR0917  typer calls it by name
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint's, or a Hugging Face folder.")],
+    path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue, repeatable.")] = None,
     tokens: Annotated[list[str] | None, typer.Option(help="Token ids to continue ('12 7 9'), repeatable.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 50,

@@ -65,7 +65,7 @@ def register(app: typer.Typer) -> None:
 
 def serve(  # noqa: PLR0917  typer calls it by name
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint's, or a Hugging Face folder.")],
+    path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
     host: Annotated[str, typer.Option(help="Address to listen on; another machine reaches 0.0.0.0.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name in requests; by default the folder's.")] = None,

@@ -51,7 +51,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/NAME.")] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="[latest|latest-good|PATH]", help="Continue; alone it means latest.")
+        str | None, typer.Option(metavar="[latest|latest-good|PATH|URL]", help="Continue; alone it means latest.")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Start all workers again this often after one was lost.")] = 0,
