@@ -20,7 +20,7 @@ from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import OfFolder
 from tests.common.tokenizers import TEMPLATE, save_tokenizer
 
-pytest.importorskip("datasets", reason="the data extra is not installed")
+pytest.importorskip("datasets", reason="the hf extra is not installed")
 
 DEEP = "[" * 200_000 + "]" * 200_000
 LONG = "x" * 3000

@@ -206,7 +206,7 @@ def test_conversations_and_texts_share_a_batch_and_keep_their_own_positions_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="the hf extra is not installed")
-    pytest.importorskip("datasets", reason="the data extra is not installed")
+    pytest.importorskip("datasets", reason="the hf extra is not installed")
     save_chats(tmp_path)
     (tmp_path / "text.txt").write_text("One hundred and seven is a number. " * 200)
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ from tests.train.chats import all_losses, cache_here, save_chats
 from tests.train.train_here import losses, sets, train_here
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
-pytest.importorskip("datasets", reason="the data extra is not installed")
+pytest.importorskip("datasets", reason="the hf extra is not installed")
 pytestmark = pytest.mark.preload("transformers.models.llama.modeling_llama", "datasets")
 
 CONFIG = """

@@ -19,7 +19,7 @@ from tests.common.tokenizers import TEXT, save_tokenizer
 from tests.train.train_here import sets, train_here
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
-pytest.importorskip("datasets", reason="the data extra is not installed")
+pytest.importorskip("datasets", reason="the hf extra is not installed")
 pytestmark = pytest.mark.preload("transformers", "datasets")
 
 CONFIG = """

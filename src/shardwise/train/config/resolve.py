@@ -241,7 +241,9 @@ def resolve(
         source, tokenizer, end_token, task = _sources(raw, facts, say, reads=checks_data)
     else:
         source, tokenizer, end_token, task = given_source(spec.data), config.data.tokenizer, None, facts.task
-    if config.train.sample_prompts and (task.name != NEXT or tokenizer is None or _hides_text(source, tokenizer)):
+    # of token files with another vocabulary than that of bytes nobody has named the text
+    hides_text = tokenizer == BYTES and source.kind == "tokens" and source.vocab_size != BYTE_VOCAB
+    if config.train.sample_prompts and (task.name != NEXT or tokenizer is None or hides_text):
         raw.fail("train", "sample_prompts", "needs a causal language model and the data's tokenizer; take it out")
         raw.raise_if_any()
     filled: dict[str, dict[str, object]] = {
@@ -338,11 +340,6 @@ def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
         raw.fail("checkpoint", "best", f"an evaluation gives {', '.join(values)}; name one of these")
     if config.train.sample_prompts and (config.parallel.cp > 1 or spec.data is not None or spec.model is not None):
         raw.fail("train", "sample_prompts", "texts are continued by language models on text, without cp; take it out")
-
-
-def _hides_text(source: Source, tokenizer: str) -> bool:
-    """Whether token files hold ids of another vocabulary than that of bytes, whose text nobody has named."""
-    return tokenizer == BYTES and source.kind == "tokens" and source.vocab_size != BYTE_VOCAB
 
 
 #: What is not known of a model before it is built.

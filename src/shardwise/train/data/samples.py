@@ -200,12 +200,9 @@ def open_data(
         )
         if held_out is not None:
             check_size(source, data, seq_len=seq_len, needed=1)
-    return Data(*(for_task(part, task, seq_len, vocab_size, seed) for part in (data.train, data.held_out)))
-
-
-def for_task(part: Samples, task: Task, seq_len: int, vocab_size: int, seed: int) -> Samples:
-    """The same samples, with hidden tokens where the task is to find them."""
-    return part if task.mask is None else MaskedSamples(part, seq_len, task.mask, vocab_size, seed)
+    if task.mask is None:
+        return data
+    return Data(*(MaskedSamples(part, seq_len, task.mask, vocab_size, seed) for part in (data.train, data.held_out)))
 
 
 def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
