@@ -19,7 +19,7 @@ from shardwise.train.config.sections import read_config
 from shardwise.train.data import records as module
 from shardwise.train.data.examples import Examples, Texts, prepare
 from shardwise.train.data.source import find_source
-from shardwise.train.data.token_files import DataError, map_tokens, read_header
+from shardwise.train.data.token_files import DataError, map_tokens, read_header, write_tokens
 from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer
 from tests.common.tokenizers import TEXT, ids_of, save_model, save_tokenizer
 
@@ -231,3 +231,27 @@ def test_no_server_is_asked_about_files_that_are_here(tmp_path: Path, monkeypatc
     for name in ("a.parquet", "a.csv", "saved", "a.arrow"):
         assert bytes(prepared(tmp_path / name, "text")) == b"onetwo"
     assert asked == []
+
+
+def test_ranks_import_what_their_data_needs_and_no_more(text: Path, tmp_path: Path) -> None:
+    """Token files need no package of others; tokens that are in the cache need pyarrow, and not ``datasets``."""
+    ids = prepared(text)
+    write_tokens(tmp_path / "a.tokens", [np.array(ids)], vocab_size=256)
+    code = """
+import sys
+from shardwise.train.config.resolve import resolve
+from shardwise.train.data.examples import Examples, Texts, prepare
+from shardwise.train.data.samples import open_data
+from shardwise.train.data.source import find_source
+from shardwise.train.data.tokenizer import Bytes
+asked = {"seq_len": 8, "held_out": 0.1, "vocab_size": 256, "seed": 0}
+seen = []
+for find in (lambda: find_source("a.tokens"), lambda: prepare(find_source(sys.argv[1]), Bytes(), [None], None)):
+    seen.append(open_data(find(), **asked).train.rows([3]).inputs.tolist())
+    print([name for name in ("torch", "transformers", "datasets", "pyarrow") if name in sys.modules])
+assert seen[0] == seen[1]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(text)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == ["[]", "['pyarrow']"], done.stderr
