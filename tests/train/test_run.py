@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, ConfigError, NonFiniteError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import RankFailure, run_on_ranks
 from tests.train.towers import Pairs, Towers
 from tests.train.train_here import losses, metrics, summary
 
@@ -180,6 +181,36 @@ def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(tmp_path: Path) -> 
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
 
 
+def bare(folder: str, stop_after: int) -> list[float]:
+    """A loop of plain torch around a plain model; with a folder, in a run that is left after some steps."""
+    torch.manual_seed(0)
+    model, data, told = Towers(), Pairs(72, 0), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    run = sw.Run(folder, model=model, optimizer=optimizer, steps=9, log={"tensorboard": False}) if folder else None
+    with run or contextlib.nullcontext():
+        for step in run.steps() if run else range(9):
+            batch = default_collate([data[index] for index in range(8 * step, 8 * step + 8)])
+            loss = mean(model(**batch), batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+            if run:
+                run.log(loss=loss)
+                if step + 1 == stop_after:
+                    break
+    return losses(Path(folder)) if run else told
+
+
+def test_a_plain_model_on_one_process_needs_no_plan_and_on_two_is_refused(tmp_path: Path) -> None:
+    (expected,) = run_on_ranks(bare, 1, "", 9)
+    for stop_after in (4, 9):
+        (found,) = run_on_ranks(bare, 1, str(tmp_path / "run"), stop_after)
+    assert found == expected
+    with pytest.raises(RankFailure, match=r"Towers is not parallelized, and there are several ranks"):
+        run_on_ranks(bare, 2, str(tmp_path / "two"), 9)
+
+
 def alone(folder: str) -> list[str]:
     """What a wrong use says, in a process that nothing has started as a rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -198,7 +229,6 @@ def alone(folder: str) -> list[str]:
         else:
             said.append("")
 
-    tried(model=Towers())
     tried(checkpoint={"evry": 3})
     tried(train={"clip_grad_norm": 1.0})
     tried(checkpoint={"best": "eval_loss"})
@@ -222,7 +252,6 @@ def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
     for text, words in zip(
         said,
         (
-            "Towers is not parallelized.\n  Call model = sw.parallelize(model) before the optimizer is built",
             "checkpoint.evry: unknown key. Did you mean 'every'?",
             "'clip_grad_norm': ...}): what a step does is the loop's own",
             "'best': ...}): evaluations and code are the loop's own",

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -263,7 +263,7 @@ class Loop:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         """The numbers of the steps to make, from 0: each is made by the caller, who then says :meth:`found`.
 
         Collective:
@@ -275,9 +275,17 @@ class Loop:
         while self.step < train.steps:
             self.pace.step(self.step + 1, saved_step=self.saves.saved_step)
             self.fault_at("step_begin", self.step + 1)
+            version, is_left = engine_of(self.model, "train").version, False
             with self.trace.step(self.step + 1, self.progress.say), self._measured():
-                yield self.step
+                try:
+                    yield self.step
+                except GeneratorExit:  # the loop was left; once parameters are updated, its last step was made
+                    is_left = True
+                    if engine_of(self.model, "train").version == version:
+                        raise
             self.step += 1
+            if is_left:
+                return
             self.fault_at("after_step", self.step)
             if trouble := self.saves.hear():
                 self.progress.say(trouble)

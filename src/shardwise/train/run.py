@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
@@ -77,7 +78,7 @@ class Run:
 
     Args:
         directory: The run's folder, on a disk that all machines share.
-        model: A parallelized model.
+        model: A parallelized model; on one process also a plain one, which becomes one that nothing is sent for.
         optimizer: Built on its parameters.
         steps: How many steps the whole run has.
         checkpoint: Fields of ``checkpoint:`` in a run.yaml, such as ``{"every": 100, "keep": 3}``. By default one
@@ -93,7 +94,7 @@ class Run:
         callbacks: Told what happens (``sw.Callback``).
 
     Raises:
-        ConfigError: A field is unknown or of another kind, or the model is not parallelized.
+        ConfigError: A field is unknown or of another kind, or the model of several ranks is not parallelized.
     """
 
     def __init__(
@@ -126,17 +127,19 @@ class Run:
         try:
             engine_of(model, "sw.Run")
         except StateError:
-            raise ConfigError(
-                f"sw.Run(model=...): {type(model).__name__} is not parallelized.\n"
-                "  Call model = sw.parallelize(model) before the optimizer is built; on one process that changes no"
-                " number, and checkpoints load on any other."
-            ) from None
+            if (dist.get_world_size() if dist.is_initialized() else read_world().size) > 1:
+                raise ConfigError(
+                    f"sw.Run(model=...): {type(model).__name__} is not parallelized, and there are several ranks.\n"
+                    "  Call model = sw.parallelize(model) before the optimizer is built."
+                ) from None
+            sw.parallelize(model, "ddp")  # of one rank: no number changes, and its parameters stay the same objects
         scaler = scaler or sw.GradScaler("cpu", enabled=False)
         self._parts = Parts(model, optimizer, scaler, average, data_parallel_rank(model))
         self._callbacks = callbacks
         self._world: World = read_world()
         self._stack = contextlib.ExitStack()
         self._loop: Loop | None = None
+        self._steps: Generator[int] | None = None
         self._logged: dict[str, Any] = {}
 
     # --- around the loop ---------------------------------------------------------------------------------------------
@@ -188,6 +191,8 @@ class Run:
         with self._exit_codes():
             try:
                 if kind is None:
+                    if self._steps is not None:
+                        self._steps.close()
                     loop.leave()
             except BaseException:
                 self._stack.__exit__(*sys.exc_info())
@@ -224,13 +229,20 @@ class Run:
         Collective:
             Every ``log.every`` steps two all-gathers, and those of saves: all ranks make the same steps.
         """
-        loop, every = self._running, self._config.train.check_replicas_every
-        for step in loop.steps():
-            self._logged = {}
-            yield step
-            self._note(loop)
-            if every is not None and (step + 1) % every == 0:
-                loop.check_replicas(step + 1)
+        self._steps = self._make_steps(self._running)
+        return self._steps
+
+    def _make_steps(self, loop: Loop) -> Generator[int]:
+        every = self._config.train.check_replicas_every
+        with contextlib.closing(loop.steps()) as steps:
+            for step in steps:
+                self._logged = {}
+                try:
+                    yield step
+                finally:  # also where the loop is left here
+                    self._note(loop)
+                if every is not None and (step + 1) % every == 0:
+                    loop.check_replicas(step + 1)
 
     def log(
         self,
