@@ -323,3 +323,43 @@ def test_ranks_that_come_into_a_model_through_different_modules_are_told_so():
     text = refusal(RankDisagreement, part, sample(rank, 0))
     assert text.startswith("the ranks call the model through different modules, or are in different passes: rank 0 has")
     assert "rank 0 has blocks.0, rank 1 has root." in text
+
+
+class Towers(nn.Module):
+    """A tower that only some batches need, below a trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Chain(num_blocks=2)
+        self.tower.head = nn.Linear(8, 8)
+        self.trunk = Chain(num_blocks=2)
+
+    def forward(self, x: Tensor, has_picture: bool) -> Tensor:
+        return self.trunk(torch.tanh(self.tower(x)) if has_picture else x)
+
+
+def squared(output: Tensor, _batch: object) -> Tensor:
+    return output.square().mean()
+
+
+def evaluates():
+    """For each strategy the held-out losses and those of one process, and a training loss beside one without grad."""
+    rank, found = dist.get_rank(), []
+    for strategy in ("zero3", "shard_grad_op", "ddp"):
+        model, plain = Towers(), Towers()
+        plain.load_state_dict(model.state_dict())
+        sw.parallelize(model, strategy=strategy)
+        for needs in ((True, False), (False, True), (False, False), (True, True), (False, True)):
+            held = sw.eval_step(model, (sample(rank, 0), needs[rank]), squared)
+            with torch.no_grad():
+                each = [squared(plain(sample(other, 0), needs[other]), None) for other in (0, 1)]
+            found.append((held.item(), (sum(each) / 2).item()))
+        trained = sw.train_step(model, (sample(rank, 0), rank == 1), squared)
+        again = sw.eval_step(model, (sample(rank, 0), rank == 1), squared)
+        found.append((again.item(), trained.item()))
+    return found
+
+
+def test_in_an_evaluation_each_rank_may_leave_out_a_tower():
+    for held, expected in run_on_ranks(evaluates, 2)[0]:
+        assert held == pytest.approx(expected, rel=1e-6)

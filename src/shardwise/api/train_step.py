@@ -113,7 +113,8 @@ def eval_step(
         The mean loss as :func:`train_step` gives it.
 
     Collective:
-        Those of forward, and of the loss as in :func:`train_step`. All ranks must call.
+        Those of forward, and of the loss as in :func:`train_step`. All ranks must call. A rank whose batch leaves out
+        units (a tower without a picture) gathers them with the others.
 
     Raises:
         StateError: As :func:`train_step`.
@@ -121,7 +122,7 @@ def eval_step(
     engine = engine_of(model, "sw.eval_step")
     loss_of = functools.partial(forward_loss, loss_fn=loss_fn, forward=forward)
     pipelined = pipelined_of(model)
-    with torch.no_grad():
+    with torch.no_grad(), engine.window.evaluation():
         if pipelined is not None:
             usual = pipelined.num_microbatches
             count = fitting_count(batch, usual) if num_microbatches is None else num_microbatches

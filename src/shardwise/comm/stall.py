@@ -187,7 +187,8 @@ _KEY = "shardwise/stall"
 
 _OTHER_PATHS = (
     "The ranks took different paths through the model. Let every rank run the same units, or wrap the module that"
-    " chooses among them as one unit (auto_wrap_policy). Where one has fewer batches, see sw.join."
+    " chooses among them as one unit (auto_wrap_policy); in sw.eval_step paths may differ."
+    " Where one has fewer batches, see sw.join."
 )
 _FEWER_BATCHES = "Where it has fewer batches, use drop_last=True or sw.join(model, batches)."
 

@@ -66,8 +66,9 @@ rank. A rank that skips a unit still gathers it, and reduces zeros for it. No ra
 sent to agree once all units are in the order and some rank has run all of it in one pass. Before, one word a pass tells
 whether a rank has left the order, so that the ranks negotiate again. Where paths keep changing and the order has grown
 to twice its first length, the ranks exchange what they have used. Each way into the model (the root, a unit that is
-called by itself, a stage of a pipeline) has an order of its own (``spec.order.Paths``). Forwards that do not train
-gather what they use and reduce nothing: ranks that gather together run the same units in them. ADR 6 says why.
+called by itself, a stage of a pipeline) has an order of its own (``spec.order.Paths``). Evaluations
+(``sw.eval_step``) have orders of their own. Other forwards without grad gather what they use: ranks that gather
+together run the same units in them. ADR 6 says why.
 
 [Note: Missing gradients]
 

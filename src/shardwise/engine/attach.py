@@ -174,9 +174,11 @@ class Window:
         is_open: The parameters are those of the forward before (a backward that was not the last one has ended, or a
             step of several forwards is under way): what is gathered stays up to date.
         step: How forwards and backwards follow one another.
+        evaluates: Forwards without grad are made by all ranks together, so that each may take a path of its own.
     """
 
     def __init__(self, mode: str) -> None:
+        self.evaluates = False
         self.mode = mode
         self.syncs = True
         self.is_open = False
@@ -195,6 +197,15 @@ class Window:
             yield
         finally:
             self.syncs = before
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Every rank makes the forwards inside, also where it leaves out units that others run."""
+        before, self.evaluates = self.evaluates, True
+        try:
+            yield
+        finally:
+            self.evaluates = before
 
     @contextlib.contextmanager
     def run(self, step: Step) -> Iterator[None]:

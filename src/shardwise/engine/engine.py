@@ -224,7 +224,8 @@ class Engine:
                 self.reshard(unit)
         while forward.left:
             self.reshard(forward.left.pop())
-        self.orders.enter(entry, trains=forward.trains)
+        forward.is_shared = forward.trains or self.window.evaluates
+        self.orders.enter(entry, trains=forward.trains, is_shared=forward.is_shared)
         if is_checking or not self.orders.forward_order.is_recorded or torch_private.active_ddp() is not None:
             self.extras.wake()
         self.refresh()
@@ -267,9 +268,9 @@ class Engine:
         self.follow_shards()
 
     def _end_forward(self) -> None:
-        order, trains = self.orders.forward_order, self.forward.trains
+        order, is_shared = self.orders.forward_order, self.forward.is_shared
         self.forward.handled = None  # its traceback holds activations
-        if trains and self.row.shards_optimizer:
+        if is_shared and self.row.shards_optimizer:
             for index in order.finish():
                 self._visit(self.units[index])
         self._release_left()
@@ -277,11 +278,11 @@ class Engine:
             if unit.state is State.UNSHARDING:  # prefetched and never used
                 self.wait(unit)
                 self._reshard_after_forward(unit, needs_backward=False)
-        if trains:
+        if is_shared:
             self._agree(order, self.comms.gather)
         else:
             order.end()
-            # Nobody is asked: without grad, ranks that gather together take one path; others may take another.
+            # Nobody is asked: outside of evaluations ranks that gather together take one path; others may take another.
             if order.is_overgrown:
                 order.keep(order.marks())
 
@@ -289,7 +290,7 @@ class Engine:
         """Take out of an order that has grown too long what no rank uses.
 
         Collective:
-            All-reduce of two integers for each place of the order, on ``dp_shard`` at the end of a forward that trains,
+            All-reduce of two integers for each place of the order, on ``dp_shard`` at the end of a shared forward,
             over all data-parallel ranks at the end of a backward; only where the paths through the model keep changing.
         """
         if order.is_overgrown:
@@ -298,8 +299,8 @@ class Engine:
             order.keep(marks.tolist())
 
     def _visit(self, unit: Unit) -> None:
-        """Issue what the peers issue for a unit that this rank's forward, which trains, skips."""
-        if not self.forward.trains:
+        """Issue what the peers issue for a unit that this rank's forward skips."""
+        if not self.forward.is_shared:
             return
         self._release_left(but=unit)
         self.unshard(unit)

@@ -24,6 +24,7 @@ class Forward:
 
     Attributes:
         trains: Grad was on when it began.
+        is_shared: All ranks make it, in one agreed order of units: it trains, or is part of an evaluation.
         num_frames: Calls of units under way.
         thread: Where it runs.
         handled: The exception that its caller is handling.
@@ -33,7 +34,7 @@ class Forward:
     """
 
     def __init__(self) -> None:
-        self.trains = False
+        self.trains = self.is_shared = False
         self.num_frames = 0
         self.thread = 0
         self.handled: BaseException | None = None

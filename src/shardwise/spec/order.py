@@ -436,7 +436,8 @@ class Paths:
 
     Attributes:
         forward: Of gathers in forwards that train.
-        evaluation: Of gathers in others; only to prefetch.
+        evaluation: Of gathers in evaluations, which the ranks make together.
+        other: Of gathers in other forwards without grad; only to prefetch.
         backward: Of the units that backward enters.
         entry: The way in of the newest outermost forward.
         forward_order: In force in it.
@@ -450,7 +451,8 @@ class Paths:
         changed: Callable[[], object],
     ) -> None:
         self.forward = Orders(lambda entry: AgreedOrder(peers(entry)[0], expected(entry)))
-        self.evaluation = Orders(lambda _entry: AgreedOrder())
+        self.evaluation = Orders(lambda entry: AgreedOrder(peers(entry)[0], expected(entry)))
+        self.other = Orders(lambda _entry: AgreedOrder())
         self.backward = Orders(lambda entry: AgreedOrder(peers(entry)[1], expected(entry), changed, is_backward=True))
         self.entry = ROOT_ENTRY
         self.forward_order = self.forward[ROOT_ENTRY]
@@ -459,12 +461,12 @@ class Paths:
     @property
     def all(self) -> tuple[Orders, ...]:
         """Those of forwards, evaluations and backwards."""
-        return self.forward, self.evaluation, self.backward
+        return self.forward, self.evaluation, self.other, self.backward
 
-    def enter(self, entry: Entry, *, trains: bool) -> None:
-        """An outermost forward begins."""
+    def enter(self, entry: Entry, *, trains: bool, is_shared: bool) -> None:
+        """An outermost forward begins; with ``is_shared`` every rank makes it, whatever path it takes."""
         self.entry = entry
-        self.forward_order = (self.forward if trains else self.evaluation)[entry]
+        self.forward_order = (self.forward if trains else self.evaluation if is_shared else self.other)[entry]
 
     def enter_backward(self, entry: Entry, *, anew: bool) -> None:
         """The backward of such a forward begins; with ``anew`` the ranks negotiate it."""
