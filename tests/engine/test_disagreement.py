@@ -324,7 +324,7 @@ def wander_alone():
                 loss = model(torch.ones(1, 8), order).sum()
             if is_frozen:
                 loss.backward()
-        lengths.append(len(seen.agreed_orders["forward" if is_frozen else "evaluation"]))
+        lengths.append(len(seen.agreed_orders["forward" if is_frozen else "other"]))
         model(torch.ones(1, 8), range(5)).sum().backward()
     return lengths
 

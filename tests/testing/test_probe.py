@@ -67,7 +67,7 @@ def test_what_a_probe_sees_is_what_happened_and_what_is_predicted(name: str) -> 
         assert held == predicted
         assert found["open"] == 0
         assert found["updates"] == 2
-        assert set(found["orders"]) == {"forward", "evaluation", "backward"}
+        assert set(found["orders"]) == {"forward", "evaluation", "other", "backward"}
         assert found["gathered"] == () or name in {"ddp", "zero1", "zero2"}
     if name == "zero3":
         first, second = (found["ranges"] for found in ranks)

@@ -343,11 +343,11 @@ class Probe:
         """The orders of units through the whole model, as this rank has come to know them.
 
         Returns:
-            ``forward`` (of gathers in forwards that train), ``evaluation`` (in others) and ``backward`` (of
-            reductions); empty before the first.
+            ``forward`` (of gathers in forwards that train), ``evaluation`` (in ``sw.eval_step``), ``other`` (in others)
+            and ``backward`` (of reductions); empty before the first.
         """
         names = [unit.name for unit in self._engine.units]
-        ways = zip(("forward", "evaluation", "backward"), self._engine.orders.all, strict=True)
+        ways = zip(("forward", "evaluation", "other", "backward"), self._engine.orders.all, strict=True)
         return {way: tuple(names[index] for index in units_in(orders)) for way, orders in ways}
 
     def predicted_collectives(
