@@ -269,10 +269,10 @@ class Loop:
         Collective:
             Readings, evaluations and saves between the steps: all ranks make the same steps.
         """
-        train, saving = self.config.train, self.config.checkpoint
+        train = self.config.train
         if self.step == 0 and train.eval_every:
             self._evaluate()
-        while self.step < train.steps:
+        while self.step < train.steps and not self._has_ended:
             self.pace.step(self.step + 1, saved_step=self.saves.saved_step)
             self.fault_at("step_begin", self.step + 1)
             version, is_left = engine_of(self.model, "train").version, False
@@ -289,24 +289,30 @@ class Loop:
             self.fault_at("after_step", self.step)
             if trouble := self.saves.hear():
                 self.progress.say(trouble)
-            is_last = self.step == train.steps
-            evaluates = train.eval_every is not None and (is_last or self.step % train.eval_every == 0)
-            saves = bool(saving.every and self.step % saving.every == 0) or (is_last and saving.final)
-            if not (is_last or evaluates or saves or self.unread.is_due(self.step)):
-                continue
-            self._read(evaluates=evaluates)  # a checkpoint is of steps that were read: their values are finite
-            is_last = self._agree_on_end() or is_last
-            if self.unread.signal_number and not is_last:
-                self._has_ended = True
-                self.outcome = self._stop(self.unread.signal_number)
-                return
-            if self._is_best:
-                self._save(is_best=True)
-            if saves or (is_last and saving.final):
-                self._save(waits=is_last or not saving.asynchronous)
-            if self.must_end is not None:
-                break
-        self._finish(self.must_end or "finished")
+            self._between_steps()
+        if not self._has_ended:
+            self._finish("finished")
+
+    def _between_steps(self) -> None:
+        """Read, evaluate and save what is due after a step, and end the run where it is to end."""
+        train, saving = self.config.train, self.config.checkpoint
+        is_last = self.step == train.steps
+        evaluates = train.eval_every is not None and (is_last or self.step % train.eval_every == 0)
+        saves = bool(saving.every and self.step % saving.every == 0) or (is_last and saving.final)
+        if not (is_last or evaluates or saves or self.unread.is_due(self.step)):
+            return
+        self._read(evaluates=evaluates)  # a checkpoint is of steps that were read: their values are finite
+        is_last = self._agree_on_end() or is_last
+        if self.unread.signal_number and not is_last:
+            self._has_ended = True
+            self.outcome = self._stop(self.unread.signal_number)
+            return
+        if self._is_best:
+            self._save(is_best=True)
+        if saves or (is_last and saving.final):
+            self._save(waits=is_last or not saving.asynchronous)
+        if self.must_end is not None:
+            self._finish(self.must_end)
 
     def leave(self) -> None:
         """The loop has left the steps before their end: read and save those that were made.
