@@ -20,9 +20,11 @@ from shardwise.train.data import records
 from shardwise.train.data import stream as module
 from shardwise.train.data.records import read_rows
 from shardwise.train.data.sampler import Permutation
+from shardwise.train.data.source import find_source
 from shardwise.train.data.stream import StreamRows, StreamSampler
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import OfFolder
+from tests.common.store import s3_server
 from tests.common.tokenizers import TEMPLATE, TEXT, save_model, save_tokenizer
 from tests.train.train_here import losses, sets, train_here
 
@@ -199,6 +201,30 @@ def test_a_remote_folder_gives_the_samples_of_the_same_files_here(
     content = store.cat(f"/bucket/local/1.{kind}")
     store.pipe(f"/bucket/local/1.{kind}", content)  # written anew
     assert run("data.source=memory://bucket/local").source.fingerprint() != before
+
+
+def test_files_of_an_object_store_are_read_line_by_line(tmp_path: Path) -> None:
+    """Their file objects are fsspec's own: not those of ``memory``, which can more."""
+    texts = [f"{number}, of a store" for number in range(3000)]
+    table = datasets.Dataset.from_dict({"text": texts, "n": range(3000)})
+    table.to_json(tmp_path / "a.jsonl")
+    (tmp_path / "a.json").write_text(json.dumps(table.to_list()))
+    table.to_json(tmp_path / "a.jsonl.gz", compression="gzip")
+    table.to_csv(tmp_path / "a.csv")
+    table.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    with s3_server():
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()  # of another server
+        for file in tmp_path.iterdir():
+            s3fs.S3FileSystem().pipe(f"bucket/rows/{file.name}/{file.name}", file.read_bytes())
+            source = find_source(f"s3://bucket/rows/{file.name}")
+            found = [row for _, row in read_rows(source)]
+            if source.kind == "text":
+                assert "".join(map(records.block_text, found)) == file.read_text()
+            else:
+                assert [row["text"] for row in found] == texts, file.name
 
 
 @pytest.mark.parametrize(

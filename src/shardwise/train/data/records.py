@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import itertools
 import json
 import re
@@ -64,7 +65,8 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes, Any]]:
     import fsspec  # pyrefly: ignore[missing-import]
 
     held: Any = fsspec.open(str(file), "rb", compression="infer")
-    with held as handle:
+    with held as raw:  # fsspec's own files have a readline without a bound
+        handle = raw if isinstance(raw, io.BufferedIOBase) else io.BufferedReader(raw)
         for number in itertools.count(1):
             line = handle.readline(most + 1)
             if not line:
