@@ -37,7 +37,7 @@ def test_replicas_of_one_process_have_no_units() -> None:
 
 
 def test_every_plan_of_the_default_list_can_be_made_under_any_configuration() -> None:
-    from shardwise.api.parallelize import check_plan
+    from shardwise.spec.plan import check_plan
 
     for fields in (
         {"quantized_gather": "int8"}, {"offload_policy": {"parameters": True}}, {"reshard_after_forward": 2},

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.spec.errors import StorageError
+from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.train.config.sections import Config, LogSection
+from shardwise.train.log import recorder
 from shardwise.train.log.metrics import MetricsFile
 from shardwise.train.log.recorder import Recorder
 from shardwise.train.record import Record
@@ -24,7 +25,7 @@ def ids(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     module = types.ModuleType("wandb")
     module.__dict__["init"] = lambda **options: (
-        found.append(options["id"]) or types.SimpleNamespace(finish=lambda: None, log=lambda *_a, **_k: None)
+        found.append(options["id"]) or types.SimpleNamespace(finish=lambda _code: None, log=lambda *_a, **_k: None)
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
@@ -47,6 +48,31 @@ def test_an_id_from_the_environment_counts_and_stays(
     monkeypatch.delenv("WANDB_RUN_ID")
     Recorder(tmp_path, CONFIG, 3).close()
     assert ids == ["mine", "mine"]
+
+
+def test_a_tracker_that_fails_is_named_and_keeps_nobody_from_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_args: object, **_options: object) -> None:
+        raise RuntimeError("no answer from the server")
+
+    codes: list[int] = []
+    run = types.SimpleNamespace(finish=codes.append, log=lambda *_a, **_k: None)
+    wandb, mlflow = types.ModuleType("wandb"), types.ModuleType("mlflow")
+    vars(wandb).update(init=lambda **_: run)
+    info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+    vars(mlflow).update(start_run=lambda **_: info, log_dict=lambda *_: None, flush_async_logging=fail, end_run=fail)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    both = Config(log=LogSection(tensorboard=False, wandb=True, mlflow=True))
+    for name in ("wandb", "mlflow"):  # whichever comes first
+        monkeypatch.setattr(recorder, "TRACKERS", dict(sorted(recorder.TRACKERS.items(), reverse=name == "mlflow")))
+        Recorder(tmp_path, both, 0).close(75)
+    assert codes == [75, 75]
+    assert "no answer from the server" in capsys.readouterr().err
+    vars(wandb).update(init=fail)
+    with pytest.raises(ConfigError, match=r"log.wandb=true, but wandb did not begin a run: no answer from the server"):
+        Recorder(tmp_path, CONFIG, 0)
 
 
 def test_a_full_disk_is_refused_once_and_not_again_when_the_file_is_closed(tmp_path: Path) -> None:

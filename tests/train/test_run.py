@@ -211,6 +211,28 @@ def test_a_plain_model_on_one_process_needs_no_plan_and_on_two_is_refused(tmp_pa
         run_on_ranks(bare, 2, str(tmp_path / "two"), 9)
 
 
+def by_epochs(folder: str) -> None:
+    """A loop for each epoch, each of which is left by ``break``."""
+    model, optimizer, _ = build()
+    log, saving = {"tensorboard": False, "every": 3}, {"every": 3, "keep": 9}
+    with sw.Run(folder, model=model, optimizer=optimizer, steps=9, log=log, checkpoint=saving) as run:
+        for _ in range(3):
+            for step in run.steps():
+                model.scale.grad = torch.ones_like(model.scale)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=float(step))
+                if step % 3 == 2:
+                    break
+
+
+def test_a_loop_that_is_left_and_entered_again_saves_what_was_due(tmp_path: Path) -> None:
+    run_on_ranks(by_epochs, 1, str(tmp_path))
+    assert losses(tmp_path) == [float(step) for step in range(9)]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000003", "step-00000006", "step-00000009"]
+
+
 def alone(folder: str) -> list[str]:
     """What a wrong use says, in a process that nothing has started as a rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

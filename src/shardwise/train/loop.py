@@ -151,6 +151,7 @@ class Loop:
         self.save_s = 0.0  # of the last save that training waited for
         self._is_best = False  # the newest evaluation
         self._has_ended, self._foreign_bytes = False, foreign_bytes
+        self.is_step_owed = False
         self._found: dict[str, Any] = {}  # what the present step has left
         profiled = range(profiled.start, min(profiled.stop, config.train.steps + 1))
         self.trace = StepTrace(
@@ -192,7 +193,7 @@ class Loop:
             self.progress.close()
             self.saves.uploads.close()
             if self.recorder is not None:
-                self.recorder.close()
+                self.recorder.close(self.outcome.exit_code)
                 self.report.write_summary(self.summary)
                 self.report.write_page()
 
@@ -240,8 +241,11 @@ class Loop:
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
             self.speed.timed_from = MEASURED_STEPS  # counting tensors slows them
         self.control.on_first(self.report.write_start)
-        self.recorder = Recorder(self.directory, self.config, self.done.step) if self.control.is_first else None
+        self.control.on_first(self._begin_records)
         return changes
+
+    def _begin_records(self) -> None:
+        self.recorder = Recorder(self.directory, self.config, self.done.step)
 
     def _load(self, path: Path, *, is_newest: bool) -> dict[str, Any]:
         """Fill model, optimizer and average; says how to go around the newest checkpoint where that is damaged."""
@@ -272,6 +276,8 @@ class Loop:
         train = self.config.train
         if self.step == 0 and train.eval_every:
             self._evaluate()
+        if self.is_step_owed:
+            self._between_steps()
         while self.step < train.steps and not self._has_ended:
             self.pace.step(self.step + 1, saved_step=self.saves.saved_step)
             self.fault_at("step_begin", self.step + 1)
@@ -285,16 +291,18 @@ class Loop:
                         raise
             self.step += 1
             if is_left:
+                self.is_step_owed = True
                 return
-            self.fault_at("after_step", self.step)
-            if trouble := self.saves.hear():
-                self.progress.say(trouble)
             self._between_steps()
         if not self._has_ended:
             self._finish("finished")
 
     def _between_steps(self) -> None:
         """Read, evaluate and save what is due after a step, and end the run where it is to end."""
+        self.is_step_owed = False
+        self.fault_at("after_step", self.step)
+        if trouble := self.saves.hear():
+            self.progress.say(trouble)
         train, saving = self.config.train, self.config.checkpoint
         is_last = self.step == train.steps
         evaluates = train.eval_every is not None and (is_last or self.step % train.eval_every == 0)

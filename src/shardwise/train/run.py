@@ -234,6 +234,8 @@ class Run:
 
     def _make_steps(self, loop: Loop) -> Generator[int]:
         every = self._config.train.check_replicas_every
+        if loop.is_step_owed and every is not None and loop.step % every == 0:
+            loop.check_replicas(loop.step)
         with contextlib.closing(loop.steps()) as steps:
             for step in steps:
                 self._logged = {}

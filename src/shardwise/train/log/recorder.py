@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.spec.errors import ConfigError
+from shardwise.launch.notice import tell_once
+from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.run_files import EVENTS, METRICS
+from shardwise.spec.text import first_line
 from shardwise.train.config.sections import Config
 from shardwise.train.folder import replace_text
 from shardwise.train.log.metrics import MetricsFile
@@ -34,8 +36,8 @@ def check_extras(config: Config) -> None:
             raise ConfigError(f"log.{name}=true, but {name} is not installed.\n  Install shardwise[{name}].")
 
 
-#: Sends values of a step; ends the run.
-_Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
+#: Sends values of a step; ends the run with its exit code.
+_Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[int], object]]
 
 
 def _kept_id(directory: Path, tracker: str) -> str:
@@ -75,9 +77,9 @@ def _mlflow(directory: Path, config: dict[str, Any]) -> _Tracker:
     chosen = _keep_id(directory, "mlflow", run.info.run_id)
     mlflow.log_dict(config, "config.json")
 
-    def end() -> None:
+    def end(exit_code: int) -> None:
         mlflow.flush_async_logging()
-        mlflow.end_run()
+        mlflow.end_run("FAILED" if exit_code else "FINISHED")
 
     return lambda step, values: mlflow.log_metrics(dict(values), step=step, run_id=chosen, synchronous=False), end
 
@@ -89,11 +91,23 @@ def _trackio(directory: Path, config: dict[str, Any]) -> _Tracker:
     project = os.environ.get("TRACKIO_PROJECT", "shardwise")
     name = _keep_id(directory, "trackio", chosen)
     run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
-    return lambda step, values: run.log(dict(values), step=step), run.finish
+    return lambda step, values: run.log(dict(values), step=step), lambda _exit_code: run.finish()
 
 
 #: Services that take the values of steps, by their field in ``log:``, which is also the name of the package.
 TRACKERS = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+
+
+def _begun(name: str, directory: Path, config: Config) -> _Tracker:
+    try:
+        return TRACKERS[name](directory, config.model_dump(mode="json"))
+    except (OSError, ShardwiseError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"log.{name}=true, but {name} did not begin a run: {first_line(error)}\n"
+            f"  Look at its address and credentials, or set log.{name}=false."
+        ) from error
 
 
 class Recorder:
@@ -101,6 +115,7 @@ class Recorder:
 
     def __init__(self, directory: Path, config: Config, step: int) -> None:
         """Open them; of an earlier run, what comes after ``step`` is dropped from metrics.jsonl."""
+        self._trackers = [_begun(name, directory, config) for name in TRACKERS if getattr(config.log, name)]
         self._file = MetricsFile(directory / METRICS, keep_steps=step)
         self._board: Any = None
         is_wanted = config.log.tensorboard
@@ -108,8 +123,6 @@ class Recorder:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(directory / EVENTS), purge_step=step + 1 if step else None)
-        wanted = [begin for name, begin in TRACKERS.items() if getattr(config.log, name)]
-        self._trackers = [begin(directory, config.model_dump(mode="json")) for begin in wanted]
 
     def step(self, record: Record) -> None:
         """Write one step."""
@@ -125,11 +138,14 @@ class Recorder:
         for send, _ in self._trackers:
             send(step, values)
 
-    def close(self) -> None:
-        """Write what is buffered and close."""
+    def close(self, exit_code: int = 0) -> None:
+        """Write what is buffered and close. What a tracker says that cannot end its run is printed."""
         self._file.close()
         if self._board is not None:
             with contextlib.suppress(OSError):
                 self._board.close()
         for _, end in self._trackers:
-            end()
+            try:
+                end(exit_code)
+            except Exception as error:  # noqa: BLE001 - of another package; the run itself has ended
+                tell_once(f"values may be missing at a tracker: {first_line(error)}")
