@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint import find_latest, open_checkpoint
+from shardwise.checkpoint.mirror import upload
 from shardwise.checkpoint.storage import place_of, storage_of
 from shardwise.launch import fault
-from shardwise.spec.errors import CheckpointError
+from shardwise.launch.world import World
+from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.rank import open_directory
 from shardwise.train.saves.checkpoints import find_checkpoint, is_empty
 from tests.checkpoint.test_store import save, truncate
 from tests.common.store import SECRETS, s3_server
@@ -156,6 +159,22 @@ def test_a_step_on_the_store_is_found_by_its_name(tmp_path: Path) -> None:
     assert found == tmp_path / "far" / "checkpoints" / "step-00000010"
     with pytest.raises(CheckpointError, match="--resume step-00000030: there is no such checkpoint"):
         find_checkpoint(tmp_path / "run", "step-00000030", str(tmp_path / "far"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_a_loop_whose_folder_is_gone_takes_up_its_own_run_from_the_store_and_no_other(
+    tmp_path: Path, kind: str
+) -> None:
+    far = tmp_path / "far" if kind == "folder" else place_of(f"memory://bucket/{tmp_path.name}")
+    save(tmp_path / "a-2", 10, run_id="a-2-0123abcd")
+    opened = functools.partial(open_directory, resume=None, world=World(), names=[None], goes_on=True)
+    assert opened("a-2", tmp_path / "new" / "a-2", upload_to=str(far))[2] is None  # nothing is there
+    upload({"upload": f"{tmp_path}/a-2/checkpoints/step-00000010", "to": f"{far}/checkpoints", "keep": 2, "run_id": ""})
+    for name in ("b", "a"):
+        with pytest.raises(ConfigError, match=r"holds checkpoints of the run a-2-0123abcd, not of .*\n  Continue that"):
+            opened(name, tmp_path / "new" / name, upload_to=str(far))
+        assert not (tmp_path / "new" / name).exists()
+    assert opened("a-2", tmp_path / "new" / "a-2", upload_to=str(far))[2] == "latest"
 
 
 def test_a_failed_upload_is_said_and_fails_the_run_only_where_it_is_the_last(whole: Path, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ class Latest:
         root: The run's folder.
         path: The newest good checkpoint, or ``None``.
         step: The step of that checkpoint.
+        run_id: Its run's.
         rejected: Newer checkpoints, and without a good one all of them, that are not good, each with the reason.
         unfinished: Folders of saves that were interrupted (or are under way).
     """
@@ -105,6 +106,7 @@ class Latest:
     root: Path
     path: Path | None
     step: int | None
+    run_id: str | None
     rejected: tuple[tuple[Path, str], ...]
     unfinished: tuple[Path, ...]
 
@@ -169,6 +171,7 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False, run_id: s
         root=root,
         path=None if found is None else found.path,
         step=None if found is None else found.step,
+        run_id=None if found is None else found.manifest.run_id,
         rejected=tuple(rejected),
         unfinished=tuple(listing.unfinished),
     )

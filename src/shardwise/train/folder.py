@@ -51,6 +51,22 @@ def is_stored(wanted: str | None, upload_to: str | None) -> bool:
     return found.path is not None or bool(found.rejected)
 
 
+def stores_lost(directory: Path, upload_to: str | None) -> bool:
+    """Whether a store holds the run of a folder that has been lost: the run's id begins with the folder's name.
+
+    Raises:
+        ConfigError: It holds another run.
+    """
+    found = None if upload_to is None else checkpoint.find_latest(upload_to)
+    if found is not None and found.run_id is not None and found.run_id.rpartition("-")[0] != directory.name:
+        raise ConfigError(
+            f"checkpoint.upload_to={found.root} holds checkpoints of the run {printable(found.run_id)}, not of"
+            f" {printable(directory)}, which holds no run.\n  Continue that run in a folder of its name (the id without"
+            " its last part), or name another place for this one."
+        )
+    return found is not None and (found.path is not None or bool(found.rejected))
+
+
 def check_room(directory: Path, num_bytes: int) -> None:
     """Refuse a disk on which not one checkpoint of ``num_bytes`` has room: the run would train and save nothing.
 

@@ -218,7 +218,7 @@ def open_directory(
     own = run_dir or folder.newest(name)
     is_again = own is not None and is_started_again(own, names, world)
     if goes_on and resume is None and run_dir is not None:
-        resume = "latest" if folder.holds_run(run_dir) or folder.is_stored("latest", upload_to) else None
+        resume = "latest" if folder.holds_run(run_dir) or folder.stores_lost(run_dir, upload_to) else None
     if run_dir is not None and (world.source != "launcher" or goes_on) and not is_again:
         RunLock(run_dir, takes_over=takes_over).check()
     if own is not None and is_again and resume is None:

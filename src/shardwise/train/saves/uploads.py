@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import CHECKPOINTS, find_latest, open_checkpoint, step_of
+from shardwise.checkpoint import CHECKPOINTS, find_latest, step_of
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of, storage_of
 from shardwise.spec.errors import ConfigError
@@ -42,7 +42,7 @@ class Uploads:
         if self.place is None:
             return
         held = find_latest(self.place)
-        theirs = None if held.path is None else open_checkpoint(held.path).manifest.run_id
+        theirs = held.run_id
         if (theirs is not None or held.rejected) if is_new else theirs not in {None, run_id}:
             raise ConfigError(
                 f"checkpoint.upload_to={self.place} holds checkpoints of the run {printable(theirs or '?')}; this is"
