@@ -18,7 +18,7 @@ from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data import records as module
 from shardwise.train.data.examples import Examples, Texts, prepare
-from shardwise.train.data.source import find_source
+from shardwise.train.data.source import Source, find_source, mixture_of
 from shardwise.train.data.token_files import DataError, map_tokens, read_header, write_tokens
 from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer
 from tests.common.tokenizers import TEXT, ids_of, save_model, save_tokenizer
@@ -151,8 +151,12 @@ def test_data_tokenize_writes_what_a_folder_s_tokenizer_makes_of_text(
     assert "has no tokenizer: it holds none of tokenizer.json" in capsys.readouterr().err
 
 
+def made_of(source: Path, column: str | None = None) -> Source:
+    return prepare(find_source(str(source)), Bytes(), [column], lambda _: Texts(Bytes(), column))
+
+
 def prepared(source: Path, column: str | None = None) -> list[int]:
-    found = prepare(find_source(str(source)), Bytes(), [column], lambda _: Texts(Bytes(), column))
+    found = made_of(source, column)
     return np.concatenate(Examples.of(found.files).documents()).tolist()
 
 
@@ -167,6 +171,15 @@ def test_many_files_are_tokenized_side_by_side_and_keep_their_order(
     assert bytes(prepared(tmp_path / "rows", "text")) == b"".join(
         b"%d:%d;" % (number, i) for number in range(16) for i in range(number % 5 + 1)
     )
+    here = made_of(tmp_path / "rows", "text")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of another machine"))
+    there = made_of(tmp_path / "rows", "text")
+    assert [len(here.files), len(there.files)] == [2, 1]
+    assert here.fingerprint() == there.fingerprint()  # a run goes on with either
+    mixed = [mixture_of([each, each], ["a", "b"], [1, 2]).fingerprint() for each in (here, there)]
+    assert mixed[0] == mixed[1]
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     (tmp_path / "rows" / "11.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"11.jsonl:2 has no text in column text: int"):
         prepared(tmp_path / "rows", "text")

@@ -117,8 +117,11 @@ class Source:
         if self.kind == "given":
             return hashlib.sha256(f"given\0{self.num_samples}\0{self.content}".encode()).hexdigest()
         digest = hashlib.sha256(f"{self.kind}\0{self.vocab_size}\0{self.content}".encode())
-        for file, length in zip(self.files, self.lengths, strict=True):
-            digest.update(f"{'' if self.content else file.name}\0{length}\0".encode())
+        files = [("" if self.content else file.name, num) for file, num in zip(self.files, self.lengths, strict=True)]
+        if self.parts or (self.content and self.kind in {"tokens", "examples"}):
+            files = [("", self.num_tokens)]  # of a cache: the machine decided how many files it has
+        for name, length in files:
+            digest.update(f"{name}\0{length}\0".encode())
         for file, _, most in self._looked_at():
             size = file.stat().st_size
             digest.update(f"{size}\0".encode())
