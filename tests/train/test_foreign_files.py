@@ -39,6 +39,12 @@ LIMITS = {"_ROW_BYTES": 2000, "_LIST_BYTES": 4000, "_CSV_BYTES": 1000}
         ("b.csv", 'text,b\na,1\n"b\xff",1\n', "b.csv:3 cannot be read: it is not CSV .*0xff"),
         ("b.jsonl", '{"text": "a"}\n\n{"text": "b\xff"}\n', "b.jsonl:3 cannot be read: it is not JSON .*0xff"),
         ("c.jsonl", '{"text": "a"}\n{"text": \n', "c.jsonl:2 cannot be read: it is not JSON"),
+        ("d.jsonl", '{"text": "a"}\n42\n', "d.jsonl:2 cannot be read: it is no JSON object"),
+        ("d.json", '[{"text": "a"},\n"b"]', "d.json: row 1 cannot be read: it is no JSON object"),
+        ("cut.jsonl.gz", '{"text": "a"}\n' * 2, "cut.jsonl.gz:3 cannot be read: Compressed file ended before"),
+        ("cut.json.gz", '[{"text": "a"},\n{"text": "b"}]', "cut.json.gz:2 cannot be read: Compressed file ended"),
+        ("cut.csv.gz", "text,b\na,1\n", "cut.csv.gz:3 cannot be read: Compressed file ended before"),
+        ("damaged.jsonl.gz", '{"text": "a"}\n', "damaged.jsonl.gz:1 cannot be read: .*decompressing"),
         ("a.parquet", "PAR1", "a.parquet cannot be read: it is not parquet"),
     ],
 )
@@ -48,7 +54,9 @@ def test_rows_without_bound_and_those_that_are_none_are_refused_by_line(
     for limit, most in LIMITS.items() if "deep" not in message else ():
         monkeypatch.setattr(records, limit, most)
     raw = text.encode("latin-1")
-    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    raw = gzip.compress(raw) if name.endswith(".gz") else raw
+    raw = raw[: -8 if "cut" in name else None]  # the length and the checksum
+    (tmp_path / name).write_bytes(raw[:10] + b"\xff" * 9 + raw[19:] if "damaged" in name else raw)
     with pytest.raises(DataError, match=message):
         list(records.read_rows(find_source(str(tmp_path / name))))
 

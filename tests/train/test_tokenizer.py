@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data import records as module
 from shardwise.train.data.examples import Examples, Texts, prepare
+from shardwise.train.data.form import Example, Placed
 from shardwise.train.data.source import Source, find_source, mixture_of
 from shardwise.train.data.token_files import DataError, map_tokens, read_header, write_tokens
 from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer
@@ -227,6 +229,33 @@ def test_a_damaged_or_unwritable_cache_is_told_with_what_to_do(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(StorageError, match=r"file/shardwise/data cannot be written: .*\n  Set XDG_CACHE_HOME"):
         prepared(text)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_what_is_wrong_with_rows_is_not_said_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for number in range(16):
+        (rows / f"{number:02}.jsonl").write_text('{"text": "a"}\n')
+    (rows / "11.jsonl").write_text('{"text": "a"}\n"hello"\n')
+    with pytest.raises(DataError, match=r"11.jsonl:2 cannot be read: it is no JSON object"):
+        prepared(rows, "text")
+    text = tmp_path / "text.txt"
+    text.write_text("a")
+    source = find_source(str(text))
+    form = Texts(Bytes(), None)
+    with pytest.raises(DataError, match=r"gone.txt cannot be read: .*No such file"):
+        list(form.encode([("", {"file": tmp_path / "gone.txt", "begin": 0, "end": 1})]))
+    with pytest.raises(ZeroDivisionError):
+        prepare(source, Bytes(), [], lambda _: Wrong(Bytes(), None))
+
+
+class Wrong(Texts):
+    def encode(self, rows: Sequence[Placed]) -> list[Example]:
+        raise ZeroDivisionError
 
 
 def test_no_server_is_asked_about_files_that_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,12 +134,15 @@ def _make(source: Source, cache: Path, key: str, form: Form, vocab_size: int) ->
             writer_batch_size=16 if source.kind == "text" else 1000,
         )
     except (datasets.exceptions.DatasetsError, OSError) as error:
-        if isinstance(error.__cause__, ShardwiseError):
-            raise error.__cause__ from None
+        cause = error.__cause__ or error
+        if isinstance(cause, ShardwiseError):
+            raise cause from None
         for _ in _rows(source, form, files) if num_proc else ():  # what a process raises loses its class on the way
             pass
+        if not (num_proc or isinstance(cause, OSError)):  # an error of the form, not of the disk
+            raise cause from None
         raise StorageError(
-            f"{printable(cache)} cannot be written: {first_line(error.__cause__ or error)}.\n  Set XDG_CACHE_HOME to a"
+            f"{printable(cache)} cannot be written: {first_line(cause)}.\n  Set XDG_CACHE_HOME to a"
             f" folder that can, or write a token file: shardwise data tokenize {printable(source.name)} FILE."
         ) from None
 

@@ -7,6 +7,7 @@ without bound, crash at deep nesting, and refuse a column that only later rows h
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import itertools
@@ -39,7 +40,7 @@ def read_rows(source: Source) -> Rows:
 
     Raises:
         ConfigError: The pyarrow package is not installed.
-        DataError: A file cannot be read, or a row is too long or nested too deep.
+        DataError: A file cannot be read, or a row is no object, too long or nested too deep.
     """
     readers = {".jsonl": _json, ".json": _json, ".csv": _csv}
     for file, length in zip(source.files, source.lengths, strict=True):
@@ -60,31 +61,45 @@ def first_row(source: Source) -> Mapping[str, Any]:
     raise DataError(f"{printable(source.name)}: no rows.\n  Name another source.")
 
 
-def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes, Any]]:
-    """The lines of a file with their places, and the file; a line that is longer is cut."""
+def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file with their places; a line that is longer is cut."""
     import fsspec  # pyrefly: ignore[missing-import]
 
-    held: Any = fsspec.open(str(file), "rb", compression="infer")
-    with held as raw:  # fsspec's own files have a readline without a bound
-        handle = raw if isinstance(raw, io.BufferedIOBase) else io.BufferedReader(raw)
-        for number in itertools.count(1):
-            line = handle.readline(most + 1)
-            if not line:
-                return
-            yield f"{file}:{number}", line, handle
+    place = str(file)
+    try:
+        held: Any = fsspec.open(place, "rb", compression="infer")
+        with held as raw:  # fsspec's own files have a readline without a bound
+            handle = raw if isinstance(raw, io.BufferedIOBase) else io.BufferedReader(raw)
+            for number in itertools.count(1):
+                place = f"{file}:{number}"
+                if not (line := handle.readline(most + 1)):
+                    return
+                yield place, line
+    except Exception as error:  # noqa: BLE001  every store and every compression has errors of its own
+        raise _unreadable(place, first_line(error)) from None
 
 
 def _json(file: Path) -> Rows:
-    for place, line, handle in _lines(file, _ROW_BYTES):
+    lines = _lines(file, _ROW_BYTES)
+    for place, line in lines:
         if line.lstrip().startswith(b"["):  # all rows as one list
-            items = _parsed(line + handle.read(_LIST_BYTES), str(file), _LIST_BYTES)
-            yield from ((f"{file}: row {number}", item) for number, item in enumerate(items))
+            whole = bytearray(line)
+            while len(whole) <= _LIST_BYTES and (more := next(lines, None)):
+                whole += more[1]
+            items = _parsed(whole, str(file), _LIST_BYTES)
+            yield from (_object(item, f"{file}: row {number}") for number, item in enumerate(items))
             return
         if line.strip():
-            yield place, _parsed(line, place, _ROW_BYTES)
+            yield _object(_parsed(line, place, _ROW_BYTES), place)
 
 
-def _parsed(text: bytes, place: str, most: int) -> Any:
+def _object(item: Any, place: str) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(item, dict):
+        raise _unreadable(place, "it is no JSON object, which a row is")
+    return place, item
+
+
+def _parsed(text: bytes | bytearray, place: str, most: int) -> Any:
     if len(text) > most:
         raise _unreadable(place, f"it is longer than {most:,} bytes")
     try:
@@ -100,7 +115,7 @@ def _csv(file: Path) -> Rows:
 
     def texts() -> Iterator[str]:
         nonlocal place, num_bytes
-        for at, line, _ in _lines(file, _CSV_BYTES):
+        for at, line in _lines(file, _CSV_BYTES):
             place, num_bytes = at, num_bytes + len(line)
             if num_bytes > _CSV_BYTES:
                 raise _unreadable(place, f"its row is longer than {_CSV_BYTES:,} bytes")
@@ -142,8 +157,17 @@ def _unreadable(place: str | Path, why: str) -> DataError:
     return DataError(f"{printable(place)} cannot be read: {why}.\n  Correct it, or leave it out.")
 
 
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with file.open("rb") as handle:
+            yield handle
+    except Exception as error:  # noqa: BLE001  every store has errors of its own
+        raise _unreadable(file, first_line(error)) from None
+
+
 def _blocks(file: Path, length: int) -> Rows:
-    with file.open("rb") as handle:
+    with _opened(file) as handle:
         begin = 0
         while begin < length:
             end = begin + _BLOCK_BYTES
@@ -162,10 +186,10 @@ def block_text(block: Mapping[str, Any]) -> str:
     """The text of a block; a character that the end of the source cuts in two is left out.
 
     Raises:
-        DataError: It is not UTF-8; the line is named.
+        DataError: It cannot be read, or is not UTF-8; the line is named.
     """
     file = block["file"]
-    with file.open("rb") as handle:
+    with _opened(file) as handle:
         handle.seek(block["begin"])
         raw = handle.read(block["end"] - block["begin"])
     try:
