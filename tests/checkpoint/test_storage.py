@@ -16,8 +16,10 @@ from shardwise.checkpoint import storage as storages
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.mirror import copy_checkpoint, upload
 from shardwise.checkpoint.storage import FOLDERS, SUPERSEDED_NAME, Url, place_of, storage_of
+from shardwise.cli.files import tokenize
 from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
+from shardwise.train.config.sections import read_config
 from tests.checkpoint.test_store import damage, save
 from tests.checkpoint.threads import sample, whole
 from tests.common.store import SECRETS, s3_server
@@ -100,6 +102,7 @@ def test_a_url_stays_one_whatever_pathlib_makes_of_it():
     ("url", "text"),
     [
         ("s3://KEY:s3cr3t@bucket/run", r"^s3://bucket/run was given with credentials or options"),
+        ("s3://KEY:s3c/s3cr3t@bucket/run", r"^s3://bucket/run was given with credentials or options"),
         ("gs://bucket/run?token=s3cr3t", r"^gs://bucket/run was given with credentials or options"),
         ("http://bucket/run", r"^http://bucket/run is no URL of an object store.\n  Use s3://, gs://"),
     ],
@@ -108,6 +111,46 @@ def test_urls_with_credentials_and_of_other_kinds_are_refused(url, text):
     with pytest.raises(ConfigError, match=text) as caught:
         place_of(url)
     assert "s3cr3t" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://KEY:s3cr3t@bucket/run", "s3://bucket/run"),
+        ("s3://KEY:a/s3cr3t@bucket/run", "s3://bucket/run"),
+        ("abfs://a b:s3cr3t @bucket/run", "abfs://bucket/run"),
+        ("http://user:s3cr3t@host:80/a.jsonl", "http://host:80/a.jsonl"),
+        ("https://s3cr3t@host/a.jsonl", "https://host/a.jsonl"),
+        ("https://h/a.csv?X-Amz-Credential=s3cr3t&X-Amz-Signature=s3cr3t", "https://h/a.csv"),
+        ("https://h/a.csv?sv=2&sig=s3cr3t", "https://h/a.csv"),
+    ],
+)
+def test_no_message_on_a_configuration_shows_the_credentials_of_a_url(url, shown):
+    fields = [{"source": url}, {"eval_source": url}, {"mix": [{"source": url}]}, {"tokenizer": url}]
+    for section in [*({"data": field} for field in fields), {"checkpoint": {"upload_to": url}}]:
+        with pytest.raises(ConfigError, match="was given with credentials or options") as caught:
+            read_config(None, base=section).raise_if_any()
+        assert "s3cr3t" not in str(caught.value)
+        assert f"{shown} was given" in str(caught.value) or "data" not in section
+    for override in (f"data.mix={url}", f"data.seq_len={url}", f"{url}=1", url):  # what is wrong is another thing
+        with pytest.raises(ConfigError) as caught:
+            read_config(None, [override]).raise_if_any()
+        assert "s3cr3t" not in str(caught.value)
+    with pytest.raises(ConfigError, match="was given with credentials or options"):
+        tokenize(url, Path("none"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "abfs://container@account.dfs.core.windows.net/a?.jsonl",
+        "hf://datasets/user/name@main/a.jsonl",
+        "http://host:8080/key=1/a@b.jsonl",
+        "s3://bucket/part-?/key=1/*.parquet",
+    ],
+)
+def test_a_url_of_data_without_credentials_is_left_as_it_is(url):
+    assert read_config(None, base={"data": {"source": url}}).config.data.source == url
 
 
 def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch):

@@ -38,6 +38,12 @@ _BLOCK_BYTES = 16 * 2**20
 #: Environment variables whose values are never shown.
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
+#: In a URL who reads it (of Azure it is a container), and in its options what signs it.
+_USER = re.compile(r"(:/+)(?:(?!arn:)[^/\n:@]+:(?!\d+/)[^\n]*|(?<!\babfs://)(?<!\baz://)[^/\n]*)@")
+_SIGNED = re.compile(
+    r"([?&](?:sig|[^=&/\s]*(?:signature|token|credential|secret|password|key)[^=&/\s]*)=)[^&\s'\"]+", re.IGNORECASE
+)
+
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _FROZEN_FILE = re.compile(r"frozen-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
 _OTHER_FILE = re.compile(r"shard-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors|report-r[0-9]{5,9}\.json(\.part)?")
@@ -68,6 +74,23 @@ class Url(PosixPath):
         return self
 
 
+def redacted(text: str) -> str:
+    """``text`` without what is secret in URLs."""
+    return _SIGNED.sub(r"\1***", _USER.sub(r"\1", text))
+
+
+def without_secrets(value: Any, *, takes_options: bool = True) -> Any:
+    """``value``; raises a ConfigError where it is a URL with credentials, or of a store with options."""
+    text = redacted(value) if isinstance(value, str) else value
+    if text != value or (not takes_options and re.search(r"^[^/]+/+[^/]*@|[?#]", value)):
+        raise ConfigError(
+            f"{printable(re.sub('[?#].*', '', text))} was given with credentials or options, which would be in the"
+            " run's files.\n  Leave them out: they are read from the environment, such as AWS_ACCESS_KEY_ID or"
+            " AWS_PROFILE."
+        )
+    return value
+
+
 def place_of(path: str | os.PathLike[str]) -> Path:
     """The place that ``path`` names: a URL of an object store, or a path of the file system.
 
@@ -78,15 +101,10 @@ def place_of(path: str | os.PathLike[str]) -> Path:
     match = _URL.match(text)
     if match is None:
         return Path(text)
-    shown = printable(re.sub(r"[?#].*", "", re.sub(r"(?<=/)[^/]*@", "", text)))
-    if re.search(r"^[^/]+/+[^/]*@|[?#]", text):
-        raise ConfigError(
-            f"{shown} was given with credentials or options, which would be in the run's files.\n"
-            "  Leave them out: they are read from the environment, such as AWS_ACCESS_KEY_ID or AWS_PROFILE."
-        )
+    without_secrets(text, takes_options=False)
     if match[1] not in _PACKAGES:
         known = ", ".join(f"{scheme}://" for scheme in _PACKAGES)
-        raise ConfigError(f"{shown} is no URL of an object store.\n  Use {known} or a path.")
+        raise ConfigError(f"{printable(text)} is no URL of an object store.\n  Use {known} or a path.")
     return Url(text)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.checkpoint.storage import place_of, step_of, storage_of
+from shardwise.checkpoint.storage import place_of, step_of, storage_of, without_secrets
 from shardwise.cli.output import show
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 
@@ -81,7 +81,7 @@ def tokenize(
     from shardwise.train.data.token_files import DataError, write_tokens
     from shardwise.train.data.tokenizer import find_tokenizer
 
-    found = find_source(source)
+    found = find_source(without_secrets(source))
     if found.kind not in {"text", "records"}:
         raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text, or of rows with one.")
     held = find_tokenizer(tokenizer)

@@ -24,7 +24,7 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
-from shardwise.checkpoint.storage import place_of
+from shardwise.checkpoint.storage import place_of, redacted, without_secrets
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.hub import hub_name, local_folder
 from shardwise.spec.placement import Placements
@@ -45,6 +45,8 @@ class Section(BaseModel):
     """Base of all sections: frozen, strict about types, closed to unknown keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    _holds_no_secret = pydantic.field_validator("*")(without_secrets)
 
 
 def _local(name: str) -> str:
@@ -427,7 +429,7 @@ class RawConfig:
             return
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' if count > 1 else ''} in {self.title}."]
-        lines += [f"  {where}: {message}" for where, message in list(self.mistakes)[:40]]
+        lines += [redacted(f"  {where}: {message}") for where, message in list(self.mistakes)[:40]]
         if count > 40:
             lines.append(f"  ... and {count - 40} more")
         lines.append("  Correct them and try again; `shardwise config-schema` lists all keys. Nothing was started.")
@@ -578,8 +580,8 @@ def _item(held: Any, key: str) -> Any:
 def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
     """What was expected in place of ``got``; each branch of a union has reported a mismatch."""
     key, kind = path[-1], details[0]["type"]
-    if kind == "missing":
-        return f"it has no {key}; name one"
+    if kind in {"missing", "value_error"}:  # an error of ours says all; what was given may be secret
+        return f"it has no {key}; name one" if kind == "missing" else str(details[0]["ctx"]["error"])
     if kind == "extra_forbidden" and path[:2] == _MIX:
         return f"unknown key.{did_you_mean(key, MixedSection.model_fields)}"
     if kind == "extra_forbidden":
