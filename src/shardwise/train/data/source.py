@@ -43,8 +43,8 @@ _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 #: What ``datasets.Dataset.save_to_disk`` writes beside its files.
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
 
-#: Stores that fsspec reads.
-_PROTOCOLS = ("s3", "gs", "az", "abfs", "hf", "http", "https", "memory")
+#: Stores that fsspec reads, and that say the size of a file and whether it has changed, as web servers may not.
+_PROTOCOLS = ("s3", "gs", "az", "abfs", "hf", "memory")
 
 _LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
 
@@ -176,8 +176,11 @@ def _remote(name: str, max_bytes: int | None) -> Source:
     """
     from fsspec.core import url_to_fs  # pyrefly: ignore[missing-import]
 
-    if name.partition("://")[0] not in _PROTOCOLS or "::" in name:
-        raise DataError(f"{printable(name)}: stores are {', '.join(_PROTOCOLS)}.\n  Name a folder of one of them.")
+    if (scheme := name.partition("://")[0]) not in _PROTOCOLS or "::" in name:  # the rest may hold a password
+        raise DataError(
+            f"{printable(scheme)}://... cannot be read: stores are {', '.join(_PROTOCOLS)}.\n  Name a folder of one of"
+            " them (of huggingface.co: hf://datasets/OWNER/NAME), or download the files and name their folder."
+        )
     try:
         system, path = url_to_fs(name)
         listed = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
