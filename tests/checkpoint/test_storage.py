@@ -269,6 +269,19 @@ def test_what_a_resume_sets_aside_is_not_found_and_goes_with_the_next_upload(pla
     assert find_latest(place).unfinished == ()
 
 
+def test_two_runs_at_one_place_leave_each_other_s_checkpoints(place, tmp_path):
+    for step in (10, 30, 40):
+        upload(job(save(tmp_path / "a", step), place, keep=9))
+    with pytest.raises(CheckpointError, match=r"step-00000010 is a checkpoint of the run 'run', and this is 'other'"):
+        upload({**job(save(tmp_path / "b", 10, run_id="other"), place), "run_id": "other"})
+    done = upload({**job(save(tmp_path / "b", 20, run_id="other"), place), "run_id": "other"})
+    assert done == {"removed": [], "refused": []}  # those of the other run do not count as newer ones of this
+    found = {step: open_checkpoint(step_directory(place, step)) for step in (10, 20, 30, 40)}
+    assert [each.manifest.run_id for each in found.values()] == ["run", "other", "run", "run"]
+    for each in found.values():
+        each.verify()
+
+
 @pytest.mark.long  # tests/train/test_train_uploads.py does so too
 def test_uploads_are_made_by_a_process_that_says_what_failed(s3, tmp_path):
     process, store = Background(), place_of(f"s3://bucket/{tmp_path.name}/run")

@@ -17,6 +17,7 @@ from shardwise.checkpoint.digest import hash_file
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import FileEntry, Manifest, decode, read_manifest
 from shardwise.checkpoint.publish import remove_unfinished
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import MANIFEST_NAME, Url, local_file, place_of, step_of, storage_of, temporary_of
 from shardwise.checkpoint.store import find_latest, retain
 from shardwise.launch import fault
@@ -78,6 +79,14 @@ def _copy_files(manifest: Manifest, files: Sequence[int], target: Path, raw: byt
     if there == {**wanted, MANIFEST_NAME: len(raw)}:
         return False
     if not there.keys() <= wanted.keys():
+        theirs = manifest.run_id
+        with contextlib.suppress(CheckpointError):  # what is damaged, or was never committed, is replaced
+            theirs = open_checkpoint(target).manifest.run_id
+        if theirs != manifest.run_id:
+            raise CheckpointError(
+                f"{target} is a checkpoint of the run {theirs!r}, and this is {manifest.run_id!r}: it is left as it is."
+                "\n  Two runs have one checkpoint.upload_to. Name another place for one of them."
+            )
         storage.remove(target)
         there = {}
     if not isinstance(target, Url):

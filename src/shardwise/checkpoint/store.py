@@ -197,8 +197,9 @@ def retain(
 
     So are checkpoints that a resume has set aside (``superseded-step-...``), once their steps have been made again.
 
-    Good means verified, hashes included. Fewer than two good ones are never left; as long as there are not enough good
-    ones nothing is removed, however many others there are. Damaged ones are never removed, only reported.
+    Good means verified, hashes included, and of this run. Fewer than two good ones are never left; as long as there are
+    not enough good ones nothing is removed, however many others there are. Damaged ones are never removed, only
+    reported.
 
     One rank calls this, when no save is under way and no other run uses the folder.
 
@@ -217,24 +218,21 @@ def retain(
     listing = _list(place_of(root))
     good: list[Path] = []
     refused: list[tuple[Path, str]] = []
-    old: list[Checkpoint] = []
+    due: list[Path] = []
     known = {path.absolute() for path in known_good}
     for path in reversed(listing.steps):
         enough = len(good) >= max(keep, LEAST_KEPT)
         found, reason = _judge(path, verify=not enough and path.absolute() not in known)
         if found is None:
             refused.append((path, reason))
+        elif run_id not in {None, found.manifest.run_id}:
+            refused += [(path, f"it belongs to the run {found.manifest.run_id!r}")] if enough else []
         elif enough:
-            old.append(found)
+            due.append(path)
         else:
             good.append(path)
-            run_id = found.manifest.run_id if run_id is None else run_id
-    due: list[Path] = []
-    for found in reversed(old):
-        if found.manifest.run_id != run_id:
-            refused.append((found.path, f"it belongs to the run {found.manifest.run_id!r}"))
-        else:
-            due.append(found.path)
+            run_id = found.manifest.run_id
+    due.reverse()
     due += _made_again(listing, step_of(good[0].name) if good else None, run_id)
     for path in (*due, *listing.unfinished, *listing.trash):
         reason = _remove(path)
