@@ -6,6 +6,8 @@ import collections
 import gzip
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +123,36 @@ def test_little_is_read_before_training_and_the_next_window_while_one_is_trained
     while len(opened) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert 4 <= len(opened) < 20  # this window of two files, and the one or two that follow
+
+
+def test_a_process_that_ends_does_not_wait_for_the_window_being_made(tmp_path: Path) -> None:
+    code = """
+import itertools
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from shardwise.train.data import stream
+from shardwise.train.data.source import Source
+
+class Slow:
+    def encode(self, rows):
+        with Path("notes").open("a") as notes:
+            notes.write("x")
+        time.sleep(0.1)
+        return [SimpleNamespace(ids=range(100))]
+
+stream.WINDOW_TOKENS = 200
+stream.read_rows = lambda source: itertools.repeat(("rows.jsonl:1", {}))
+source = Source("rows", "records", (Path("rows.jsonl"),), (1,), 256)
+sampler = stream.StreamSampler(data=source, form=Slow(), seq_len=16)
+sampler.next_step()
+stream.WINDOW_TOKENS = 100 * 1200  # of the windows that follow: two minutes
+while len(Path("notes").read_text()) < 5:
+    time.sleep(0.01)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len((tmp_path / "notes").read_text()) < 50
 
 
 def test_what_cannot_be_streamed_is_refused(folder: Path) -> None:

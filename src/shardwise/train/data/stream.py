@@ -11,8 +11,9 @@ less than a sample at the end of a window is left out.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,6 +136,8 @@ class StreamSampler(IterableSampler):
             file, length = files[Permutation(len(files), seed=self.seed, epoch=epoch)[place]]
             rows = itertools.islice(read_rows(replace(self.data, files=(file,), lengths=(length,))), row, None)
             while some := list(itertools.islice(rows, 8 if self.data.kind == "text" else 200)):
+                if not threading.main_thread().is_alive():
+                    return  # the process ends, and waits for this thread
                 found += [np.asarray(example.ids) for example in self.form.encode(some)]
                 row += len(some)
                 if sum(map(len, found)) >= max(WINDOW_TOKENS, self.seq_len + 1):
@@ -176,14 +179,23 @@ class StreamSampler(IterableSampler):
 
 def _ahead(items: Iterator[Any]) -> Iterator[Any]:
     """The same items, each made by a thread while the one before is used."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        made = pool.submit(next, items)
-        while True:
-            found, made = made.result(), pool.submit(next, items)
-            yield found
-    finally:
-        pool.shutdown(wait=False)
+    made = _begun(items)
+    while True:
+        found, made = made.result(), _begun(items)
+        yield found
+
+
+def _begun(items: Iterator[Any]) -> Future[Any]:
+    made: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(next(items))
+        except BaseException as error:  # noqa: BLE001  raised where the item is asked for
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="shardwise-window").start()  # an executor's would not see that the process ends
+    return made
 
 
 @dataclass(frozen=True, slots=True)
