@@ -269,6 +269,23 @@ def test_what_a_resume_sets_aside_is_not_found_and_goes_with_the_next_upload(pla
     assert find_latest(place).unfinished == ()
 
 
+def test_what_a_resume_sets_aside_stays_until_its_steps_are_made_again(store, tmp_path):
+    for step in range(10, 70, 10):
+        upload(job(save(tmp_path, step), store, keep=9))
+    for step in (30, 40, 50, 60):
+        storage_of(store).remove(step_directory(store, step), is_kept=True)
+    assert find_latest(store).step == 20
+    assert find_latest(store).unfinished == ()
+    assert upload(job(save(tmp_path / "again", 25), store, keep=9)) == {"removed": [], "refused": []}
+    aside = [step for step in (30, 40, 50, 60) if shards(step_directory(store, step))]
+    assert aside == [30, 40, 50, 60]
+    assert upload(job(save(tmp_path / "again", 45), store, keep=9)) == {"removed": [], "refused": []}
+    assert [step for step in aside if shards(step_directory(store, step))] == [50, 60]
+    upload(job(save(tmp_path / "again", 50), store, keep=9))
+    assert find_latest(store, verify=True).step == 50
+    assert SUPERSEDED_NAME not in storage_of(store).list(step_directory(store, 50))
+
+
 def test_two_runs_at_one_place_leave_each_other_s_checkpoints(place, tmp_path):
     for step in (10, 30, 40):
         upload(job(save(tmp_path / "a", step), place, keep=9))

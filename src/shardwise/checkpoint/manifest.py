@@ -194,14 +194,14 @@ def _decode(raw: bytes) -> Manifest:
     return manifest
 
 
-def read_manifest(directory: Path) -> bytes:
+def read_manifest(directory: Path, name: str = MANIFEST_NAME) -> bytes:
     """Read the manifest of a checkpoint, which is not checked yet.
 
     Raises:
         RefusedError: It is missing or too large.
         OSError: There is no such folder.
     """
-    with storage_of(directory).open(directory, MANIFEST_NAME) as file:
+    with storage_of(directory).open(directory, name) as file:
         if file.num_bytes > MAX_MANIFEST_BYTES:
             raise RefusedError(f"it has {file.num_bytes} bytes, more than the {MAX_MANIFEST_BYTES} that are read")
         raw = bytearray(file.num_bytes)

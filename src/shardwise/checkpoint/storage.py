@@ -262,7 +262,7 @@ class _Objects(Storage):
                 self._files.cp_file(str(directory / MANIFEST_NAME), str(directory / SUPERSEDED_NAME))
                 names = [MANIFEST_NAME]
             fault.at("store_before_delete", step)
-            for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
+            for name in sorted(names, key=lambda name: name not in {MANIFEST_NAME, SUPERSEDED_NAME}):
                 self._files.rm_file(str(directory / name))
                 fault.at("store_mid_delete", step)
 

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.manifest import decode, read_manifest
 from shardwise.checkpoint.reader import Checkpoint, open_checkpoint
-from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of, step_of, storage_of
+from shardwise.checkpoint.storage import MANIFEST_NAME, SUPERSEDED_NAME, Url, place_of, step_of, storage_of
 from shardwise.launch import fault
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, StorageError
@@ -276,8 +277,12 @@ def _list(root: Path) -> _Listing:
         path = folder / name
         if step_of(name) is not None:
             held = set(storage.list(path)) if isinstance(path, Url) else {MANIFEST_NAME}
-            listing.steps += [path] if MANIFEST_NAME in held else []
-            listing.unfinished += [path] if held and MANIFEST_NAME not in held else []
+            if MANIFEST_NAME in held:
+                listing.steps.append(path)
+            elif SUPERSEDED_NAME in held:
+                listing.superseded.append((step_of(name) or 0, path))
+            elif held:
+                listing.unfinished.append(path)
         elif _TEMPORARY.fullmatch(name):
             listing.unfinished.append(path)
         elif match := _SUPERSEDED.fullmatch(name):
@@ -289,18 +294,21 @@ def _list(root: Path) -> _Listing:
 
 
 def _judge(path: Path, *, verify: bool, step: int | None = None) -> tuple[Checkpoint | None, str]:
-    """The checkpoint if it is good, else why it is not, in one line."""
+    """The checkpoint if it is good, else why it is not, in one line. With ``step`` it is one that was set aside."""
     try:
         if not isinstance(path, Url) and path.is_symlink():
             return None, "it is a symbolic link"
-        found = open_checkpoint(path)
+        if step is not None and isinstance(path, Url):
+            found = Checkpoint(path, decode(read_manifest(path, SUPERSEDED_NAME)), {})
+        else:
+            found = open_checkpoint(path)
         if found.step != (step_of(path.name) if step is None else step):
             return None, f"its manifest is that of step {found.step}"
         if verify:
             found.verify()
         else:
             found.check_files()
-    except CheckpointError as error:
+    except (CheckpointError, RefusedError) as error:
         lines = [line.strip(" -") for line in str(error).splitlines()]
         return None, lines[0] if len(lines) < 3 else "; ".join(lines[1:-1])
     return found, ""
