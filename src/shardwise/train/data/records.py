@@ -13,7 +13,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,10 @@ def read_rows(source: Source) -> Rows:
         if source.kind == "text":
             yield from _blocks(file, length)
         else:
-            yield from readers.get(ending(file), _table)(file)
+            for place, row in readers.get(ending(file), _table)(file):
+                if not isinstance(row, dict):
+                    raise _unreadable(place, "it is no JSON object, which a row is")
+                yield place, row
 
 
 def first_row(source: Source) -> Mapping[str, Any]:
@@ -66,7 +69,7 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
     import fsspec  # pyrefly: ignore[missing-import]
 
     place = str(file)
-    try:
+    with _reading(lambda: place):
         held: Any = fsspec.open(place, "rb", compression="infer")
         with held as raw:  # fsspec's own files have a readline without a bound
             handle = raw if isinstance(raw, io.BufferedIOBase) else io.BufferedReader(raw)
@@ -75,8 +78,14 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
                 if not (line := handle.readline(most + 1)):
                     return
                 yield place, line
+
+
+@contextlib.contextmanager
+def _reading(place: Callable[[], object]) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # noqa: BLE001  every store and every compression has errors of its own
-        raise _unreadable(place, first_line(error)) from None
+        raise _unreadable(str(place()), first_line(error)) from None
 
 
 def _json(file: Path) -> Rows:
@@ -87,16 +96,10 @@ def _json(file: Path) -> Rows:
             while len(whole) <= _LIST_BYTES and (more := next(lines, None)):
                 whole += more[1]
             items = _parsed(whole, str(file), _LIST_BYTES)
-            yield from (_object(item, f"{file}: row {number}") for number, item in enumerate(items))
+            yield from ((f"{file}: row {number}", item) for number, item in enumerate(items))
             return
         if line.strip():
-            yield _object(_parsed(line, place, _ROW_BYTES), place)
-
-
-def _object(item: Any, place: str) -> tuple[str, Mapping[str, Any]]:
-    if not isinstance(item, dict):
-        raise _unreadable(place, "it is no JSON object, which a row is")
-    return place, item
+            yield place, _parsed(line, place, _ROW_BYTES)
 
 
 def _parsed(text: bytes | bytearray, place: str, most: int) -> Any:
@@ -157,17 +160,8 @@ def _unreadable(place: str | Path, why: str) -> DataError:
     return DataError(f"{printable(place)} cannot be read: {why}.\n  Correct it, or leave it out.")
 
 
-@contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with file.open("rb") as handle:
-            yield handle
-    except Exception as error:  # noqa: BLE001  every store has errors of its own
-        raise _unreadable(file, first_line(error)) from None
-
-
 def _blocks(file: Path, length: int) -> Rows:
-    with _opened(file) as handle:
+    with _reading(lambda: file), file.open("rb") as handle:
         begin = 0
         while begin < length:
             end = begin + _BLOCK_BYTES
@@ -189,7 +183,7 @@ def block_text(block: Mapping[str, Any]) -> str:
         DataError: It cannot be read, or is not UTF-8; the line is named.
     """
     file = block["file"]
-    with _opened(file) as handle:
+    with _reading(lambda: file), file.open("rb") as handle:
         handle.seek(block["begin"])
         raw = handle.read(block["end"] - block["begin"])
     try:
