@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from shardwise.checkpoint.storage import place_of, storage_of
 from shardwise.launch import fault
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.config.sections import read_config
+from shardwise.train.folder import read_run_id
 from shardwise.train.rank import open_directory
-from shardwise.train.saves.checkpoints import find_checkpoint, is_empty
+from shardwise.train.saves.checkpoints import Checkpoints, find_checkpoint, is_empty
+from shardwise.train.saves.uploads import Uploads
 from tests.checkpoint.test_store import save, truncate
 from tests.common.store import SECRETS, s3_server
 from tests.train.job import command, content, environment, processes_of, wait_for_step
@@ -177,6 +181,44 @@ def test_a_loop_whose_folder_is_gone_takes_up_its_own_run_from_the_store_and_no_
     assert opened("a-2", tmp_path / "new" / "a-2", upload_to=str(far))[2] == "latest"
 
 
+def test_a_folder_to_upload_to_is_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, place in (("far", tmp_path / "far"), ("~/far", tmp_path / "home/far"), ("s3://b/far", "s3://b/far")):
+        read = read_config(None, base={"checkpoint": {"upload_to": name}})
+        read.raise_if_any()
+        assert read.config.checkpoint.upload_to == str(place)
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_a_run_that_a_store_refuses_is_not_noted_in_its_folder(tmp_path: Path, kind: str) -> None:
+    run, far = tmp_path / "b", tmp_path / "far" if kind == "folder" else place_of(f"memory://bucket/{tmp_path.name}")
+    run.mkdir()
+    notes = functools.partial(Checkpoints.note_run, path=None)
+    held = types.SimpleNamespace(_run_dir=run, _run_id="b-1", uploads=Uploads(run, str(far)))
+    notes(held)  # type: ignore[arg-type]
+    assert read_run_id(run) == "b-1"
+    with storage_of(far).open(far, "run-id") as file:
+        assert file.num_bytes == len("b-1\n")
+    (run / "run-id").unlink()
+    path = save(tmp_path / "a", 10, run_id="a-1")
+    assert "is_gone" not in upload({"upload": str(path), "to": f"{far}/checkpoints", "keep": 2, "run_id": "a-1"})
+    with pytest.raises(ConfigError, match="holds checkpoints of the run a-1; this is b-1"):
+        notes(held)  # type: ignore[arg-type]
+    assert read_run_id(run) is None
+
+
+def test_an_upload_that_failed_is_counted_where_its_checkpoint_has_been_removed_since(tmp_path: Path) -> None:
+    """Which is not the case where it was removed before it was opened."""
+    uploads, path = Uploads(tmp_path, str(tmp_path / "far")), tmp_path / "checkpoints" / "step-00000010"
+    job = {"upload": str(path), "to": str(tmp_path / "far" / "checkpoints"), "keep": 2, "run_id": "run"}
+    assert uploads._judge(job, upload(job)) == ["step-00000010 is not uploaded: it was removed before"]
+    assert (uploads.failures, uploads.problem) == ([], None)
+    said = f"step 10 was not uploaded to {tmp_path}/far/checkpoints: no way there"
+    assert uploads._judge(job, {"problem": "no way there", "is_storage": True}) == [f"WARNING: {said}"]
+    assert (uploads.failures, uploads.problem) == ([said], said)
+
+
 def test_a_failed_upload_is_said_and_fails_the_run_only_where_it_is_the_last(whole: Path, tmp_path: Path) -> None:
     """To a folder, as of a slow disk that machines share; ``best/`` goes there too."""
     best = "checkpoint.best=eval_loss", "train.eval_every=10", "train.eval_batches=1"
@@ -187,7 +229,7 @@ def test_a_failed_upload_is_said_and_fails_the_run_only_where_it_is_the_last(who
     )
     run, far = tmp_path / "run", tmp_path / "far"
     assert code == 74
-    assert "WARNING: step 5 was not uploaded to far/checkpoints: far/checkpoints/step-00000005 was not" in text
+    assert f"WARNING: step 5 was not uploaded to {far}/checkpoints: {far}/checkpoints/step-00000005 was not" in text
     assert "the last checkpoint is saved, but not where checkpoint.upload_to says: step 20 was not uploaded" in text
     assert "It is uploaded at the start of a resume" in text
     assert losses(run) == losses(whole)

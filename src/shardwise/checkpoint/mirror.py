@@ -31,14 +31,16 @@ def upload(job: Mapping[str, Any]) -> dict[str, Any]:
         job: ``upload``, the checkpoint; ``to``, the folder of checkpoints there; ``keep``; and ``run_id``.
 
     Returns:
-        ``removed``: names of unfinished saves that were there; ``refused``: what was not removed, with the reason.
+        ``removed``: names of unfinished saves that were there; ``refused``: what was not removed, with the reason;
+        ``is_gone``: that the checkpoint had been removed before it was opened.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # all files are open at once
     source, place = Path(job["upload"]), place_of(job["to"])
     fault.at("store_begin", step_of(source.name))
-    if not copy_checkpoint(source, place / source.name):
-        return {"removed": [], "refused": []}
+    is_copied = copy_checkpoint(source, place / source.name)
+    if not is_copied:
+        return {"removed": [], "refused": []} | ({"is_gone": True} if is_copied is None else {})
     unfinished = find_latest(place).unfinished
     # Files were compared with their hashes before they were written: they are not read back.
     known = [place / name for name in storage_of(place).list(place)]
@@ -48,8 +50,8 @@ def upload(job: Mapping[str, Any]) -> dict[str, Any]:
     return {"removed": [path.name for path in unfinished if path.name not in refused], "refused": [*refused.items()]}
 
 
-def copy_checkpoint(source: Path, target: Path) -> bool:
-    """Copy a checkpoint; where it is there already, do nothing. Returns whether it was copied.
+def copy_checkpoint(source: Path, target: Path) -> bool | None:
+    """Copy a checkpoint; where it is there already, do nothing. Returns whether it was copied; ``None``: it is gone.
 
     Its files that are there are not copied again; any others are removed first. All are opened first, so that they can
     be read to the end when ``source`` is removed meanwhile.
@@ -58,18 +60,23 @@ def copy_checkpoint(source: Path, target: Path) -> bool:
         CheckpointError: The checkpoint is damaged. Nothing is published.
         StorageError: A disk or the store refuses.
     """
+    is_opened = False
     try:
         raw = read_manifest(source)
         manifest = decode(raw)
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(folders.open_folder(source, follow=False))
             opened = [folders.open_for_reading(folder, held.name, allows_links=True) for held in manifest.all_files]
-            return _copy_files(manifest, [stack.enter_context(each)[0] for each in opened], target, raw)
+            files = [stack.enter_context(each)[0] for each in opened]
+            is_opened = True
+            return _copy_files(manifest, files, target, raw)
     except StorageError:
         raise
-    except OSError as error:
-        raise StorageError(f"{target} was not written: {error.strerror or error}.") from error
-    except RefusedError as error:
+    except (OSError, RefusedError) as error:
+        if not is_opened and not source.exists():
+            return None
+        if isinstance(error, OSError):
+            raise StorageError(f"{target} was not written: {error.strerror or error}.") from error
         raise CheckpointError(f"{source} was not copied to {target}: {error}.") from None
 
 

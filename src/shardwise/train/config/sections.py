@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import os
 import re
 import types
 import typing
@@ -58,6 +59,11 @@ def _local(name: str) -> str:
 #: A Hugging Face folder, or the name on the hub of one that is in the cache. A run notes the folder, which is of one
 #: revision: a resume, and every rank, sees the same files or is refused.
 Folder = Annotated[str, AfterValidator(_local)]
+
+
+def _place(name: str) -> str:
+    """A URL, or a folder's whole path: a run compares it with where its checkpoints are found."""
+    return str(place_of(os.path.expanduser(name)).absolute())  # noqa: PTH111  leaves the folder of a user who is unknown
 
 
 class ModelSection(Section):
@@ -327,7 +333,7 @@ class CheckpointSection(Section):
         default=False, description="resume also where the code of the run's spec has changed since"
     )
     final: bool = Field(default=True, description="a checkpoint after the last step")
-    upload_to: Annotated[str, AfterValidator(lambda value: str(place_of(value)))] | None = Field(
+    upload_to: Annotated[str, AfterValidator(_place)] | None = Field(
         None,
         description="where each checkpoint is copied to once it is saved, while training goes on: s3://bucket/runs/NAME,"
         " gs://, az://, or a folder. --resume takes the newest from there where this machine has none as new",

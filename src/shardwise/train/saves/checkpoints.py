@@ -391,8 +391,8 @@ class Checkpoints:
             StorageError: The disk or the store refuses.
             ConfigError: The store holds another run.
         """
-        replace_text(self._run_dir / RUN_ID, f"{self._run_id}\n")
         self.uploads.open(self._run_id, is_new=path is None)
+        replace_text(self._run_dir / RUN_ID, f"{self._run_id}\n")  # not where that has refused
 
     @property
     def _kept(self) -> str:

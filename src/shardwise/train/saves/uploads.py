@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +50,9 @@ class Uploads:
                 f" {printable(run_id)}.\n  Continue that run with --resume, or name another place for this one."
             )
         if isinstance(self.place, Url):
-            with (self._run_dir / RUN_ID).open("rb") as file:
+            with os.fdopen(os.memfd_create(RUN_ID), "wb") as file:
+                file.write(f"{run_id}\n".encode())
+                file.flush()
                 storage_of(self.place).write(self.place, "", RUN_ID, file.fileno())
         else:
             (self.place / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -105,12 +108,12 @@ class Uploads:
     def _judge(self, job: Mapping[str, Any], outcome: Mapping[str, Any]) -> list[str]:
         path, to = Path(job["upload"]), job["to"]
         problem = f"step {step_of(path.name)} was not uploaded to {to}: {outcome.get('problem')}"
-        if "problem" in outcome and not path.exists():
+        if outcome.get("is_gone"):
             return [f"{path.name} is not uploaded: it was removed before"]
         if path.parent.parent == self._run_dir:  # not one of the best
             self.problem = problem if "problem" in outcome else None
         if "problem" in outcome:
             self.failures.append(problem.splitlines()[0])
-            return [f"WARNING: {problem}\n  It is saved in {path}."]
+            return [f"WARNING: {problem}" + (f"\n  It is saved in {path}." if path.exists() else "")]
         removed = [f"{printable(name)}, an unfinished upload, was removed from {to}" for name in outcome["removed"]]
         return removed + [f"{printable(name)} is left in {to}: {printable(why)}" for name, why in outcome["refused"]]
