@@ -40,6 +40,7 @@ def torchrun_says(tmp_path, monkeypatch):
 
 def test_the_cause_comes_last_with_what_is_safe_and_what_to_do(torchrun_says, tmp_path):
     lost = CommError("all_gather(root) failed: Connection closed by peer.\n  A peer has left.")
+    (tmp_path / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
     text = torchrun_says((0, lost), (1, ValueError("no such word")))
     root = text[text.index("Root Cause") :]
     assert "at step 12: ValueError: no such word" in root
