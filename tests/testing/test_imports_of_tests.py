@@ -49,7 +49,7 @@ ABOUT = {
     "checkpoint/test_dcp.py": "checkpoint cli.app comm.dtype weights.state.extents",
     "checkpoint/test_frozen_files.py": "checkpoint",
     "checkpoint/test_storage.py": "checkpoint launch.fault cli.files train.config.sections",
-    "train/test_train_uploads.py": "checkpoint launch.fault launch.world train.config.sections train.folder train.rank train.saves",
+    "train/test_train_uploads.py": "checkpoint launch.fault launch.world train",
     "checkpoint/test_pretrained.py": "checkpoint train",
     "train/train_here.py": "launch.file train.predicted.memory",
     "train/test_train_command.py": "launch.fault train.folder",
