@@ -101,6 +101,12 @@ def test_the_page_s_spec_gives_one_process_s_numbers_on_two_ranks(tmp_path: Path
             cwd=tmp_path, env=environment, check=True, timeout=150,
         )  # fmt: skip
         found[name] = losses(tmp_path / name), summary(tmp_path / name)
+    words = ["parity", "run.yaml", "--spec", "pictures.py", "--nproc", "2"]
+    refused = subprocess.run(
+        [sys.executable, "-m", "shardwise", *words],
+        cwd=tmp_path, env=environment, check=False, timeout=150, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "of 2 samples, which cannot be cut by samples" in refused.stdout + refused.stderr
     first = found["ddp-1"]
     assert len(first[0]) == 5
     assert first[1]["eval_loss_first"] == pytest.approx(held_out_loss(tmp_path), rel=1e-5)

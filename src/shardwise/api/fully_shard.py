@@ -21,7 +21,7 @@ from shardwise.engine.extensions import batch_norm, precision
 from shardwise.engine.extensions.wrap import assign_parameters, check_parameters
 from shardwise.engine.storage import heap
 from shardwise.engine.storage.attachment import attachment_of, mark_of
-from shardwise.engine.storage.host import check_offload
+from shardwise.engine.storage.host import refuse_no_offload
 from shardwise.engine.storage.ignored import find_ignored
 from shardwise.engine.storage.waiting import set_gradient_sync
 from shardwise.engine.unit import Unit
@@ -278,7 +278,7 @@ def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParamet
             f"fully_shard(offload_policy=...) with ratio={policy.ratio}: a ratio chooses among the units of a model.\n"
             "  Give the policy to the units that are to be offloaded, or use sw.parallelize."
         )
-    check_offload([entry.parameter for entry in owned], PRESETS["zero3"], policy)
+    refuse_no_offload([entry.parameter for entry in owned], PRESETS["zero3"], policy)
     return policy
 
 

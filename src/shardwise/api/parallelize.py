@@ -171,7 +171,7 @@ def apply_plan(
     if pipelined is not None:
         notes += pipelined.notes
         pipelined.drop_foreign(model)
-        prepared = prepared.left_in(model)
+        prepared = prepared.kept_in(model)
     notes += spread_rows(
         prepared.tables,
         comms.world,

@@ -14,7 +14,7 @@ from shardwise.engine.extensions.chunked_loss import check_chunked
 from shardwise.engine.extensions.precision import Policies
 from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.engine.storage.attachment import attachment_of
-from shardwise.engine.storage.host import check_offload
+from shardwise.engine.storage.host import refuse_no_offload
 from shardwise.engine.storage.ignored import Ignored, find_ignored
 from shardwise.engine.storage.packed import is_quantizable
 from shardwise.parallel.context.apply import check_model
@@ -57,8 +57,8 @@ class Preparation:
     mixtures: Sequence[Mixture]
     stage_modules: Sequence[StageModule]
 
-    def left_in(self, model: nn.Module) -> Preparation:
-        """The same for what a pipeline has left of the model on this rank."""
+    def kept_in(self, model: nn.Module) -> Preparation:
+        """The same for the part of the model that a pipeline keeps on this rank."""
         modules = set(map(id, model.modules()))
         kept = [
             {path: module for path, module in found.items() if id(module) in modules}
@@ -67,7 +67,7 @@ class Preparation:
         units, recomputed, offloaded, tables = kept
         return replace(
             self,
-            ignored=self.ignored.left_in(model),
+            ignored=self.ignored.kept_in(model),
             units=units,
             recomputed=recomputed,
             offloaded=offloaded,
@@ -125,7 +125,7 @@ def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None
 def _check_uses(plan: ParallelPlan, owned: Sequence[OwnedParameter]) -> None:
     """Refuse to offload or to quantize where the whole model has nothing for it; one stage of a pipeline may not."""
     if plan.offload is not None:
-        check_offload([entry.parameter for entry in owned], plan.placements, plan.offload)
+        refuse_no_offload([entry.parameter for entry in owned], plan.placements, plan.offload)
     form = plan.quantization.frozen
     if form != "none" and not any(is_quantizable(entry.parameter, entry.uses, form) for entry in owned):
         raise PlanError(

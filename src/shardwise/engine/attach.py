@@ -178,10 +178,9 @@ class Window:
     """
 
     def __init__(self, mode: str) -> None:
-        self.evaluates = False
         self.mode = mode
         self.syncs = True
-        self.is_open = False
+        self.is_open = self.evaluates = False
         self.step = Step()
 
     def sync(self, *, is_last: bool, mode: str | None = None) -> None:
@@ -190,31 +189,14 @@ class Window:
         self.mode = mode or self.mode
 
     @contextlib.contextmanager
-    def without_last(self) -> Iterator[None]:
-        """No backward inside is the last one."""
-        before, self.syncs = self.syncs, False
+    def having(self, **fields: Any) -> Iterator[None]:
+        """Give attributes of the window other values inside."""
+        before = {name: getattr(self, name) for name in fields}
+        vars(self).update(fields)
         try:
             yield
         finally:
-            self.syncs = before
-
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Every rank makes the forwards inside, also where it leaves out units that others run."""
-        before, self.evaluates = self.evaluates, True
-        try:
-            yield
-        finally:
-            self.evaluates = before
-
-    @contextlib.contextmanager
-    def run(self, step: Step) -> Iterator[None]:
-        """Let forwards and backwards follow one another as ``step`` says."""
-        self.step = step
-        try:
-            yield
-        finally:
-            self.step = Step()
+            vars(self).update(before)
 
     def close(self) -> None:
         """The parameters change: what is gathered is out of date."""

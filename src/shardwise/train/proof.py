@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.launch.world import World, joined
@@ -106,7 +107,7 @@ def compare_with_one_process(
 
     def batch(step: int) -> Any:
         if isinstance(data.train, GivenSamples):
-            return data.train.batch(range(step * size, (step + 1) * size), device)
+            return _checked(data.train.batch(range(step * size, (step + 1) * size), device), size)
         held = to_tensors(data.train, range(step * size, (step + 1) * size), device)
         inputs_BT = held.inputs
         if config.model.hf is None:  # of conversations every token counts here, as the mean is taken by rank
@@ -127,6 +128,17 @@ def compare_with_one_process(
         )
     finally:
         torch.set_rng_state(generator)
+
+
+def _checked(batch: Any, size: int) -> Any:
+    """A batch of ``size`` samples; refuses one that cannot be cut by samples."""
+    for tensor in tree_leaves(batch):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) != size:
+            raise PlanError(
+                f"parity: collate makes a tensor of shape {list(tensor.shape)} of {size} samples, which cannot be cut"
+                " by samples.\n  Compare a run of `shardwise train` with --nproc 1 with one of several processes."
+            )
+    return batch
 
 
 def compare_here(

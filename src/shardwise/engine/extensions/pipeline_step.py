@@ -140,7 +140,7 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     had_sums = any(group.gradient.is_local for group in engine.groups)
     opened = PipelineStep(engine, last, synchronises=synchronises)
     try:
-        with window.without_last(), window.run(opened):  # what is reduced, and when, the step says
+        with window.having(syncs=False, step=opened):  # what is reduced, and when, the step says
             yield opened
         for unit in engine.units:
             if unit.state is State.UNSHARDED:
@@ -210,7 +210,7 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
     try:
         for unit in engine.units:
             _put(engine, unit)
-        with engine.window.run(ConstantParameters(call)):
+        with engine.window.having(step=ConstantParameters(call)):
             yield
     finally:
         if not was_open:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Name = TypeVar("Name", str, tuple[str, ...])
 
 
-def check_offload(parameters: Iterable[nn.Parameter], row: Placements, policy: OffloadPolicy) -> None:
+def refuse_no_offload(parameters: Iterable[nn.Parameter], row: Placements, policy: OffloadPolicy) -> None:
     """Refuse a policy that finds nothing in a whole model.
 
     Raises:

@@ -71,8 +71,8 @@ class Ignored:
         """The units that have a parameter that is not left alone."""
         return {name: module for name, module in units.items() if any(p not in self for p in module.parameters())}
 
-    def left_in(self, model: nn.Module) -> Ignored:
-        """What of it is in a part of the model, in which names are the same."""
+    def kept_in(self, model: nn.Module) -> Ignored:
+        """The same as far as it is in ``model``, a part of the model in which names are the same."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         left = {name: p for name, p in self.parameters.items() if parameters.get(name) is p}
         return Ignored(left, self.buffers & buffers.keys(), self.spread & left.keys())

@@ -115,7 +115,7 @@ class StreamSampler(IterableSampler):
 
     def _next(self) -> np.ndarray:
         if self._ahead is None:
-            self._ahead = _ahead(self._windows((0, 0, 0)))
+            self._ahead = _one_ahead(self._windows((0, 0, 0)))
         while self._taken >= len(self._window):
             self._open(taken=0)
         self._taken += 1
@@ -171,13 +171,13 @@ class StreamSampler(IterableSampler):
         Sampler.load_state(self, state)
         epoch, place, row, taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
         if place < len(self.data.files):
-            self._ahead = _ahead(self._windows((epoch, place, row)))
+            self._ahead = _one_ahead(self._windows((epoch, place, row)))
             self._open(taken)
         if taken > len(self._window):
             raise CheckpointError(f"the checkpoint's sampler has no such place: {state}.\n  Resume from another one.")
 
 
-def _ahead(items: Iterator[Any]) -> Iterator[Any]:
+def _one_ahead(items: Iterator[Any]) -> Iterator[Any]:
     """The same items, each made by a thread while the one before is used."""
     made = _begun(items)
     while True:
