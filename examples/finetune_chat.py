@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import yaml
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -25,7 +26,6 @@ TEMPLATE = (
 
 def make_model(folder: Path) -> Path:
     """A small Llama with drawn weights, and a tokenizer of words and marks."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def train(name: str, folder: Path, model: Path, options: argparse.Namespace, **s
         "train": {
             "steps": options.steps,
             "global_batch_size": 8,
-            "micro_batch_size": 8 // options.nproc,
+            "micro_batch_size": 8 // (options.nproc or torch.cuda.device_count() or 2),
             "eval_every": None,
         },
         "log": {"every": 20},
@@ -84,7 +84,8 @@ def train(name: str, folder: Path, model: Path, options: argparse.Namespace, **s
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     run = folder / f"run-{name}"
-    print(shardwise("train", path, "--nproc", options.nproc, "--run-dir", run).rstrip().rpartition("\n")[2])
+    processes = [] if options.nproc is None else ["--nproc", options.nproc]
+    print(shardwise("train", path, *processes, "--run-dir", run).rstrip().rpartition("\n")[2])
     return run
 
 
@@ -100,7 +101,7 @@ def answer(what: Path, question: str, model: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lora", action="store_true", help="fine-tune adapters of rank 16 alone")
-    parser.add_argument("--nproc", type=int, default=2, help="processes, one a GPU")
+    parser.add_argument("--nproc", type=int, help="processes; by default one a GPU, or 2 on CPU")
     parser.add_argument("--strategy", default="zero3")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--model", type=Path)

@@ -20,7 +20,7 @@ from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut
-from shardwise.testing import run_on_ranks
+from shardwise.testing import run_on_ranks, streams
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.model.build import build_model, defer_model
@@ -253,6 +253,24 @@ def test_a_folder_stored_in_16_bit_trains_with_fp32_masters_and_says_so(tmp_path
     train_well(tmp_path, 2, ("--run-dir", "raised", "--resume", "--set", "train.steps=4"), config=config)
     held = yaml.safe_load((tmp_path / "raised" / "config.yaml").read_text())["parallel"]["mp_policy"]
     assert held == {"param_dtype": "bf16", "master_dtype": "fp32"}
+
+
+def devices_of_an_adapter(folder: str) -> set[str]:
+    """Of the parameters that the trainer makes at once, for a GPU."""
+    base = {"model": {"hf": folder}, "lora": {"rank": 4}, "data": {"source": "random", "seq_len": 8}}
+    resolved = resolve(read_config(None, base=base, title="test"), 1, raises_masters=False)
+    with streams.pretended_cuda():
+        model, _ = defer_model(resolved, torch.device("cuda", 0))
+        return {p.device.type for name, p in model.named_parameters() if "lora" in name}
+
+
+@pytest.mark.preload("peft")
+def test_an_adapter_lies_on_the_device_that_trains(tmp_path: Path) -> None:
+    hf = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    config = hf.LlamaConfig(**SHARE, num_key_value_heads=4, vocab_size=512)
+    hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert run_on_ranks(devices_of_an_adapter, 1, str(tmp_path), timeout_s=200) == [{"cuda"}]
 
 
 SHARE = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 16, "num_attention_heads": 4}

@@ -165,3 +165,12 @@ def test_the_ledger_asks_the_device_and_raises_what_the_watch_has_found(comm):
     with pytest.raises(RankDisagreement):
         comm.all_gather(new(), unit="c")
     assert stall.history[-1].unit == "b"
+
+
+def test_a_collective_whose_call_does_not_return_is_seen_by_the_watch(comm):
+    """NCCL connects ranks in the first call of a kind: the host waits there for a peer that does not come."""
+    comm._ledger, seen = Ledger([1], mock.Mock()), []
+    comm._gather = lambda *_args, **_kwargs: seen.append(comm._ledger.oldest(math.inf))
+    comm.all_gather(new(), unit="a")
+    assert [issued.unit for issued in seen] == ["a"]
+    assert comm._ledger.oldest(math.inf) is None  # the device of this test has done everything

@@ -95,7 +95,7 @@ def peaks() -> list[tuple[int, int, bool]]:
         torch.cuda.reset_peak_memory_stats()
         model(tokens, tokens).backward()
         torch.cuda.synchronize()
-        buffers = [buffer for buffer, _ in offload.host._unused.values()] if offload else []
+        buffers = [buffer for buffer, _ in offload.host._unused] if offload else []
         found.append(
             (
                 torch.cuda.max_memory_allocated() - held,
@@ -110,11 +110,13 @@ def peaks() -> list[tuple[int, int, bool]]:
 def test_the_peak_falls_by_what_the_host_holds_but_for_two_blocks() -> None:
     (((plain, _, _), (offloaded, on_host, is_pinned)),) = run_on_ranks(peaks, 1, process_group=False)
     assert is_pinned
-    assert plain - offloaded == pytest.approx(on_host * 4 / 6, rel=0.15)
+    # The peak comes at the beginning of backward without offloading, and with it when gradients of four blocks are there.
+    gradients = sum(p.numel() * p.element_size() for p in sw.models.gpt("gpt-nano", hidden=512).blocks[0].parameters())
+    assert plain - offloaded == pytest.approx(on_host * 4 / 6 - 4 * gradients, rel=0.03)
 
 
-def streams() -> tuple[set[int], set[int], set[int]]:
-    """Streams of kernels, of copies to the host, and of copies to the device; a step that waits for the host raises."""
+def streams() -> tuple[dict[int, set[str]], ...]:
+    """What runs on which stream: kernels, copies to the host, copies to the device; a wait of the host raises."""
     model, _ = train({"offload_activations": True}, hidden=512, rows=64, steps=2)
     tokens = torch.randint(0, 64, (64, 16)).cuda()
     torch.cuda.synchronize()
@@ -123,11 +125,16 @@ def streams() -> tuple[set[int], set[int], set[int]]:
         model(tokens, tokens).backward()
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    names: dict[str, set[int]] = {"kernel": set(), "DtoH": set(), "HtoD": set()}
+    names: dict[str, dict[int, set[str]]] = {"kernel": {}, "DtoH": {}, "HtoD": {}}
     for event in seen.profiler.kineto_results.events():
         kind = next((word for word in ("DtoH", "HtoD") if word in event.name()), "kernel")
-        if str(event.device_type()).endswith("CUDA") and ("Memcpy" in event.name()) == (kind != "kernel"):
-            names[kind].add(event.device_resource_id())
+        is_label = event.name().startswith("shardwise::")  # which the profiler repeats on the device
+        if (
+            str(event.device_type()).endswith("CUDA")
+            and not is_label
+            and ("Memcpy" in event.name()) == (kind != "kernel")
+        ):
+            names[kind].setdefault(event.device_resource_id(), set()).add(event.name())
     return names["kernel"], names["DtoH"], names["HtoD"]
 
 
@@ -135,5 +142,5 @@ def test_copies_run_beside_the_computation_and_the_host_waits_for_none() -> None
     ((kernels, out, back),) = run_on_ranks(streams, 1, process_group=False)
     assert out
     assert back
-    assert not out & back
-    assert not kernels & (out | back)
+    assert not out.keys() & back.keys()
+    assert not {stream: names for stream, names in kernels.items() if stream in out or stream in back}

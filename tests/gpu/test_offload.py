@@ -76,7 +76,7 @@ def updated_late(*, is_inside: bool) -> tuple[list[torch.Tensor], list[bool]]:
     optimizer.register_step_post_hook(lambda *_: devices.append(torch.cuda.current_device() == 0))
     if is_inside:
         sw.optimizer_in_backward(model, optimizer)
-    transfers = engine_of(model, "test").shared[Transfers]
+    transfers = engine_of(model, "test").extras.find(Transfers)
     send = transfers.send
 
     def late(*given: object) -> object:
@@ -115,8 +115,11 @@ def memory(policy: str | sw.OffloadPolicy) -> tuple[int, int, int, bool]:
     train(model, optimizer, 1)
     torch.cuda.synchronize()
     is_pinned = all(p.is_pinned() for p in model.parameters() if p.device.type == "cpu" and p.numel())
+    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each thread that multiplies on a Hopper GPU
     held = torch.cuda.memory_allocated() - before
-    return held, torch.cuda.max_memory_allocated() - before, predict(engine_of(model, "test")).on_device, is_pinned
+    predicted = predict(engine_of(model, "test"))
+    between_steps = predicted.on_device - predicted.gathered - predicted.reduce
+    return held, torch.cuda.max_memory_allocated() - before, between_steps, is_pinned
 
 
 def measure_memory() -> list[tuple[int, int, int, bool]]:
@@ -126,7 +129,7 @@ def measure_memory() -> list[tuple[int, int, int, bool]]:
 def test_the_device_holds_what_is_predicted_and_its_peak_falls() -> None:
     (found,) = run_on_ranks(measure_memory, 1, process_group=False)
     for held, _, predicted, is_pinned in found:
-        assert held == pytest.approx(predicted, rel=0.02)
+        assert held == pytest.approx(predicted, rel=0.02, abs=1 << 20)
         assert is_pinned
     plain, everything, half, _ = (peak for _, peak, _, _ in found)
     moved = found[0][2] - found[1][2]

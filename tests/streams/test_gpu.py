@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.testing import run_on_ranks
+from tests.gpu.test_numerics import FP16_LOSSES
 from tests.launch.test_join import free_port
 
 #: A rank's result.
@@ -53,6 +54,10 @@ def has_no_wait(steps: int) -> bool:
     return steps > 0
 
 
+def learns(found: dict[str, tuple[list[float], set[str]]]) -> bool:
+    return len(found) == 3 and all(losses == pytest.approx(FP16_LOSSES, rel=0.01) for losses, _ in found.values())
+
+
 def held_is_predicted(result: tuple[int, int]) -> bool:
     held, predicted = result
     return math.isclose(held, predicted, rel_tol=0.02)
@@ -70,7 +75,7 @@ RUNS = {
         f"late collectives, {name}": Run("test_delays", "compare", quick_as_slow, (name, "cuda"))
         for name in ("zero3", "hsdp", "offloaded", "one slot of gradients")
     },
-    "fp16 on int8 weights": Run("test_numerics", "train_all", lambda found: len(found) == 3),
+    "fp16 on int8 weights": Run("test_numerics", "train_all", learns),
     "updates in backward, late": Run("test_offload", "update_late", all_true),
     "packed sums on either stream": Run("test_offload", "sum_on_either_stream", all),
     "late copies of activations": Run("test_activation_offload", "compare", all_true),

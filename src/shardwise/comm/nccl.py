@@ -168,10 +168,11 @@ class NcclComm(Comm):
 
     @contextlib.contextmanager
     def _on_stream(self, issued: Issued | None, *moved: Tensor | None) -> Iterator[_StreamHandle]:
-        with _StreamHandle(self._stream, moved) as handle:
-            yield handle
-        if issued is not None:
+        handle = _StreamHandle(self._stream, moved)
+        if issued is not None:  # before the call: NCCL connects ranks in it, and the host waits there for a peer
             self._ledger.follow(issued, handle.is_done)
+        with handle:
+            yield handle
 
     def _op(self, divisor: float, dtype: torch.dtype) -> tuple[Any, float]:
         """NCCL's operation for a sum that is divided, and what is left to divide it by."""
@@ -219,6 +220,7 @@ class _StreamHandle(Handle):
         self._moved = moved  # the allocator does not know that this stream uses them
         self._event: Any = None  # torch annotates record_event with its private base class
         self._recorded: Any = None  # the same, also after the wait
+        self._is_issued = False
         self._context: torch.cuda.StreamContext | None = None
 
     def __enter__(self) -> Self:
@@ -231,11 +233,11 @@ class _StreamHandle(Handle):
         assert self._context is not None
         self._context.__exit__(*error)
         self._event = self._recorded = self._stream.record_event()
+        self._is_issued = True
 
     def is_done(self) -> bool:
         """Whether the device has done it. Any thread may ask."""
-        event = self._recorded
-        return event is None or event.query()
+        return self._is_issued and self._recorded.query()
 
     def wait(self) -> None:
         if self._event is not None:

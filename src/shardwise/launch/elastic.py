@@ -9,6 +9,7 @@ configuration is wrong, is not started again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -185,6 +186,9 @@ def _run_once(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # torch before 2.12 waits 30 s for a worker that was told to end, whatever ``grace_s`` is.
+    has_timeout = "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}
+    timeout: dict[str, Any] = {"shutdown_timeout": max(1, round(grace_s))} if has_timeout else {}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -196,8 +200,8 @@ def _run_once(
         local_addr="127.0.0.1",
         max_restarts=0,  # each restart is a new agent, see launch
         logs_specs=DefaultLogsSpecs(),
-        shutdown_timeout=max(1, round(grace_s)),
         signals_to_handle=_NO_SIGNALS,
+        **timeout,
     )
     failures: dict[int, tuple[int, float]] = {}
     try:

@@ -16,8 +16,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.utils.checkpoint import CheckpointPolicy
 
 import shardwise as sw
+from shardwise.engine.extensions import recompute
 from shardwise.parallel.context.apply import CACHE_NAMES
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
@@ -276,6 +278,34 @@ def test_what_a_block_changes_in_place_behind_its_products_is_changed_once():
         return model(sample(rank, step, 4, 8)).square().mean()
 
     compare_each(lambda: Chain(ChangesInPlace), loss, ("ddp", "zero3"), activation_checkpointing="selective")
+
+
+class DrawsTwice(Block):
+    """A drop-out, as attention has it, and behind it other random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = F.dropout(super().forward(x), 0.2)
+        return torch.tanh(dropped) * torch.rand_like(dropped)
+
+
+@on_ranks(2)
+def test_an_operator_that_draws_is_computed_again_so_that_the_next_draws_the_same():
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return model(sample(rank, step)).square().mean()
+
+    way = sw.RecomputePolicy(save=["aten.native_dropout", "matmul"])
+    compare_each(lambda: Chain(DrawsTwice), loss, ("zero3",), activation_checkpointing=way)
+
+
+def test_attention_is_kept_where_it_drops_nothing():
+    policy = recompute._context_fn(sw.RecomputePolicy(save="attention"))
+    decide = policy()[0].policy_fn
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    x = torch.zeros(1, 1, 1, 1)
+    kept = [decide(None, flash, x, x, x, dropout_p, True) for dropout_p in (0.0, 0.1)]
+    kept += [decide(None, flash, x, x, x), decide(None, flash, x, x, x, dropout_p=0.1)]
+    save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    assert kept == [save, again, save, again]
 
 
 def tiny(kind: str) -> nn.Module:

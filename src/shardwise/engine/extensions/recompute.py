@@ -209,9 +209,10 @@ def _context_fn(policy: RecomputePolicy) -> _ContextFn:
     saved = {operator for name in policy.save for operator in operators(name)}
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        def decide(_context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        def decide(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if operator in saved:
-                return CheckpointPolicy.MUST_SAVE
+                draws = _draws(operator, args, kwargs)
+                return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
             # What is changed in place (a T5's scores += bias) the recomputation would change once more.
             changed = tree_leaves(args[:1]) if operator.overloadpacket.__name__.endswith("_") else ()
             if not all(torch_private.keep_no_longer(keeping, each) for each in changed):
@@ -225,6 +226,19 @@ def _context_fn(policy: RecomputePolicy) -> _ContextFn:
         return keeping, giving
 
     return contexts
+
+
+def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers, as attention with dropout does.
+
+    A recomputation that skipped it would leave its numbers to the next operator that draws: other masks, and gradients
+    that are wrong without an error.
+    """
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [name for name, *_ in torch_private.schema_of(operator)[1]]
+    is_attention = "dropout_p" in names
+    return not is_attention or {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0) > 0
 
 
 def operators(name: str) -> list[Any]:

@@ -1,13 +1,14 @@
 """The same detector on a real GPU: torch's own trace of streams and events feeds it, and what ``NcclComm`` calls.
 
-It has been run on no GPU yet.
+``tests/gpu/test_plans.py`` runs it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def watched() -> Iterator[Seen]:
     with at_work(detector) as seen, torch_private.traced_gpu(detector.callbacks()):
         try:
             patches.set(torch.UntypedStorage, "resize_", _resizing(detector))
+            torch_private.replace_backward(patches.set, detector.around_backward)
             patches.set(axes, "transport", axes.Transport(calls=_Calls(detector)))
             with _OnGpu(detector):
                 yield seen
@@ -73,6 +75,8 @@ class _OfGpu(Detector):
         self.default = types.SimpleNamespace(pending=())
         self._by_address: dict[int, Agent] = {}
         self._events: dict[int, Clock] = {}
+        self._threads: list[Agent] = []  # of autograd's
+        self._caller: Agent | None = None  # of the newest backward
 
     @property
     def stream(self) -> Agent:
@@ -85,6 +89,41 @@ class _OfGpu(Detector):
                 is_default = address == torch.cuda.default_stream().cuda_stream
                 self._by_address[address] = self.compute if is_default else self.new_stream(f"stream {address:#x}")
             return self._by_address[address]
+
+    def around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A backward runs in a thread of the device, to which it is handed, and which the caller waits for."""
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            caller = self.host
+            self._learn(self._threads, caller)
+            self._caller = caller
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._learn([caller], *self._threads)
+
+        return run_backward
+
+    def _learn(self, agents: Iterable[Agent], *sources: Agent) -> None:
+        with self.lock:
+            for source in sources:
+                source.tick()
+                for agent in agents:
+                    agent.learn(source.clock)
+
+    @property
+    def host(self) -> Agent:
+        """As :attr:`Detector.host`. A thread of autograd's begins by what the caller of the backward has seen."""
+        is_new = self.local.host is None
+        found = super().host
+        if is_new and isinstance(threading.current_thread(), threading._DummyThread):  # noqa: SLF001 - made by C++
+            self._threads.append(found)
+            if self._caller is not None:
+                self._learn([found], self._caller)
+        return found
+
+    def mismatch(self, what: str) -> None:
+        """As :meth:`Detector.mismatch`. A real GPU refuses what it cannot do."""
 
     def host_waits(self, why: str, moment: Clock | None = None) -> None:
         """As :meth:`Detector.host_waits`. The driver's trace tells of waits inside operators."""

@@ -104,7 +104,7 @@ def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, W
     if section.hf is None:
         return sw.deferred_init(lambda: build_model(resolved, torch.device("cpu"))), None
     try:
-        model, files = _deferred_hf(Path(section.hf).expanduser(), lora)
+        model, files = _deferred_hf(Path(section.hf).expanduser(), lora, device)
         return _with_loss(resolved, model), files
     except NotNamedError as error:
         tell_whole(f"model.hf={section.hf}", error)
@@ -112,8 +112,8 @@ def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, W
         return build_model(resolved, device), None
 
 
-def _deferred_hf(folder: Path, lora: LoraSection) -> tuple[nn.Module, WeightFiles | None]:
-    """A folder's model on meta, with adapters, where it gets some, on the CPU."""
+def _deferred_hf(folder: Path, lora: LoraSection, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
+    """A folder's model on meta, with adapters, where it gets some, on ``device``: it is trained there."""
     model, files = deferred_from_folder(folder)
     if not lora.is_used:
         return model, files
@@ -121,6 +121,9 @@ def _deferred_hf(folder: Path, lora: LoraSection) -> tuple[nn.Module, WeightFile
         raise NotNamedError("an adapter is put beside weights, and the folder has none")
     before = dict(model.named_parameters(remove_duplicate=False))
     model = adapt(model, lora, folder)
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
     return model, renamed(files, before, model)
 
 
