@@ -110,7 +110,7 @@ def peaks() -> list[tuple[int, int, bool]]:
 def test_the_peak_falls_by_what_the_host_holds_but_for_two_blocks() -> None:
     (((plain, _, _), (offloaded, on_host, is_pinned)),) = run_on_ranks(peaks, 1, process_group=False)
     assert is_pinned
-    # The peak comes at the beginning of backward without offloading, and with it when gradients of four blocks are there.
+    # Without offloading the peak is where backward begins; with it, where the gradients of four blocks are there.
     gradients = sum(p.numel() * p.element_size() for p in sw.models.gpt("gpt-nano", hidden=512).blocks[0].parameters())
     assert plain - offloaded == pytest.approx(on_host * 4 / 6 - 4 * gradients, rel=0.03)
 

@@ -18,6 +18,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwise.launch import heartbeat
 from shardwise.launch.cause import describe, find_cause, has_begun, what_next
