@@ -90,7 +90,7 @@ def is_pointwise(name: str) -> bool:
     """
     packet = getattr(torch.ops.aten, name, None)
     found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    found = [op for op in found if "Tensor" in str(op._schema) and torch.Tag.out not in op.tags]
+    found = [op for op in found if "Tensor" in str(op._schema) and not any(a.is_out for a in op._schema.arguments)]
     return bool(found) and all(torch.Tag.pointwise in op.tags for op in found)
 
 

@@ -117,6 +117,9 @@ def go_wrong(device_name: str, port: int, what: str) -> str:
         # NCCL does not compare kinds: the rank that asks for more waits for ever, the other one may be done.
         "blocks.2": lambda: comm.all_reduce(torch.zeros(64 * size, device=device), unit="blocks.2"),
     }
+    for kind in kinds.values():  # NCCL connects ranks in the first call of a kind, and the host waits in it
+        kind().wait()
+    torch.cuda.synchronize()
     handles = []
     if what == "differ" or rank == 0:
         handles.append(kinds["blocks.1" if rank == 0 else "blocks.2"]())

@@ -175,6 +175,16 @@ class _OnGpu(Watch):
             detector.know(tensor)
         return made
 
+    def _seen(self, schema: Any, args: Any, kwargs: Any, made: Any) -> None:
+        given, new = tensors_in([*args, *kwargs.values()]), tensors_in([made])
+        is_on_device = any(tensor.is_cuda for tensor in new)
+        if not new or is_on_device == any(tensor.is_cuda for tensor in given):
+            super()._seen(schema, args, kwargs, made)
+            return
+        side = Side.DEVICE if is_on_device else Side.PINNED if new[0].is_pinned() else Side.HOST
+        with self._detector.making(side, non_blocking=bool(kwargs.get("non_blocking"))):
+            super()._seen(schema, args, kwargs, made)
+
 
 class _Calls:
     """``torch.distributed``, seen."""
