@@ -106,7 +106,7 @@ def test_an_update_beside_backward_waits_until_its_gradients_are_on_the_host() -
 
 
 def requested() -> int:
-    """Bytes of tensors on the device; what is allocated has up to a MiB more for each, which the allocator leaves whole."""
+    """Bytes of tensors on the device; what is allocated counts up to a MiB more for each, which is not cut off."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
