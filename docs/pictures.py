@@ -1,7 +1,4 @@
-"""Draws docs/pictures/*.svg (``python docs/pictures.py``). A test holds the files against what this script draws.
-
-Boxes, words and lanes are those of the reports (``shardwise.report``).
-"""
+"""Draws docs/pictures/*.svg (``python docs/pictures.py``). A test holds the files against what this script draws."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.report.element import Content, Element, svg_file
-from shardwise.report.lanes import Bar, Lanes
-from shardwise.report.pipeline import WORDS as KINDS
-from shardwise.report.svg import arrow, box, picture, text
+from drawing import Bar, Content, Lanes, arrow, box, picture_file, text
+
+from shardwise.report.parts import ACTIONS
 from shardwise.sim.step import SimulatedStep, StepUnit, Transfer, simulate_step
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.schedule import PipelinePolicy
@@ -81,7 +77,7 @@ def _package(name: str) -> str:
     return name.rpartition(".")[0] if is_module else name
 
 
-def draw_floors() -> Element:
+def draw_floors() -> str:
     width, margin, gap, height = 980, 20, 8, 46
     words = "A package imports only what lies below it. Packages side by side do not see each other."
     parts: list[Content] = [text(margin, 28, words, size=13)]
@@ -103,7 +99,7 @@ def draw_floors() -> Element:
             note = f"these {len(names)} see each other"
             parts.append(text(width - margin, y - 3, note, size=10, class_="faint", anchor="end"))
         y += height + 14
-    return picture(width, y + 6, "The floors of shardwise", parts, has_style=True)
+    return picture_file(width, y + 6, "The floors of shardwise", parts)
 
 
 def _halves(words: str) -> list[str]:
@@ -163,7 +159,7 @@ LANES = {
 }
 
 
-def draw_timeline() -> Element:
+def draw_timeline() -> str:
     lanes = Lanes(LANES, end=33, width=1120, top=70, height=28, gap=12, breaks=("slot A",))
     parts: list[Content] = [
         text(20, 28, "One training step under zero3: the root and three units. Time goes from left to right.", size=15),
@@ -193,7 +189,7 @@ def draw_timeline() -> Element:
         "Slots and gradient buffers are used in turn: memory is two units and the root, however many units there are.",
     )
     parts += [text(20, lanes.bottom + 30 + 18 * line, words) for line, words in enumerate(notes)]
-    return picture(lanes.width, lanes.bottom + 100, "One step of zero3 in time", parts, has_style=True)
+    return picture_file(lanes.width, lanes.bottom + 100, "One step of zero3 in time", parts)
 
 
 # -- what moves when, by strategy: the simulator's step
@@ -239,7 +235,7 @@ def simulated(strategy: str) -> SimulatedStep:
     return simulate_step(units, row, optimizer_s=0.3 if row.shards_optimizer else 0.8)
 
 
-def draw_strategy(strategy: str) -> Element:
+def draw_strategy(strategy: str) -> str:
     step = simulated(strategy)
     ((timeline, _),) = step.microbatches
     names = {key: name for key, name in STREAMS.items() if key in timeline.streams}
@@ -265,13 +261,13 @@ def draw_strategy(strategy: str) -> Element:
             if span.end_s > span.begin_s:
                 bars.append(bar(stream, unit, span.begin_s, span.end_s, label if unit != "root" else ""))
     parts += lanes.parts(bars)
-    return picture(lanes.width, lanes.bottom + 14, f"One step under {strategy}", parts, has_style=True)
+    return picture_file(lanes.width, lanes.bottom + 14, f"One step under {strategy}", parts)
 
 
 # -- a pipeline's schedules, and a block that tp cuts
 
 
-def draw_pipeline() -> Element:
+def draw_pipeline() -> str:
     """1F1B and a zero-bubble schedule of the same stages and microbatches."""
     top = 66
     parts: list[Content] = [text(20, 28, "Four ranks of a pipeline, eight microbatches. Empty is the bubble.", size=15)]
@@ -284,8 +280,8 @@ def draw_pipeline() -> Element:
                 str(rank),
                 span.start,
                 span.end,
-                f"{KINDS[span.action.kind][0]}{span.action.microbatch}",
-                KINDS[span.action.kind][2],
+                f"{ACTIONS[span.action.kind][0]}{span.action.microbatch}",
+                f"k{ACTIONS[span.action.kind][2]}",
             )
             for rank, spans in enumerate(timing.spans)
             for span in spans
@@ -295,10 +291,10 @@ def draw_pipeline() -> Element:
         top = int(lanes.bottom) + 44
     note = "F: forward. B: backward, or the half of it that makes the gradient of the input. W: the other half."
     parts.append(text(20, top - 14, note, class_="faint"))
-    return picture(WIDTH, top, "Schedules of a pipeline", parts, has_style=True)
+    return picture_file(WIDTH, top, "Schedules of a pipeline", parts)
 
 
-def draw_tensor() -> Element:
+def draw_tensor() -> str:
     """The MLP of a block on two ranks."""
     parts: list[Content] = [
         text(20, 28, "The MLP of a block under tp=2: each rank multiplies by half of both weights.", size=15)
@@ -325,10 +321,10 @@ def draw_tensor() -> Element:
         ends = [(x, x + width) for x, width, *_ in boxes]
         parts += [arrow(stop + 4, y + 35, start - 4, y + 35) for (_, stop), (start, _) in itertools.pairwise(ends)]
     parts += [box(636, 50, 20, 210, "k3"), text(646, 280, "all-reduce", anchor="middle")]
-    return picture(WIDTH, 296, "The MLP of a block under tensor parallelism", parts, has_style=True)
+    return picture_file(WIDTH, 296, "The MLP of a block under tensor parallelism", parts)
 
 
-DRAWINGS: dict[str, Callable[[], Element]] = {
+DRAWINGS: dict[str, Callable[[], str]] = {
     "floors.svg": draw_floors,
     "timeline.svg": draw_timeline,
     "pipeline.svg": draw_pipeline,
@@ -340,7 +336,7 @@ DRAWINGS: dict[str, Callable[[], Element]] = {
 def main(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name, draw in DRAWINGS.items():
-        (folder / name).write_text(svg_file(draw()))
+        (folder / name).write_text(draw())
 
 
 if __name__ == "__main__":

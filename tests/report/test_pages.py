@@ -8,21 +8,24 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.cli import main
+from shardwise.planner.simulated import Span
 from shardwise.report import compare_page, read_run, run_page
-from shardwise.report.element import el, html
-from shardwise.report.streams import Span, innermost, streams_figure
-from shardwise.report.warnings import warnings
+from shardwise.report.parts import streams
+from shardwise.report.run_page import innermost
 from shardwise.sim.chrome import chrome_trace, slices_of
 from shardwise.sim.streams import Task, run
-from tests.report.folders import records, write_run
+from tests.report.folders import BYTES, records, write_run
+
+VEGA = Path(__file__).parents[2] / "src" / "shardwise" / "report" / "vega"
 
 
 class Page(HTMLParser):
-    """Ids, links, words and the nesting of a page."""
+    """Ids, links, words, scripts and the data of the charts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -31,6 +34,8 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.words: list[str] = []
         self.attributes: list[tuple[str, str, str | None]] = []
+        self.code: list[tuple[str, str]] = []
+        self.charts: list[dict[str, Any]] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -43,7 +48,12 @@ class Page(HTMLParser):
             self.links.append(str(found["href"]))
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        if self.cdata_elem is None:
+            self.words.append(data)
+        elif self.attributes[-1] == ("script", "type", "application/json"):
+            self.charts.append(json.loads(data))
+        else:
+            self.code.append((self.cdata_elem, data))
 
     @property
     def text(self) -> str:
@@ -56,26 +66,76 @@ def page_of(folder: Path) -> Page:
     assert len(page.ids) == len(set(page.ids))
     assert {link[1:] for link in page.links} <= set(page.ids)
     assert all(link.startswith("#") for link in page.links)
-    assert "script" not in page.tags
+    assert [tag for tag, _ in page.code] == ["style", *["script"] * 4]
     return page
+
+
+def charts(page: Page, kind: str) -> list[dict[str, Any]]:
+    """The data of the charts of one kind, in the order of the page."""
+    return [chart for chart in page.charts if chart["kind"] == kind]
 
 
 def test_a_page_needs_nothing_and_allows_nothing(tmp_path: Path) -> None:
     text = run_page(read_run(write_run(tmp_path / "run")))
     page = Page(text)
     policy = next(
-        value for tag, name, value in page.attributes if tag == "meta" and name == "content" and "none" in value
+        value
+        for tag, name, value in page.attributes
+        if tag == "meta" and name == "content" and value and "none" in value
     )
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
-    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
-    assert style is not None
-    assert base64.b64encode(hashlib.sha256(style.group(1).encode()).digest()).decode() in policy
+    assert "unsafe" not in policy
+    assert len(page.code) == 5
+    for _, code in page.code:
+        assert base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() in policy
+    style = page.code[0][1]
     assert not [name for _, name, _ in page.attributes if name == "style" or name.startswith("on")]
     loads = {"src", "srcset", "data", "poster", "action", "background"}
     assert not [name for _, name, _ in page.attributes if name in loads]
-    assert "http://" not in style.group(1)
-    assert "@import" not in style.group(1)
-    assert len(text.encode()) < 80_000
+    assert "http://" not in style
+    assert "@import" not in style
+    assert len(text.encode()) < 900_000
+
+
+def test_the_runtime_of_charts_is_the_published_one() -> None:
+    rows = re.findall(r"^(\S+\.js) +\S+ \S+ +([0-9a-f]{64})$", (VEGA / "LICENSE.txt").read_text(), re.MULTILINE)
+    assert {name for name, _ in rows} == {path.name for path in VEGA.glob("*.js")}
+    assert {name: hashlib.sha256((VEGA / name).read_bytes()).hexdigest() for name, _ in rows} == dict(rows)
+
+
+def test_charts_hold_the_values_of_the_files(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    page, held = page_of(folder), records(folder)
+    for chart, key, factor in zip(
+        charts(page, "lines"),
+        ("loss", "lr", "tokens_per_s", "grad_norm", "step_time_s"),
+        (1, 1, 1, 1, 1e3),
+        strict=True,
+    ):
+        rows = [row for row in chart["rows"] if row["name"] != "held out"]
+        assert [row["x"] for row in rows] == list(range(1, 61))
+        assert [row["y"] for row in rows] == pytest.approx([record[key] * factor for record in held])
+    held_out = [row["x"] for row in charts(page, "lines")[0]["rows"] if row["name"] == "held out" and row["is_marked"]]
+    assert held_out == [0, 20, 40, 60]
+    peak, step, whole = charts(page, "bars")
+    parts = [(row["bar"], row["value"]) for row in peak["rows"]]
+    assert parts == [*(("predicted", count / 1e6) for count in BYTES.values() if count), ("measured", 40.858456)]
+    assert [note["note"] for note in peak["notes"]] == ["40.8 MB", "40.9 MB"]
+    assert [(row["text"], row["value"]) for row in step["rows"] if row["bar"] == "predicted"] == [
+        ("compute: 200 ms", 200.0), ("exposed gather: 30 ms", 30.0), ("optimizer: 10 ms", 10.0),
+    ]  # fmt: skip
+    assert sum(row["value"] for row in whole["rows"]) == pytest.approx(30)
+    moments, memory = charts(page, "columns")
+    assert [(row["x"], row["value"], row["text"]) for row in moments["rows"]] == [
+        (0.5, 2.0, "1. forward, parameters: 2.0 MB"),
+        (0.5, 9.0, "1. forward, activations: 9.0 MB"),
+        (1.5, 2.0, "2. end, parameters: 2.0 MB"),
+    ]
+    assert sum(row["value"] for row in memory["rows"] if row["x"] == 150.0) == pytest.approx(25.0)
+    (lanes,) = charts(page, "lanes")
+    assert [(row["lane"], row["x"], row["x2"], row["label"]) for row in lanes["rows"]] == [
+        ("compute", 0.0, 100.0, "root"), ("compute", 130.0, 230.0, "blocks"), ("all-gather", 0.0, 50.0, "blocks"),
+    ]  # fmt: skip
 
 
 def test_words_of_a_run_stay_words(tmp_path: Path) -> None:
@@ -85,8 +145,13 @@ def test_words_of_a_run_stay_words(tmp_path: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     plan["units"][0]["name"] = evil
     (folder / "plan.json").write_text(json.dumps(plan))
+    predicted = json.loads((folder / "predicted.json").read_text())
+    predicted["spans"][0][3] = predicted["memory_timeline"][0][0] = evil
+    (folder / "predicted.json").write_text(json.dumps(predicted))
     page = page_of(folder)
     assert "img" not in page.tags
+    shown = "<script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'\\x1b[31m\\u202e"
+    assert charts(page, "lanes")[0]["rows"][0]["text"] == f"compute {shown}: 100 ms"
     assert page.text.count("<script>alert(1)</script><img src=x onerror=alert(2)>&amp;\"'") >= 4
     assert "\x1b" not in page.text
     assert "\u202e" not in page.text
@@ -130,7 +195,7 @@ def test_runs_of_no_step_and_of_one_step_and_resumed_ones(tmp_path: Path) -> Non
     assert "no step has been recorded" in page_of(write_run(tmp_path / "none", steps=0)).text
     one = page_of(write_run(tmp_path / "one", steps=1))
     assert "Measured: mean of 1 step. " in one.text
-    assert "circle" in one.tags
+    assert [row["is_marked"] for row in charts(one, "lines")[1]["rows"]] == [True]
     resumed = page_of(write_run(tmp_path / "resumed", first=301))
     assert "The first recorded step is 301: what came before is not in metrics.jsonl." in resumed.text
     again = read_run(write_run(tmp_path / "again", timed_steps=7))
@@ -140,7 +205,7 @@ def test_runs_of_no_step_and_of_one_step_and_resumed_ones(tmp_path: Path) -> Non
 
 def test_what_went_wrong_is_said_before_the_figures(tmp_path: Path) -> None:
     fine = read_run(write_run(tmp_path / "fine", predicted_step_time_s=0.22, step_time_s=0.225))
-    assert warnings(fine) == []
+    assert fine.warnings() == []
     folder = write_run(
         tmp_path / "run", predicted_step_time_s=0.1, step_time_s=0.225, predicted_peak_memory_bytes=20_429_228,
         failed_saves=["step 20: the disk is full"],
@@ -158,7 +223,7 @@ def test_what_went_wrong_is_said_before_the_figures(tmp_path: Path) -> None:
         "Peak memory was 2.00 times the prediction.",
         "A step took 2.25 times the predicted time.",
     ]
-    assert warnings(read_run(folder)) == sentences
+    assert read_run(folder).warnings() == sentences
     assert " ".join(sentences) in page_of(folder).text
     assert f"Note on A: {sentences[0]}" in Page(compare_page([read_run(folder), fine])).text
 
@@ -198,10 +263,9 @@ def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
     page = page_of(folder)
     assert "Ended with exit code 80 after step 60: step 41: the loss is nan" in page.text
     assert "No finite value at 3 steps: the line is broken there." in page.text
-    curve = next(
-        value for tag, name, value in page.attributes if (tag, name) == ("path", "d") and value.count("M") == 2
-    )
-    assert "nan" not in curve
+    loss = [row["y"] for row in charts(page, "lines")[0]["rows"] if row["name"] == "training"]
+    assert loss[9:12] == [lines[9]["loss"], None, lines[13]["loss"]]
+    assert loss.count(None) == 1
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line | {"loss": None}) + "\n" for line in lines))
     assert page_of(folder).text
 
@@ -214,7 +278,8 @@ def test_a_hundred_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
             record = line | {"step": step, "loss": 2 + (step * 7919 % 1000) / 1000, "grad_norm": step * 31 % 77}
             file.write(json.dumps(record) + "\n")
     text = run_page(read_run(folder))
-    assert len(text.encode()) < 400_000
+    assert len(text.encode()) < 1_200_000
+    assert max(len(chart["rows"]) for chart in Page(text).charts) <= 4 * 151
     assert "100,000" in text
 
 
@@ -229,10 +294,9 @@ def test_a_profile_is_drawn_where_there_is_one(tmp_path: Path) -> None:
     assert "compute 3 ms 100.0% all-gather 1 ms 33.3%" in text
     outer, first, second = (Span("compute", *at) for at in ((0.0, 9.0, "root"), (1.0, 2.0, "a"), (2.0, 8.0, "b")))
     assert innermost([second, outer, first]) == [first, second]
-    shown = streams_figure(
-        [Span("gather", 0, 3, "a"), Span("gather", 1, 4, "b"), Span("compute", 0, 5, "c")], "x", waits={}
-    )
-    assert "all-gather4 s80.0%" in "".join(Page(html(el("div", shown))).words)  # overlapping spans count once
+    shown = streams([Span("gather", 0, 3, "a"), Span("gather", 1, 4, "b"), Span("compute", 0, 5, "c")])
+    assert shown is not None
+    assert ("all-gather", "4 s", "80.0%") in shown["rows"]  # overlapping spans count once
     (folder / "profile" / "rank-0.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     assert "Measured streams: no steps were profiled" in page_of(folder).text
 
@@ -240,7 +304,8 @@ def test_a_profile_is_drawn_where_there_is_one(tmp_path: Path) -> None:
 def test_the_pipeline_is_drawn(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run", pp=2, strategy="zero1"))
     assert "Schedule 1f1b of 2 ranks and 4 microbatches: a rank is idle for 20.0% of the step." in page.text
-    assert page.words.count("F0") == page.words.count("B3") == 2
+    labels = [row["label"] for row in charts(page, "lanes")[-1]["rows"]]
+    assert labels.count("F0") == labels.count("B3") == 2
 
 
 def test_runs_are_compared_with_what_differs_between_them(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from shardwise.cli.output import check_writable, show, write
 
 _HELP = """Write one page of HTML that shows a run, or with --compare several runs side by side.
 
-The file needs no network and no script. `train` writes the page of its run by itself when it ends; this verb writes it
+The file needs no network. `train` writes the page of its run by itself when it ends; this verb writes it
 for runs that were killed, and while a run is going on.
 
 Examples:

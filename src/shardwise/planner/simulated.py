@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from shardwise.cost.software import find_software
 from shardwise.planner.calibrated import calibrated_step
 from shardwise.planner.estimate import Estimate
@@ -20,3 +22,26 @@ def simulated(made: Estimate) -> SimulatedStep | SimulatedPipeline:
         return calibrated_step(shape, plan, cluster, workload)
     timing = Timing(shape, plan, cluster, workload, find_software(made.software))
     return timing.step() if plan.pp == 1 else timing.pipeline(MOST_MICROBATCHES)
+
+
+class Span(NamedTuple):
+    """Something that a stream does from one moment to another, in seconds."""
+
+    stream: str
+    begin_s: float
+    end_s: float
+    label: str
+
+
+def simulated_spans(step: SimulatedStep) -> tuple[list[Span], str]:
+    """The spans of a step's last microbatch and the optimizer, and a sentence that says which microbatch that is."""
+    timeline, _ = step.microbatches[-1]
+    found = [
+        Span(span.task.stream, span.begin_s, span.end_s, span.task.label)
+        for span in timeline.spans
+        if span.end_s > span.begin_s
+    ]
+    if step.optimizer_s:
+        found.append(Span("optimizer", timeline.end_s, timeline.end_s + step.optimizer_s, "optimizer"))
+    total = sum(count for _, count in step.microbatches)
+    return found, f"Drawn is the last of {total} microbatches, with the optimizer's step." if total > 1 else ""

@@ -1,4 +1,4 @@
-"""Reports of runs and plans: one file of HTML each, which needs no network and no script."""
+"""Reports of runs and plans: one file of HTML each, which needs no network."""
 
 from shardwise.report.compare_page import compare_page
 from shardwise.report.plan_page import plan_report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import yaml
 
+from shardwise.report.numbers import finite, numbers_of, seconds
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, METRICS, MODEL, PLAN, PREDICTED, SUMMARY
 from shardwise.spec.shown import Page, Shown, vars_of
-from shardwise.spec.text import printable
+from shardwise.spec.text import printable, size
 
 #: Steps at the beginning of a process that are slower than the rest: tensors are counted in them on a CPU.
 SLOW_STEPS = 3
@@ -75,10 +75,7 @@ class Run(Shown):
     @property
     def predicted_bytes(self) -> dict[str, float]:
         """Predicted bytes of the fullest rank by category, without categories that hold none."""
-        given = self.plan.get("predicted_bytes_per_rank")
-        return (
-            {name: held for name, value in given.items() if (held := finite(value))} if isinstance(given, dict) else {}
-        )
+        return numbers_of(self.plan.get("predicted_bytes_per_rank"))
 
     def values(self, key: str) -> list[float | None]:
         """A number of each record; ``None`` where it is missing or not finite."""
@@ -101,17 +98,84 @@ class Run(Shown):
 
     def median(self, key: str) -> float | None:
         """The median of a number over the steady steps."""
-        found = [value for record in self.steady if (value := finite(record.get(key))) is not None]
-        return statistics.median(found) if found else None
+        return statistics.median(found) if (found := self._steady(key)) else None
 
     def mean(self, key: str) -> float | None:
         """The mean of a number over the steady steps."""
-        found = [value for record in self.steady if (value := finite(record.get(key))) is not None]
+        found = self._steady(key)
         return sum(value / len(found) for value in found) if found else None  # a sum could overflow
+
+    def _steady(self, key: str) -> list[float]:
+        return [value for record in self.steady if (value := finite(record.get(key))) is not None]
 
     def last(self, key: str) -> float | None:
         """The newest value of a number."""
         return next((value for value in reversed(self.values(key)) if value is not None), None)
+
+    def predicted_number(self, key: str) -> float | None:
+        """A number of summary.json or, where that lacks it, of plan.json."""
+        return next((value for held in (self.summary, self.plan) if (value := finite(held.get(key))) is not None), None)
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Measured bytes of tensors at the peak, of the fullest rank."""
+        return finite(self.summary.get("peak_memory_bytes")) or self.last("peak_memory_bytes")
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Measured seconds of a step: the mean after the first ones."""
+        return finite(self.summary.get("step_time_s")) or self.mean("step_time_s")
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """The plan that it was made with."""
+        found = self.plan.get("parallel") or self.config.get("parallel")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def model_name(self) -> str:
+        """The model's name, or nothing."""
+        model = self.config.get("model")
+        return str(model.get("preset") or model.get("hf") or "") if isinstance(model, dict) else ""
+
+    def predicted_vs_measured(self) -> list[tuple[str, str, str, str]]:
+        """Quantity, predicted, measured, and measured over predicted; of all that has both, or one of them."""
+        found = []
+        for name, predicted, measured, shown in (
+            ("peak memory of tensors", self.predicted_number("predicted_peak_memory_bytes"), self.peak_bytes, size),
+            ("time of a step", self.predicted_number("predicted_step_time_s"), self.step_time_s, seconds),
+            ("bytes that rank 0 sends in a step", finite(self.predicted.get("sent_bytes")),
+             self.median("collective_bytes"), size),
+        ):  # fmt: skip
+            if predicted is not None or measured is not None:
+                before, after = ("n/a" if value is None else shown(value) for value in (predicted, measured))
+                ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else "n/a"
+                found.append((name, before, after, ratio))
+        return found
+
+    def warnings(self) -> list[str]:
+        """One sentence for each thing that went wrong, or differently from what was predicted."""
+        norms = zip(self.values("loss_scale"), self.values("grad_norm"), strict=True)
+        skipped = sum(scale is not None and norm is None for scale, norm in norms)
+        broken, failed, found = self.values("loss").count(None), self.summary.get("failed_saves"), []
+        if skipped:
+            found.append(f"Loss scaling skipped {_count(skipped, 'step')}: a gradient was not finite.")
+        if broken:
+            found.append(f"{_count(broken, 'step')} recorded no finite loss.")
+        if isinstance(failed, list) and failed:
+            found.append(f"{_count(len(failed), 'checkpoint')} could not be saved: {'; '.join(map(str, failed))}.")
+        for words, measured, key, most in (
+            ("Peak memory was {:.2f} times the prediction.", self.peak_bytes, "predicted_peak_memory_bytes", 1.05),
+            ("A step took {:.2f} times the predicted time.", self.step_time_s, "predicted_step_time_s", 1.25),
+        ):
+            predicted = self.predicted_number(key)
+            if measured and predicted and measured > most * predicted:
+                found.append(words.format(measured / predicted))
+        return found + [f"{problem[0].upper()}{problem[1:]}." for problem in self.problems]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 #: The numbers of a record that a notebook shows.
@@ -120,13 +184,6 @@ _SHOWN = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "step_
 
 def _cell(value: object) -> str:
     return "" if finite(value) is None else f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
-
-
-def finite(value: object) -> float | None:
-    """A number that is one, else ``None``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
 
 
 def read_run(directory: Path) -> Run:

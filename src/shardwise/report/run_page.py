@@ -1,211 +1,246 @@
-"""The report of one run."""
+"""The report of one run: the numbers that ``run.html.jinja`` shows."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from shardwise.report import beside, memory_parts, mesh, time_parts
-from shardwise.report.curves import CURVES, curve_figure, loss_figure
-from shardwise.report.element import Content, el
-from shardwise.report.page import Section, folded, left_out, page, prose, table, tiles
-from shardwise.report.pipeline import pipeline_chart
-from shardwise.report.run import Run, finite
-from shardwise.report.scale import loss, num_bytes, seconds
-from shardwise.report.streams import measured_streams, predicted_streams
-from shardwise.report.warnings import warnings
-from shardwise.spec.errors import PlanError
+from shardwise.planner.simulated import Span
+from shardwise.report import parts
+from shardwise.report.chart import Line, Stack, column_chart, fills_of, line_chart
+from shardwise.report.numbers import finite, numbers_of, percent, seconds
+from shardwise.report.page import page
+from shardwise.report.run import Run
+from shardwise.spec.errors import MeshError, PlanError
+from shardwise.spec.mesh import AXES, Mesh
+from shardwise.spec.run_files import PROFILE
 from shardwise.spec.schedule.builders import pipeline_policy
+from shardwise.spec.schedule.simulate import Durations, simulate
+from shardwise.spec.text import size
+
+#: Rows of a table of values at most.
+ROWS = 12
+#: Parts of a step in metrics.jsonl, and of a run in summary.json. What they leave is computation; or the start, and
+#: whatever else is between steps.
+STEP = {"exposed_time_s": "exposed communication", "optimizer_time_s": "optimizer", "data_time_s": "data"}
+RUN = {"steps_time_s": "steps", "eval_time_s": "held-out loss", "checkpoint_time_s": "checkpoints"}
+
+
+class Curve(NamedTuple):
+    """A number of the records: its key in ``metrics.jsonl``, its title, the text of a value, and its axis."""
+
+    key: str
+    title: str
+    shown: Callable[[float], str] = "{:,.6g}".format
+    from_zero: bool = False
+    may_be_log: bool = False
+
+    def line(self, run: Run, name: str = "") -> Line:
+        """Its values; of the held-out loss those that there are, the first of which is in summary.json."""
+        steps, values = run.steps, run.values(self.key)
+        if self is HELD_OUT:
+            before = (0, finite(run.summary.get("eval_loss_first")))
+            points = [each for each in (before, *zip(steps, values, strict=True)) if each[1] is not None]
+            steps, values = [step for step, _ in points], [value for _, value in points]
+        return Line(name or self.key, steps, values)
+
+
+LOSS, HELD_OUT = Curve("loss", "Loss"), Curve("eval_loss", "Held-out loss")
+CURVES = (
+    Curve("lr", "Learning rate", from_zero=True),
+    Curve("tokens_per_s", "Throughput, tokens per second", from_zero=True),
+    Curve("grad_norm", "Gradient norm before clipping", may_be_log=True, from_zero=True),
+    Curve("step_time_s", "Time of a step", seconds, from_zero=True, may_be_log=True),
+    Curve("mfu", "Share of the devices' peak (MFU)", percent, from_zero=True),
+    Curve("loss_scale", "Loss scale (fp16)", may_be_log=True),
+)
 
 
 def run_page(run: Run) -> str:
     """One page of HTML."""
-    missing: list[str] = []
-    sections = [
-        Section("Training", _training(run, missing)),
-        Section("Predicted beside measured", _beside(run, missing)),
-        Section(
-            "Memory",
-            [
-                *memory_parts.peak(run, missing),
-                *memory_parts.predicted_over_a_step(run, missing),
-                *memory_parts.over_a_step(run, missing),
-            ],
-        ),
-        Section("Where the time went", time_parts.bars(run, missing)),
-        Section("Streams", [*predicted_streams(run, missing), *measured_streams(run, missing)]),
-        Section("Pipeline", _pipeline(run, missing)),
-        Section("Mesh and ownership", _mesh(run, missing)),
-        Section("Configuration", _configuration(run, missing)),
-        Section("Environment", _environment(run, missing)),
-    ]
-    sections = [section for section in sections if any(item is not None for item in section.content)]
-    sections += left_out(missing)
-    notes = [*warnings(run), *(f"{problem[0].upper()}{problem[1:]}." for problem in run.problems)]
-    lead = [
-        _state(run),
-        el("ul", [el("li", note) for note in notes], class_="notes") if notes else None,
-        tiles(_facts(run)),
-    ]
-    return page(f"Run {run.name}", lead, sections, foot="Written by shardwise from the files of the run's folder.")
-
-
-def state(run: Run) -> tuple[str, bool | None]:
-    """How the run ended, in words, and whether well; ``None``: it has not ended, or it was stopped and can go on."""
-    if not run.summary:
-        newest = f" The newest recorded step is {run.steps[-1]:,}." if run.records else ""
-        return f"No end is recorded: the run is still going, or it was killed.{newest}", None
-    code, reason = run.summary.get("exit_code"), run.summary.get("reason", "")
-    steps = run.summary.get("steps")
-    if code == 0:
-        return f"Finished after {steps:,} steps." if isinstance(steps, int) else "Finished.", True
-    if code == 75:
-        return f"Stopped after step {steps} with exit code 75: {reason}", None
-    return f"Ended with exit code {code} after step {steps}: {reason}", False
-
-
-def _state(run: Run) -> Content:
-    words, is_good = state(run)
-    class_ = {True: "state good", False: "state bad", None: "state"}[is_good]
-    model = run.config.get("model", {})
-    name = model.get("preset") or model.get("hf") if isinstance(model, dict) else None
-    what = [f"model {name}"] if name else []
-    what += [f"strategy {s}"] if (s := run.summary.get("strategy") or strategy(run)) else []
-    world = run.summary.get("world_size") or run.plan.get("world_size")
-    what += [f"{world} ranks"] if world else []
-    batch, data = run.plan.get("batch"), run.config.get("data")
-    if isinstance(batch, dict) and isinstance(data, dict) and batch.get("global") and data.get("seq_len"):
-        what.append(f"{batch['global']} sequences of {data['seq_len']} tokens a step")
-    return [el("p", words, class_=class_), el("p", ", ".join(what), class_="faint") if what else None]
-
-
-def strategy(run: Run) -> str | None:
-    """The strategy's name."""
-    parallel = run.plan.get("parallel") or run.config.get("parallel")
-    return str(parallel["strategy"]) if isinstance(parallel, dict) and "strategy" in parallel else None
-
-
-def _facts(run: Run) -> list[tuple[str, str, str]]:
-    summary, facts = run.summary, []
-    steps = _number(summary, "steps") if summary else (run.steps[-1] if run.records else None)
-    train = run.config.get("train")
-    planned = train.get("steps") if isinstance(train, dict) else None
-    if steps is not None:
-        facts.append(("steps", f"{steps:,}", f"of {planned:,}" if isinstance(planned, int) else ""))
-    first, final = _number(summary, "first_loss"), _number(summary, "final_loss")
-    if final is None:
-        final = run.last("loss")
-    if final is not None:
-        facts.append(("training loss", loss(final), f"from {loss(first)}" if first is not None else ""))
-    first, final = _number(summary, "eval_loss_first"), _number(summary, "eval_loss_final")
-    if final is not None:
-        facts.append(("held-out loss", loss(final), f"from {loss(first)}" if first is not None else ""))
-    pace = _number(summary, "tokens_per_s")
-    pace = run.mean("tokens_per_s") if pace is None else pace
-    if pace is not None:
-        facts.append(("tokens per second", f"{pace:,.0f}", "over all ranks"))
-    time_s = beside.step_time(run)
-    if time_s is not None:
-        predicted = beside.first("predicted_step_time_s", summary, run.plan)
-        facts.append(
-            ("time of a step", seconds(time_s), f"mean; predicted {seconds(predicted)}" if predicted else "mean")
-        )
-    whole, waited = run.mean("step_time_s"), run.mean("exposed_time_s")
-    if whole and waited is not None:
-        facts.append(("communication", f"{waited / whole:.1%}", "of a step, exposed"))
-    if (mfu := run.median("mfu")) is not None:
-        facts.append(("MFU", f"{100 * mfu:.1f}%", "median, per GPU"))
-    peak = beside.peak_bytes(run)
-    if peak is not None:
-        predicted = beside.first("predicted_peak_memory_bytes", summary, run.plan)
-        facts.append(("peak memory", num_bytes(peak), f"predicted {num_bytes(predicted)}" if predicted else ""))
-    return facts
-
-
-def _number(values: Mapping[str, Any], key: str) -> float | None:
-    return finite(values.get(key))
-
-
-def _training(run: Run, missing: list[str]) -> list[Content]:
-    if not run.records:
-        missing.append("Training: no step has been recorded in metrics.jsonl.")
-        return []
-    found = [loss_figure(run), *(curve_figure([run], curve) for curve in CURVES)]
-    made: list[Content] = [el("div", found, class_="grid-3")]
-    first = run.steps[0]
-    if first > 1:
-        made.append(el("p", f"The first recorded step is {first:,}: what came before is not in metrics.jsonl."))
-    if not run.has("mfu"):
-        missing.append(
-            "Share of the devices' peak (MFU): the peak of these devices, or the model's work, is not known."
-        )
-    return made
-
-
-def _beside(run: Run, missing: list[str]) -> list[Content]:
-    rows = beside.rows(run)
-    if not any(row[1] != "n/a" for row in rows):
-        missing.append("Predicted beside measured: the run's files hold no prediction.")
-        return []
-    caption, columns = (
-        "What the planner said, and what was measured",
-        ["", "predicted", "measured", "measured / predicted"],
+    held_out = HELD_OUT.line(run, "held out")
+    losses = {LOSS: [LOSS.line(run, "training")], HELD_OUT: [held_out] * bool(held_out.xs)}
+    figures = [curve_figure(losses), *(curve_figure({curve: [curve.line(run)]}) for curve in CURVES)]
+    return page(
+        "run.html.jinja",
+        f"Run {run.name}",
+        run=run,
+        training=[figure for figure in figures if figure],
+        peak=parts.stacked(memory_stacks(run), parts.MEMORY, shown=size) if run.predicted_bytes else None,
+        predicted_memory=parts.memory_timeline(_moments(run), shown=size),
+        measured_memory=_measured_memory(run),
+        by_unit=numbers_of(run.memory.get("peak_by_unit")),
+        **_times(run),
+        predicted_streams=_predicted_streams(run),
+        measured_streams=_measured_streams(run),
+        schedule=_pipeline(run),
+        mesh=mesh_of(run.plan.get("mesh"), run.parallel.get("ep", 1)),
+        units=_units(run),
+        configuration=flat(run.config),
+        environment=flat(run.environment),
     )
-    is_timed = beside.first("predicted_step_time_s", run.summary, run.plan) is not None
-    why = None if is_timed else el("p", prose(f"No time was predicted: {memory_parts.why_not(run)}."), class_="faint")
-    return [table(caption, columns, rows), why]
 
 
-def _pipeline(run: Run, missing: list[str]) -> list[Content]:
-    parallel = run.plan.get("parallel") or run.config.get("parallel") or {}
-    pp = parallel.get("pp", 1) if isinstance(parallel, dict) else 1
-    if not isinstance(pp, int) or pp < 2:
-        missing.append("Pipeline: the plan has one stage.")
-        return []
-    batch = run.plan.get("batch")
-    given = parallel.get("pipeline")
+def curve_figure(given: Mapping[Curve, Sequence[Line]]) -> parts.Figure | None:
+    """Curves in one chart, with the first number's title and axis; and some values of each number, evenly spread."""
+    curve, (line, *_) = next((curve, lines or [Line("", [], [])]) for curve, lines in given.items())
+    lines = [line for held in given.values() for line in held]
+    chart = line_chart(lines, curve.shown, from_zero=curve.from_zero, may_be_log=curve.may_be_log)
+    if chart is None:
+        return None
+    values = [value for value in line.ys if value is not None]
+    least_and_greatest = f", least {curve.shown(min(values))}, greatest {curve.shown(max(values))}" if values else ""
+    tables = []
+    for each, held in given.items():
+        steps = sorted({step for line in held for step in line.xs})
+        last = len(steps) - 1
+        chosen = [steps[at * last // (ROWS - 1)] for at in range(ROWS)] if last >= ROWS else steps
+        some = f", {len(chosen)} of {len(steps):,} steps" if len(chosen) < len(steps) else ""
+        by_step = [dict(zip(line.xs, line.ys, strict=True)) for line in held]
+        rows = [[step, *(values.get(step) for values in by_step)] for step in chosen]
+        names = [line.name for line in held] if len(held) > 1 else [each.key]
+        tables += [(f"{each.title}{some}", ["step", *names], rows)] if rows else []
+    return {
+        "title": curve.title,
+        "chart": chart,
+        "described": f"{curve.title} over {len(values)} steps{least_and_greatest}.",
+        "gaps": sum(line.ys.count(None) for line in lines),
+        "tables": tables,
+    }
+
+
+def memory_stacks(run: Run, before: str = "") -> list[Stack]:
+    """Bars of the predicted and of the measured peak, where they are known."""
+    given = {"predicted": run.predicted_bytes, "measured": {"measured": run.peak_bytes or 0.0}}
+    stacks = [Stack(before + name, held) for name, held in given.items()]
+    return [stack._replace(note=size(stack.total)) for stack in stacks if stack.total > 0]
+
+
+def _moments(run: Run) -> list[tuple[str, dict[str, float]]]:
+    found = run.predicted.get("memory_timeline")
+    return [
+        (str(moment[0]), numbers_of(moment[1]))
+        for moment in (found if isinstance(found, list) else [])
+        if isinstance(moment, list) and len(moment) == 2 and isinstance(moment[1], dict)
+    ]
+
+
+def _measured_memory(run: Run) -> parts.Figure | None:
+    """Measured bytes of rank 0 over one step: what the engine holds all the time, and what comes and goes."""
+    held, moments, counts = (run.memory.get(key) for key in ("held_bytes", "seconds", "bytes"))
+    if not (isinstance(held, dict) and isinstance(moments, list) and isinstance(counts, list)):
+        return None
+    is_whole = all(finite(value) is not None for value in (*held.values(), *moments, *counts))
+    if not is_whole or len(moments) != len(counts) or len(moments) < 2:
+        return None
+    rest = "activations and other tensors of the step"
+    always = {name: float(held[name]) for name in parts.MEMORY if held.get(name)}
+    fills = fills_of(list(always), parts.MEMORY) | {rest: parts.MEMORY.index("activations")}
+    base, edges = sum(always.values()), [1000.0 * moment for moment in (*moments, 2 * moments[-1] - moments[-2])]
+    stacks = [
+        Stack(f"{ms:.1f}", always | {rest: max(0.0, count - base)}, size(count))
+        for ms, count in zip(edges, counts, strict=False)
+    ]
+    last = len(stacks) - 1
+    chosen = sorted({round(at * last / (ROWS - 1)) for at in range(ROWS)} | {counts.index(max(counts))})
+    chart = column_chart(edges, stacks, fills, "ms", size)
+    return parts.with_values(chart, [stacks[at] for at in chosen], fills, size)
+
+
+def _times(run: Run) -> dict[str, parts.Figure | None]:
+    """Parts of a step, predicted and measured (the mean without the first ones); and of the process that ended last."""
+    step = {name: held for key, name in STEP.items() if (held := run.mean(key)) is not None}
+    whole = {name: held for key, name in RUN.items() if (held := finite(run.summary.get(key))) is not None}
+    rest = "compute" if "exposed communication" in step else "compute and communication"
+    found: dict[str, parts.Figure | None] = {}
+    for key, given in {
+        "step_times": {
+            "predicted": numbers_of(run.predicted.get("by_category")),
+            "measured": _with_rest(run.mean("step_time_s"), step, rest),
+        },
+        "run_times": {"measured": _with_rest(finite(run.summary.get("wall_time_s")), whole, "start and the rest")},
+    }.items():
+        stacks = [Stack(name, held, seconds(sum(held.values()))) for name, held in given.items() if held]
+        found[key] = parts.stacked(stacks, (*parts.TIME, *parts.MEASURED), shown=seconds)
+    return found
+
+
+def _with_rest(whole: float | None, known: Mapping[str, float], rest: str) -> Mapping[str, float]:
+    return {rest: max(0.0, whole - sum(known.values())), **known} if whole else {}
+
+
+def _predicted_streams(run: Run) -> parts.Figure | None:
+    """The planner's step, as streams."""
+    found = run.predicted.get("spans")
+    spans = [
+        Span(str(each[0]), float(each[1]), float(each[2]), str(each[3]))
+        for each in (found if isinstance(found, list) else [])
+        if isinstance(each, list) and len(each) == 4 and finite(each[1]) is not None and finite(each[2]) is not None
+    ]
+    return parts.streams(spans, note=str(run.predicted.get("note") or ""))
+
+
+def _measured_streams(run: Run) -> parts.Figure | None:
+    """The trace of rank 0 that ``train --profile-steps`` left, as streams."""
     try:
-        policy = pipeline_policy(given)
-        count = policy.num_microbatches or (batch or {}).get("accumulation")
-        policy = pipeline_policy(
-            {"schedule": policy.schedule, "num_microbatches": count, "num_virtual_stages": policy.num_virtual_stages}
-        )
-        return pipeline_chart(policy, pp)
+        events = json.loads((run.directory / PROFILE / "rank-0.json").read_text("utf-8"))["traceEvents"]
+        names = {each["tid"]: str(each["args"]["name"]) for each in events if each.get("name") == "thread_name"}
+        spans = [
+            Span(names[each["tid"]], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6, str(each["name"]))
+            for each in events
+            if each.get("ph") == "X"
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return parts.streams(innermost(spans), note="The whole trace is in the folder profile, for ui.perfetto.dev.")
+
+
+def innermost(spans: Sequence[Span]) -> list[Span]:
+    """The spans without those that enclose another of their stream, as the root's forward does its units'."""
+    found: list[Span] = []
+    for name in dict.fromkeys(span.stream for span in spans):
+        row = sorted((span for span in spans if span.stream == name), key=lambda span: (span.begin_s, -span.end_s))
+        found += [s for s, inner in zip(row, [*row[1:], None], strict=True) if not inner or inner.end_s > s.end_s]
+    return found
+
+
+def _pipeline(run: Run) -> parts.Figure | str:
+    """The schedule where forward and each half of backward take the same time; or why there is none."""
+    pp = run.parallel.get("pp", 1)
+    if not isinstance(pp, int) or pp < 2:
+        return "the plan has one stage"
+    try:
+        policy = pipeline_policy(run.parallel.get("pipeline"))
+        count = policy.num_microbatches or (run.plan.get("batch") or {}).get("accumulation")
+        given = {"schedule": policy.schedule, "num_virtual_stages": policy.num_virtual_stages}
+        built = pipeline_policy(given | {"num_microbatches": count}).build(pp)
     except (PlanError, TypeError, AttributeError):
-        missing.append("Pipeline: its schedule cannot be read from plan.json.")
-        return []
+        return "its schedule cannot be read from plan.json"
+    return parts.pipeline(built, simulate(built, Durations()))
 
 
-def _mesh(run: Run, missing: list[str]) -> list[Content]:
-    sizes = run.plan.get("mesh")
-    parallel = run.plan.get("parallel")
-    ep = parallel.get("ep", 1) if isinstance(parallel, dict) else 1
-    found = mesh.mesh_of(sizes, ep) if isinstance(sizes, dict) else None
-    if found is None:
-        missing.append("Mesh: plan.json holds none.")
-        return []
+def mesh_of(sizes: Any, ep: int) -> Mesh | None:
+    """The mesh of such sizes, if they make one."""
+    try:
+        return Mesh(**{axis: sizes.get(axis, 1) for axis in AXES}, ep=ep)
+    except (MeshError, TypeError, AttributeError):
+        return None
+
+
+def _units(run: Run) -> list[dict[str, Any]]:
+    """Names, elements and owned elements of the units, where plan.json has all of them."""
     units = run.plan.get("units")
-    made: list[Content] = [mesh.axes_table(found)]
-    if isinstance(units, list) and units and all(isinstance(unit, dict) for unit in units):
-        made += mesh.ownership(units)
-    else:
-        missing.append("Who owns what: plan.json does not say.")
-    if found.world_size > 1:
-        made.append(folded("Coordinates of the ranks", mesh.ranks_table(found)))
-    if run.model:
-        made.append(folded("The model's units as text (model.txt)", el("pre", run.model.rstrip(), tabindex=0)))
-    return made
+    held = units if isinstance(units, list) else []
+    return held if all(isinstance(unit, dict) and {"name", "numel", "owned"} <= unit.keys() for unit in held) else []
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
     """A nested mapping as ``section.field`` and text."""
     found: dict[str, str] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{before}{key}.")
-        else:
-            found[f"{before}{key}"] = _text(value)
+        is_nested = isinstance(value, dict) and value
+        found |= flat(value, f"{before}{key}.") if is_nested else {f"{before}{key}": _text(value)}
     return found
 
 
@@ -215,23 +250,3 @@ def _text(value: object) -> str:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value) or "none"
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _configuration(run: Run, missing: list[str]) -> list[Content]:
-    if not run.config:
-        missing.append("Configuration: the folder has no config.yaml.")
-        return []
-    rows = list(flat(run.config).items())
-    return [
-        folded(
-            f"All {len(rows)} settings", table("config.yaml", ["setting", "value"], rows, numbers=[]), is_printed=True
-        )
-    ]
-
-
-def _environment(run: Run, missing: list[str]) -> list[Content]:
-    if not run.environment:
-        missing.append("Environment: the folder has no environment.json.")
-        return []
-    rows = [(key, _text(value)) for key, value in run.environment.items()]
-    return [table("Where the run was made", ["what", "value"], rows, numbers=[])]

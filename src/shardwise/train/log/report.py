@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.environment import environment
 from shardwise.report import read_run, run_page
-from shardwise.report.scale import thin
+from shardwise.report.numbers import thin
 from shardwise.spec.errors import StorageError
 from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, MODEL, PLAN, PREDICTED, REPORT, SUMMARY
 from shardwise.spec.text import printable, size

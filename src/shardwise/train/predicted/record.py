@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.planner.memory import memory_on
-from shardwise.planner.simulated import simulated
-from shardwise.report.streams import simulated_spans
+from shardwise.planner.simulated import simulated, simulated_spans
 from shardwise.sim.step import SimulatedStep
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.text import printable

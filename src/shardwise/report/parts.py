@@ -1,0 +1,136 @@
+"""Facts that several pages show: times and bytes by part, memory over a step, streams, a pipeline's schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardwise.planner.simulated import Span
+from shardwise.report.chart import Bar, Chart, Stack, bar_chart, column_chart, fills_of, lane_chart
+from shardwise.report.numbers import seconds, unit_of
+from shardwise.spec.schedule.actions import Kind, Schedule
+from shardwise.spec.schedule.simulate import Timing
+
+#: What a template shows of a chart: ``chart`` itself, and its values by name.
+Figure = dict[str, Any]
+#: Categories of memory, and of a predicted time, in the order in which they are stacked.
+MEMORY = (
+    "parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits", "host", "average",
+)  # fmt: skip
+TIME = (
+    "compute", "exposed gather", "exposed reduce", "tp", "pp bubble", "cp", "ep", "optimizer", "offload", "host",
+)  # fmt: skip
+#: Colours of measured parts, and of what they leave; a predicted category has the colour of its place above.
+MEASURED = {
+    "measured": 8, "compute and communication": 0, "exposed communication": 1, "data": 10, "steps": 0,
+    "held-out loss": 5, "checkpoints": 2, "start and the rest": 8,
+}  # fmt: skip
+#: Streams: their words, and their colours, which are those of the same words in a step's time.
+STREAMS = {
+    "compute": ("compute", 0), "gather": ("all-gather", 1), "reduce": ("reduce-scatter", 2),
+    "replicate": ("all-reduce over replicas", 9), "tp": ("tp", 3), "pp": ("pp", 4), "cp": ("cp", 5), "ep": ("ep", 6),
+    "optimizer": ("optimizer", 7), "up": ("from the host", 8), "down": ("to the host", 8),
+    "update": ("updates on the host", 7), "host": ("launches of the host", 10), "wait": ("host waits", 10),
+}  # fmt: skip
+ACTIONS = {
+    Kind.FORWARD: ("F", "forward", 0),
+    Kind.BACKWARD: ("B", "backward", 1),
+    Kind.BACKWARD_INPUT: ("B", "backward: gradient of the input", 1),
+    Kind.BACKWARD_WEIGHT: ("W", "backward: gradients of the weights", 2),
+}
+#: Pixels of a drawing, at least and at most; computations of a pipeline that are drawn at most.
+NARROWEST, WIDEST, MOST_ACTIONS = 950.0, 8000.0, 6000
+
+
+def stacked(
+    stacks: Sequence[Stack], order: Sequence[str], *, shown: Callable[[float], str], **more: Any
+) -> Figure | None:
+    """Bars whose parts have the order and the colours of ``order``; ``None`` where all are empty."""
+    fills = fills_of([name for stack in stacks for name, held in stack.parts.items() if held > 0], order)
+    fills = dict(sorted(((name, MEASURED.get(name, fill)) for name, fill in fills.items()), key=lambda item: item[1]))
+    return with_values(bar_chart(stacks, fills, shown=shown, **more), stacks, fills, shown)
+
+
+def with_values(
+    chart: Chart | None, stacks: Sequence[Stack], fills: Mapping[str, int], shown: Callable[[float], str]
+) -> Figure | None:
+    """A chart of bars or columns with its parts' colours, and a row of values for each bar: name, parts, sum."""
+    rows = [
+        [stack.name, *(shown(stack.parts.get(name, 0)) for name in fills), stack.note or shown(stack.total)]
+        for stack in stacks
+    ]
+    return {"chart": chart, "stacks": stacks, "fills": fills, "rows": rows} if chart else None
+
+
+def memory_timeline(
+    moments: Sequence[tuple[str, Mapping[str, float]]], *, shown: Callable[[float], str]
+) -> Figure | None:
+    """Bytes by category at the moments of a step; ``None`` of fewer than two moments."""
+    if len(moments) < 2:
+        return None
+    stacks = [Stack(f"{index}. {name}", parts) for index, (name, parts) in enumerate(moments, 1)]
+    fills = fills_of([name for stack in stacks for name, held in stack.parts.items() if held > 0], MEMORY)
+    edges = [index + 0.5 for index in range(len(stacks) + 1)]
+    chart = column_chart(edges, stacks, fills, "moment of the step", shown)
+    return with_values(chart, stacks, fills, shown)
+
+
+def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, note: str = "") -> Figure | None:
+    """A lane for each stream, and how long each is busy; ``None`` without spans.
+
+    ``waits`` are seconds in which computation waits, by what it waits for; ``note`` is a sentence about the spans.
+    """
+    if not spans:
+        return None
+    first = min(span.begin_s for span in spans)
+    whole = max(span.end_s for span in spans) - first or 1e-9
+    names = fills_of([span.stream for span in spans], [*STREAMS])
+    held = {name: [span for span in spans if span.stream == name] for name in names}
+    words = {name: STREAMS.get(name, (name, 8)) for name in held}
+    width = min(WIDEST, max(NARROWEST, 16.0 * max(map(len, held.values()))))
+    bars: list[Bar] = []
+    for name, lane in held.items():
+        for span in sorted(lane, key=lambda span: span.begin_s):
+            start, stop, (word, fill) = span.begin_s - first, span.end_s - first, words[name]
+            if bars and bars[-1].lane == name and stop - bars[-1].start < whole / width:  # too narrow to be seen apart
+                bars[-1] = bars[-1]._replace(stop=max(stop, bars[-1].stop), text=f"{word}: several")
+            else:
+                bars.append(Bar(name, start, stop, span.label, fill, f"{word} {span.label}: {seconds(stop - start)}"))
+    lanes = {name: word for name, (word, _) in words.items()}
+    times = [(words[name][0], _busy_s(lane)) for name, lane in held.items()]
+    times += [(f"computation waits: {name}", wait_s) for name, wait_s in (waits or {}).items() if wait_s > 0]
+    rows = [(name, seconds(time_s), f"{time_s / whole:.1%}") for name, time_s in times]
+    chart = lane_chart(lanes, bars, unit=unit_of(whole, seconds), width=width)
+    return {"chart": chart, "legend": list(words.values()), "whole_s": whole, "rows": rows, "note": note}
+
+
+def _busy_s(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one of the spans runs: on a CPU several collectives of one stream overlap."""
+    busy_s, until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        busy_s += max(0.0, span.end_s - max(span.begin_s, until))
+        until = max(until, span.end_s)
+    return busy_s
+
+
+def pipeline(built: Schedule, timing: Timing, unit_s: float | None = None) -> Figure:
+    """The chart of a schedule, where it is not too large to be drawn; ``unit_s`` are the seconds of a unit of time."""
+    found = {"built": built, "timing": timing, "unit_s": unit_s, "chart": None}
+    actions = [(rank, span, *ACTIONS[span.action.kind]) for rank, held in enumerate(timing.spans) for span in held]
+    legend = list(dict.fromkeys((f"{letter} {word}", fill) for _, _, letter, word, fill in actions))
+    if len(actions) > MOST_ACTIONS:
+        return found
+    is_deep = built.num_virtual_stages > 1
+    bars = []
+    for rank, span, letter, word, fill in actions:
+        stage, microbatch = span.action.stage, span.action.microbatch
+        label = f"{letter}{microbatch}" + ("abcdefgh"[stage // built.num_ranks % 8] if is_deep else "")
+        start, stop = (at * (unit_s or 1.0) for at in (span.start, span.end))
+        text = f"rank {rank}, stage {stage}, microbatch {microbatch}: {word}"
+        bars.append(Bar(str(rank), start, stop, label, fill, text))
+    end, shortest = max(bar.stop for bar in bars), sorted(bar.stop - bar.start for bar in bars)[len(bars) // 4]
+    width = min(WIDEST, max(NARROWEST, (32 if is_deep else 25) * end / shortest))
+    lanes = {str(rank): f"rank {rank}" for rank in range(built.num_ranks)}
+    chart = lane_chart(lanes, bars, unit=unit_of(end, seconds) if unit_s else (1.0, ""), width=width)
+    return found | {"chart": chart, "legend": legend}
