@@ -65,6 +65,35 @@ def test_one_rank_alone_measures_no_links_and_plans_that_need_them_say_so(tmp_pa
         tables.link_s("all_reduce", 2, 1000)
 
 
+class Gpu:
+    """A clock, and a device that is given work: 5 us to give it, 10 us of work, 20 us to wait for the end."""
+
+    def __init__(self) -> None:
+        self.now = self.done = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def call(self) -> None:
+        self.now += 5e-6
+        self.done = max(self.done, self.now) + 10e-6
+
+    def synchronize(self, _device: object) -> None:
+        self.now = max(self.now, self.done) + 20e-6
+
+
+def test_on_a_gpu_neither_the_wait_for_the_end_nor_giving_work_ahead_counts():
+    gpu = Gpu()
+    with (
+        mock.patch.object(calibrate.time, "perf_counter", gpu.time),
+        mock.patch.object(torch.cuda, "synchronize", gpu.synchronize),
+    ):
+        clock = calibrate.Clock(torch.device("cuda"), lambda: None)
+        assert clock.seconds(gpu.call) == pytest.approx(10e-6, rel=0.15)
+        times = clock.both(gpu.call, lambda _: (gpu.call(), gpu.call()))
+        assert times == pytest.approx((10e-6, 20e-6), rel=0.15)
+
+
 def test_what_disturbs_a_measurement_for_a_moment_does_not_count():
     clock = calibrate.Clock(torch.device("cpu"), lambda: None, budget_s=0.0)
     assert calibrate.low([5.0, 1.0, 1.1, 9.0, 1.2]) == 1.1

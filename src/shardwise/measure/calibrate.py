@@ -38,7 +38,15 @@ _ROWS = (64, 256, 1024, 4096, 16384)
 _WIDTHS = (256, 1024, 4096, 8192)
 #: Sequence, sequences, heads, width of a head.
 _ATTENTION = ((64, 4, 8, 64), (64, 4, 8, 128), (256, 2, 8, 64), (256, 2, 8, 128), (1024, 1, 8, 64), (4096, 1, 8, 128))
+#: On a GPU, which a short sequence does not fill: its time says nothing about the time of a pair of tokens.
+_ATTENTION_ON_GPU = (
+    *((256, 32, 16, 64), (512, 32, 16, 64), (1024, 16, 16, 64), (1024, 8, 32, 128), (2048, 8, 16, 64)),
+    *((2048, 4, 32, 128), (4096, 4, 16, 64), (4096, 2, 32, 128), (8192, 1, 32, 128)),
+)
 _NUMELS = tuple(1 << bits for bits in (14, 17, 20, 22, 24))
+_NUMELS_ON_GPU = (*_NUMELS, 1 << 26)
+#: Calls of which a GPU is given so many at once: as in training, the host does not wait for each.
+_BURST = 20
 #: Elements of one parameter.
 _UPDATES = tuple(1 << bits for bits in (10, 16, 20, 22, 23))
 _LINK_BYTES = tuple(1 << bits for bits in (13, 17, 20, 23, 26))
@@ -62,6 +70,7 @@ class Clock:
 
     def seconds(self, call: Callable[[], Any], *, least: int = 3, most: int = 40) -> float:
         """The lower quartile of a call's times, after one that is not counted: what else runs only adds to them."""
+        num_calls = _BURST if self.device.type == "cuda" else 1
         call()
         self._synchronise()
         self.align()
@@ -69,13 +78,17 @@ class Clock:
         end = time.perf_counter() + self.budget_s
         while len(times) < least or (len(times) < most and time.perf_counter() < end):
             start = time.perf_counter()
-            call()
+            for _ in range(num_calls):
+                call()
             self._synchronise()
-            times.append(time.perf_counter() - start)
+            times.append((time.perf_counter() - start) / num_calls)
         return low(times)
 
     def both(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple[float, float]:
-        """The same of a forward, and of the backward that follows each."""
+        """The same of a forward, and of the backward that follows each: on a GPU what it adds to the forward."""
+        if self.device.type == "cuda":
+            forward_s, both_s = self.seconds(forward), self.seconds(lambda: backward(forward()))
+            return forward_s, max(both_s - forward_s, 1e-7)
         made: list[Any] = []
         times: list[float] = []
 
@@ -217,7 +230,7 @@ def _linear(clock: Clock, dtype: torch.dtype, rows: int, inner: int, columns: in
 
 def _attention(clock: Clock, dtype: torch.dtype) -> Iterator[AttentionTime]:
     """From the projections' output to the input of the next one, as ``models.transformer.Attention`` computes it."""
-    for keys, batch, heads, each in _ATTENTION:
+    for keys, batch, heads, each in _ATTENTION_ON_GPU if clock.device.type == "cuda" else _ATTENTION:
         if 4.0 * batch * keys * keys * heads * each > _most_flops(clock.device):
             continue
         width = heads * each
@@ -253,7 +266,7 @@ _OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _operation(clock: Clock, kind: str, dtype: torch.dtype) -> Iterator[OperationTime]:
     compute = _OPERATIONS[kind]
-    for numel in _NUMELS:
+    for numel in _NUMELS_ON_GPU if clock.device.type == "cuda" else _NUMELS:
         x = torch.full((numel // _ROW, _ROW), 0.5, dtype=dtype, device=clock.device)
         if kind == "add":  # backward hands the gradient on; where two meet, they are added
             seconds = clock.seconds(lambda x=x: compute(x))
@@ -267,7 +280,7 @@ def _operation(clock: Clock, kind: str, dtype: torch.dtype) -> Iterator[Operatio
 
 def _copies(clock: Clock, dtype: torch.dtype) -> Iterator[OperationTime]:
     """Into memory that is there already, as gradients are collected; neither side is in the caches."""
-    for numel in _NUMELS:
+    for numel in _NUMELS_ON_GPU if clock.device.type == "cuda" else _NUMELS:
         count = max(2, min(64, _COLD_BYTES // (numel * dtype.itemsize)))
         pool = [torch.full((numel,), 0.5, dtype=dtype, device=clock.device) for _ in range(count)]
         turn = itertools.cycle(range(count))

@@ -155,6 +155,7 @@ def test_a_mask_from_a_part_does_not_decide_about_a_plain_tensor():
                 plain[index] = value
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13 compiles them wrongly")
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_what_is_compiled_is_refused_as_what_is_not():
     refused = (
