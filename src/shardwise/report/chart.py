@@ -124,8 +124,8 @@ def bar_chart(
     }
 
 
-def _filled(fill: int, text: str) -> dict[str, str]:
-    return {"fill": f"var(--k{fill})", "text": text}
+def _filled(fill: int, text: str) -> dict[str, str | int]:
+    return {"fill": fill, "text": text}
 
 
 def column_chart(

@@ -14,7 +14,9 @@
     text: { color: ink, fontSize: 12 },
   }
   const number = (field, title, more) => ({ field, type: 'quantitative', title: title || null, ...more })
-  const filled = { color: { field: 'fill', type: 'nominal', scale: null }, tooltip: { field: 'text' } }
+  const fills = [...Array(11).keys()]
+  const fill = { field: 'fill', legend: null, scale: { domain: fills, range: fills.map(i => `var(--k${i})`) } }
+  const filled = { color: { ...fill, type: 'nominal' }, tooltip: { field: 'text' } }
   const dashes = [[1, 0], [7, 3], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4]]
 
   const kinds = {
@@ -71,9 +73,9 @@
       ]
       if (limit) {
         layer.push({
-          data: { values: [{}] },
-          mark: { type: 'rule', color: 'var(--bad)', strokeDash: [6, 3], size: 2 },
-          encoding: { x: { datum: limit, type: 'quantitative' } },
+          data: { values: notes },
+          mark: { type: 'tick', color: 'var(--bad)', thickness: 2, size: 28 },
+          encoding: { x: { datum: limit, type: 'quantitative' }, y },
         })
       }
       return { height: { step: 44 }, layer }
@@ -89,6 +91,7 @@
         x2: { field: 'x2' },
         y: number('y', unit, { axis: { tickCount: 5 } }),
         y2: { field: 'y2' },
+        stroke: filled.color, // no gaps between columns of a fraction of a pixel
         ...filled,
       },
     }),

@@ -65,6 +65,6 @@ def _environment() -> Any:
 def _visible(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _visible(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [_visible(held) for held in value]
-    return printable(value) if isinstance(value, str) else value
+    if isinstance(value, str | float):
+        return printable(value) if isinstance(value, str) else numbers.finite(float(f"{value:.6g}"))
+    return [_visible(held) for held in value] if isinstance(value, list | tuple) else value

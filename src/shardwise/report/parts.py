@@ -40,7 +40,7 @@ ACTIONS = {
     Kind.BACKWARD_WEIGHT: ("W", "backward: gradients of the weights", 2),
 }
 #: Pixels of a drawing, at least and at most; computations of a pipeline that are drawn at most.
-NARROWEST, WIDEST, MOST_ACTIONS = 950.0, 8000.0, 6000
+NARROWEST, WIDEST, MOST_ACTIONS = 950.0, 8000.0, 5000
 
 
 def stacked(
@@ -93,7 +93,7 @@ def streams(spans: Sequence[Span], waits: Mapping[str, float] | None = None, not
     for name, lane in held.items():
         for span in sorted(lane, key=lambda span: span.begin_s):
             start, stop, (word, fill) = span.begin_s - first, span.end_s - first, words[name]
-            if bars and bars[-1].lane == name and stop - bars[-1].start < whole / width:  # too narrow to be seen apart
+            if bars and bars[-1].lane == name and stop - bars[-1].start < whole / 1000:  # too narrow
                 bars[-1] = bars[-1]._replace(stop=max(stop, bars[-1].stop), text=f"{word}: several")
             else:
                 bars.append(Bar(name, start, stop, span.label, fill, f"{word} {span.label}: {seconds(stop - start)}"))
@@ -127,7 +127,7 @@ def pipeline(built: Schedule, timing: Timing, unit_s: float | None = None) -> Fi
         stage, microbatch = span.action.stage, span.action.microbatch
         label = f"{letter}{microbatch}" + ("abcdefgh"[stage // built.num_ranks % 8] if is_deep else "")
         start, stop = (at * (unit_s or 1.0) for at in (span.start, span.end))
-        text = f"rank {rank}, stage {stage}, microbatch {microbatch}: {word}"
+        text = f"stage {stage}, microbatch {microbatch}: {word}"
         bars.append(Bar(str(rank), start, stop, label, fill, text))
     end, shortest = max(bar.stop for bar in bars), sorted(bar.stop - bar.start for bar in bars)[len(bars) // 4]
     width = min(WIDEST, max(NARROWEST, (32 if is_deep else 25) * end / shortest))

@@ -231,8 +231,10 @@ def mesh_of(sizes: Any, ep: int) -> Mesh | None:
 def _units(run: Run) -> list[dict[str, Any]]:
     """Names, elements and owned elements of the units, where plan.json has all of them."""
     units = run.plan.get("units")
-    held = units if isinstance(units, list) else []
-    return held if all(isinstance(unit, dict) and {"name", "numel", "owned"} <= unit.keys() for unit in held) else []
+    held = units if isinstance(units, list) and all(isinstance(unit, dict) for unit in units) else []
+    owned = [(unit.get("owned"), unit.get("numel")) for unit in held]
+    are_numbers = all(isinstance(each, list) and None not in map(finite, (*each, numel)) for each, numel in owned)
+    return held if are_numbers else []
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
