@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -159,24 +161,25 @@ def wide_batch(seq_len: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measured_peaks(plans: list[sw.ParallelPlan], seq_len: int) -> list[int]:
-    return [measured_peak(plan, seq_len) for plan in plans]
+    return [measured_peak(plan, build_wide, lambda model: model(*wide_batch(seq_len))) for plan in plans]
 
 
-def measured_peak(plan: sw.ParallelPlan, seq_len: int) -> int:
+def measured_peak(
+    plan: sw.ParallelPlan, build: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor]
+) -> int:
     """The most bytes of tensors that forward and backward of the third step hold, found from outside."""
     count = StorageCount("cpu")
     count.see_all_objects()
     others = count.live_bytes
     count.forget()
-    model = sw.parallelize(build_wide(), plan)
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = wide_batch(seq_len)
-    descend(optimizer, (model(*inputs) for _ in range(2)))
+    model = sw.parallelize(build(), plan)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    descend(optimizer, (loss(model) for _ in range(2)))
     with StorageCount("cpu") as count:
         count.see_all_objects()
-        model(*inputs).backward()
+        loss(model).backward()
     count.forget()
-    return count.peak_bytes - others - sum(tensor.nbytes for tensor in inputs)
+    return count.peak_bytes - others
 
 
 @pytest.mark.parametrize(("world", "seq_len"), [(1, 128), (2, 128), (2, 4), (4, 128)])
@@ -189,6 +192,58 @@ def test_the_peak_is_that_of_a_real_run(world, seq_len):
             assert run.peak_bytes == pytest.approx(peak, rel=0.02), preset
     if seq_len == 128:
         assert all(run.bytes_by_category["activations"] > run.peak_bytes / 5 for run in dry)
+
+
+def build_llama(*, has_adapter: bool) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=500, num_hidden_layers=4, use_cache=False, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    if not has_adapter:
+        return model
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+
+def llama_batch(*, has_mask: bool) -> dict[str, torch.Tensor]:
+    ids = torch.ones(2, 96, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if has_mask else {})
+
+
+LLAMA = [(has_adapter, has_mask) for has_adapter in (False, True) for has_mask in (False, True)]
+
+
+def peaks_of_llama() -> list[int]:
+    found = []
+    for has_adapter, has_mask in LLAMA:
+        batch = llama_batch(has_mask=has_mask)
+        build = functools.partial(build_llama, has_adapter=has_adapter)
+        found.append(measured_peak(sw.ParallelPlan(), build, lambda model, batch=batch: model(**batch).loss))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft asks transformers
+@pytest.mark.preload("transformers.models.llama.modeling_llama", "peft")
+def test_a_model_of_transformers_runs_without_values_as_it_is_called_and_with_adapters():
+    """It asks whether masks hide something and whether sequences are packed."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    dry = [
+        sw.dry_run(
+            functools.partial(build_llama, has_adapter=has_adapter),
+            sw.ParallelPlan(),
+            world_size=2,
+            batch=llama_batch(has_mask=has_mask),
+            forward=lambda model, batch: model(**batch),
+            optimizer=lambda parameters: torch.optim.AdamW([p for p in parameters if p.requires_grad]),
+            backend="gloo",
+        ).peak_bytes
+        for has_adapter, has_mask in LLAMA
+    ]
+    for measured in run_on_ranks(peaks_of_llama, 2, timeout_s=120):
+        assert measured == pytest.approx(dry, rel=0.02)
 
 
 def test_a_category_is_what_it_has_at_the_peak_and_no_more_than_the_most_of_it():

@@ -85,11 +85,45 @@ def cut_alone(model: nn.Module, plan: ParallelPlan, *, rank: int, device: torch.
         apply_cuts(model, find_cuts(model, plan.tp_plan, plan.tp, rank, divides_sequence=plan.sequence_parallel), comm)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Lets scaled dot-product attention on meta take the fused kernel that the device would take.
+#: What a tensor on meta is taken for where an ``if`` asks for it.
+_ASSUMED = "_shardwise_assumed"
 
-    Meta tensors would go through the plain formula, which saves the matrix of scores for backward. The fused kernels
-    save their inputs, the output and one number per row.
+
+def _every(_mask: Tensor, *dims: Any) -> bool | None:
+    return None if dims else True
+
+
+def _some(_mask: Tensor, *dims: Any) -> bool | None:
+    return None if dims else False
+
+
+def _count(mask: Tensor, *dims: Any) -> int | None:
+    return None if dims or mask.dtype is not torch.bool else mask.numel()
+
+
+def _equals(left: Any, right: Any) -> bool | None:
+    held = getattr(left, _ASSUMED, None)
+    return None if held is None or isinstance(right, Tensor) else held == right
+
+
+#: Of conditions over all elements what they are taken for; ``None`` where that is not known.
+_CONDITIONS: dict[Any, Callable[..., bool | int | None]] = {
+    **dict.fromkeys((Tensor.all, torch.all), _every),
+    **dict.fromkeys((Tensor.any, torch.any), _some),
+    **dict.fromkeys((Tensor.sum, torch.sum), _count),
+    **dict.fromkeys((Tensor.__eq__, Tensor.eq, torch.eq), _equals),
+}
+
+
+class FusedAttention(TorchFunctionMode):
+    """Lets a model run on meta as it would on the device: which attention kernel, and which way at a condition.
+
+    Meta tensors would go through the plain formula of attention, which saves the matrix of scores for backward. The
+    fused kernels save their inputs, the output and one number per row.
+
+    Where a model asks ``if x.all()`` or ``if x.any()``, all elements are taken to hold, and none to be the exception: a
+    mask hides nothing, no sequence is packed, no value is infinite. transformers asks so before it makes masks, also by
+    ``mask.sum() == mask.numel()``.
 
     Args:
         is_cuda: Stand for a GPU (flash attention in 16 bit, memory-efficient attention otherwise) or for the CPU (its
@@ -104,6 +138,12 @@ class FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__bool__ and (assumed := getattr(args[0], _ASSUMED, None)) is not None:
+            return bool(assumed)
+        if func in _CONDITIONS and isinstance(args[0], Tensor) and args[0].is_meta and not kwargs:
+            found = func(*args)
+            setattr(found, _ASSUMED, _CONDITIONS[func](*args))
+            return found
         if func is F.scaled_dot_product_attention:
             output = self._attend(*args, **kwargs)
             if output is not None:
