@@ -9,8 +9,10 @@ import shardwise as sw
 from shardwise.cost import hardware
 from shardwise.planner import Cluster, Estimate, Workload, estimate, search
 from shardwise.planner.candidate import Candidate, candidates, check_fixed
-from shardwise.planner.plainness import EQUALLY_FAST, plainness
-from shardwise.planner.search import SLACK, SLACK_OF_KIND, fastest_of, kind_of
+from shardwise.planner.explain import title
+from shardwise.planner.risk import fullness, risk
+from shardwise.planner.rough import RoughTime
+from shardwise.planner.search import fastest_of, kind_of
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import check_plan
@@ -21,11 +23,12 @@ SMALL = {"llama-3.2-1b": 2048, "qwen2.5-0.5b": 1024, "gpt2": 1024}
 
 
 def everything(name: str, cluster: Cluster, workload: Workload, **fixed: Any) -> dict[Candidate, Estimate]:
-    """Every legal plan, none pruned."""
+    """Every legal plan that keeps its states on the device, none left out."""
     shape, held = find_shape(name), check_fixed(fixed)
     return {
         each: estimate(shape, each.plan(workload, held), cluster, each.workload(workload))
         for each in candidates(shape, cluster, workload, held)
+        if each.offload == "none"
     }
 
 
@@ -37,34 +40,89 @@ def has_room(made: Estimate) -> bool:
     ("name", "gpu", "num_gpus", "batch"),
     [
         ("llama-3.2-1b", "A100-40GB-SXM", 2, 4),
-        ("llama-3.2-1b", "L4", 4, 2),
+        ("llama-3.2-1b", "V100-32GB-SXM2", 4, 2),
         ("qwen2.5-0.5b", "V100-16GB-SXM2", 2, 4),
-        ("gpt2", "RTX4090", 4, 2),
+        ("gpt2", "A100-40GB-SXM", 4, 2),
     ],
 )
-def test_pruning_loses_neither_the_best_plan_nor_the_best_of_a_kind_nor_the_plainest_of_the_best(
+def test_what_is_estimated_in_full_has_the_best_plan_and_the_best_of_each_kind_in_it(
     name: str, gpu: str, num_gpus: int, batch: int
 ) -> None:
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=4)
     workload = Workload(seq_len=SMALL[name], global_batch=batch, precision="fp16")
-    found = search(find_shape(name), cluster, workload)
+    shape = find_shape(name)
+    found, rough = search(shape, cluster, workload), RoughTime(shape, cluster, workload, {})
     every = everything(name, cluster, workload)
     fitting = [made for made in every.values() if made.fits]
     alike = {each: made for each, made in every.items() if has_room(made)}
-    fastest = min(made.step_time_s for made in alike.values())
-    assert fastest_of(found).step_time_s <= fastest / (1 - SLACK)
+
+    def cost(each: Candidate) -> float:
+        share = fullness(every[each].memory.device_bytes / cluster.device.memory_bytes)
+        share += risk(each, cluster, workload.seq_len) + rough.network_risk(each)
+        return every[each].step_time_s * (1 + share)
+
+    assert fastest_of(found).step_time_s <= min(made.step_time_s for made in alike.values()) / 0.98
     for kind in {kind_of(made.plan) for made in fitting}:
         mine = [made for made in fitting if kind_of(made.plan) == kind]
         best = min(made.step_time_s for made in ([made for made in mine if has_room(made)] or mine))
-        assert min(made.step_time_s for made in found if made.fits and kind_of(made.plan) == kind) <= best / (
-            1 - SLACK_OF_KIND
-        )
-    fast = {each for each, made in alike.items() if made.step_time_s <= (1 + EQUALLY_FAST) * fastest}
-    plainest = min(map(plainness, fast))
-    best = min(alike[each].step_time_s for each in fast if plainness(each) == plainest)
+        assert min(made.step_time_s for made in found if made.fits and kind_of(made.plan) == kind) <= best / 0.95
     (recommended,) = [each for each, made in every.items() if made == found[0]]
-    assert plainness(recommended) <= plainest
-    assert found[0].step_time_s <= max(best, fastest) / (1 - SLACK)
+    assert cost(recommended) <= min(map(cost, alike)) / 0.98
+
+
+#: Questions of one card or node, and of many; the first plan that is right, and where it has been run (docs/planning.md).
+FIRST_PLANS = [
+    ("llama-3-8b", "H100-80GB-SXM", 8, 8192, 64, {}, "zero3"),
+    ("llama-3-70b", "H100-80GB-SXM", 256, 8192, 512, {}, "hsdp 2x128"),
+    ("llama-3-70b", "A100-80GB-SXM", 1024, 4096, 1024, {}, "hsdp 8x128"),
+    ("llama-2-7b", "RTX4090", 4, 2048, 32, {}, "zero3 offload-states"),
+    ("llama-2-7b", "RTX4090", 4, 2048, 32, {"lora_rank": 16}, "ddp"),
+    ("llama-3-70b", "A100-80GB-SXM", 4, 2048, 32, {"lora_rank": 16}, "zero3"),
+    ("llama-3-8b", "H100-80GB-SXM", 8, 131072, 8, {}, "zero3 cp8"),
+    ("llama-3-70b", "MI300X", 8, 8192, 64, {}, "zero3"),
+    ("llama-2-7b", "L4", 1, 2048, 16, {"lora_rank": 16}, "one GPU"),
+    ("bert-base", "V100-32GB-SXM2", 8, 512, 256, {"precision": "fp16"}, "ddp"),
+    ("gpt-175b", "A100-40GB-SXM", 128, 2048, 1024, {}, "tp8 pp16 1f1b"),
+    ("mixtral-8x7b", "H100-80GB-SXM", 64, 4096, 256, {}, "zero3 ep8"),
+]
+
+
+@pytest.mark.parametrize(("name", "gpu", "num_gpus", "seq_len", "batch", "more", "right"), FIRST_PLANS)
+def test_the_first_plan_is_one_that_people_run(
+    name: str, gpu: str, num_gpus: int, seq_len: int, batch: int, more: dict[str, Any], right: str
+) -> None:
+    workload = Workload(seq_len=seq_len, global_batch=batch, **more)
+    assert title(search(find_shape(name), Cluster(gpu=gpu, num_gpus=num_gpus), workload)[0]) == right
+
+
+def test_axes_over_links_through_the_host_come_on_request_or_where_nothing_else_is_legal() -> None:
+    shape, cluster = find_shape("llama-3.2-1b"), Cluster(gpu="RTX4090", num_gpus=4)
+    asked = search(shape, cluster, Workload(seq_len=1024, global_batch=8), tp=2)
+    assert all(made.plan.tp == 2 for made in asked)
+    usual = search(shape, cluster, Workload(seq_len=1024, global_batch=8))
+    assert all(made.plan.tp == made.plan.pp == made.plan.cp == 1 for made in usual)
+    few = search(shape, cluster, Workload(seq_len=1024, global_batch=2))  # two sequences, four ranks
+    assert few[0].plan.tp * few[0].plan.pp > 1
+
+
+def test_two_groups_of_ranks_cost_less_than_one_that_is_too_wide() -> None:
+    """Sharding over 1,024 GPUs made a step of 4.0 s one of 7.2 s, sharding inside nodes one of 4.5 s."""
+    shape, cluster = find_shape("llama-3-8b"), Cluster(gpu="H100-80GB-SXM", num_gpus=1024)
+    fixed = {"tp": 1, "pp": 1, "cp": 1, "recompute": "none", "micro_batch": 1}
+    made = search(shape, cluster, Workload(seq_len=8192, global_batch=1024), **fixed)[0]
+    assert (made.plan.strategy, made.plan.dp_shard <= 128) == ("hsdp", True)
+
+
+def test_a_pipelines_step_takes_as_long_under_zero1_as_under_zero3() -> None:
+    """Both keep units gathered for the whole step, and add up whole gradients."""
+    shape, cluster = find_shape("llama-2-13b"), Cluster(gpu="A100-80GB-SXM", num_gpus=16)
+    fixed = {"pp": 2, "tp": 1, "cp": 1, "schedule": "1f1b", "micro_batch": 1, "recompute": "selective"}
+    fixed["reshard_after_forward"] = "auto"
+    one, three = (
+        search(shape, cluster, Workload(seq_len=4096, global_batch=128), strategy=strategy, **fixed)[0]
+        for strategy in ("zero1", "zero3")
+    )
+    assert one.step_time_s == pytest.approx(three.step_time_s, rel=0.005)
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b", "gpt2-xl", "opt-6.7b"])
@@ -92,7 +150,7 @@ def test_the_recommended_plan_comes_first_then_what_fits_the_fastest_of_it_first
         find_shape("llama-3-8b"), Cluster(gpu="A100-40GB-SXM", num_gpus=8), Workload(seq_len=4096, global_batch=32)
     )
     assert has_room(plans[0])
-    assert plans[0].step_time_s <= (1 + EQUALLY_FAST) * fastest_of(plans).step_time_s
+    assert plans[0].step_time_s <= 1.25 * fastest_of(plans).step_time_s
     ranks = [0 if has_room(made) else 1 if made.fits else 2 for made in plans]
     assert ranks == sorted(ranks)
     for rank in (0, 1):

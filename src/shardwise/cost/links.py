@@ -78,6 +78,8 @@ def _link(axis: str, size: int, stride: int, cluster: Cluster, software: Softwar
     local = max(1, min(size, domain // stride))
     nodes = math.ceil(size / local)
     inside = software.link * (gpu.link_bandwidth or gpu.host_bandwidth)
+    if gpu.is_mesh and local > 1:
+        inside *= (local - 1) / (gpu.link_domain - 1)  # links to the ranks of other groups are idle
     if nodes == 1:
         return Link(size, 1, inside, axis)
     share = software.network * cluster.node_bandwidth * min(local / node, 1.0)
@@ -112,4 +114,5 @@ def message_seconds(num_bytes: float, places: tuple[int, int], pp: int, cluster:
     crosses = any((source * size + rank) // domain != (target * size + rank) // domain for rank in ranks)
     if crosses:
         return num_bytes / (software.network * cluster.node_bandwidth / _node(cluster)) + _NODE_HOP_S
-    return num_bytes / (software.link * (gpu.link_bandwidth or gpu.host_bandwidth)) + _HOP_S
+    links = gpu.link_domain - 1 if gpu.is_mesh else 1
+    return num_bytes * links / (software.link * (gpu.link_bandwidth or gpu.host_bandwidth)) + _HOP_S

@@ -125,9 +125,17 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def microbatches(layout: Layout, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Sequences of a forward and forwards of a step, whose product is what a data-parallel rank trains."""
+    """Sequences of a forward and forwards of a step, whose product is what a data-parallel rank trains.
+
+    Unless one is fixed, sequences of a forward are a power of two, or all; a pipeline has one for each rank at least,
+    as far as there are as many.
+    """
     samples = workload.global_batch // layout.data_parallel_size
+    is_open = "micro_batch" not in fixed and "accumulation_steps" not in fixed
     for micro in divisors(samples):
+        is_usual = micro == 1 or (micro * layout.pp <= samples and (micro & (micro - 1) == 0 or micro == samples))
+        if is_open and not is_usual:
+            continue
         if fixed.get("micro_batch", micro) == micro and fixed.get("accumulation_steps", samples // micro) == (
             samples // micro
         ):

@@ -12,7 +12,6 @@ from shardwise.cost.hardware import GIB
 from shardwise.planner.candidate import divisors
 from shardwise.planner.estimate import MARGIN, Estimate, estimate
 from shardwise.planner.memory import estimate_memory
-from shardwise.planner.plainness import EQUALLY_FAST
 from shardwise.planner.search import fastest_of, kind_of
 
 #: Waiting that takes less than this share of a step is not worth a sentence.
@@ -101,8 +100,8 @@ def recommendation(plans: Sequence[Estimate]) -> str:
     has = _words(first)
     needs = [word for word in _words(fastest) if word not in has]
     return (
-        f"Plan 1 is the plainest of the plans within {EQUALLY_FAST:.0%} of the fastest, which is about the planner's"
-        f" own error. Plan 2 would be {faster:.1%} faster by prediction, with {', '.join(needs)}."
+        f"Plan 1 comes first by time and risk. Plan 2 would be {faster:.1%} faster by prediction, with"
+        f" {', '.join(needs)}."
     )
 
 

@@ -129,8 +129,8 @@ def has_window(shape: ModelShape) -> bool:
 
 
 #: Tokens of a sequence that a rank of ``cp`` has at least, unless ``cp`` is fixed: with fewer the ring's messages take
-#: far longer than the attention that could hide them.
-LEAST_TOKENS = 512
+#: longer than the attention that could hide them. Published recipes divide from 8,192 tokens on (Megatron-Bridge).
+LEAST_TOKENS = 4096
 
 
 def context_degrees(shape: ModelShape, world: int, seq_len: int, *, least_tokens: int = 2) -> list[int]:
@@ -138,6 +138,10 @@ def context_degrees(shape: ModelShape, world: int, seq_len: int, *, least_tokens
     if not support_of(shape).cp or has_window(shape):
         return [1]
     return [c for c in divisors(world) if c == 1 or seq_len >= max(least_tokens, 2) * c]
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def stage_degrees(shape: ModelShape, world: int) -> list[int]:
@@ -152,8 +156,9 @@ _OF_THE_HEAD = ("tp", "pp", "cp")
 def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> Iterator[Layout]:
     """Every way to divide the cluster's GPUs over the axes.
 
-    ``tp`` stays inside a node, and ``cp`` leaves each rank :data:`LEAST_TOKENS`, unless they are fixed; a value in
-    ``fixed`` is the only one of its axis.
+    A value in ``fixed`` is the only one of its axis. Where nothing is fixed, ``tp`` and ``ep`` stay inside a node,
+    ``cp`` is a power of two and leaves each rank :data:`LEAST_TOKENS`, ``pp`` is a power of two or divides the layers,
+    and ranks that share parameters are all of them, or without a pipeline one, two, four, ... whole nodes.
     """
     if workload.compile or fixed.get("compile"):
         fixed = {"tp": 1, "cp": 1, "ep": 1, **fixed}  # a compiled unit would break at every collective
@@ -165,13 +170,28 @@ def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapp
         data = cluster.num_gpus // (p * t * c)
         if workload.global_batch % data:
             continue
-        for replicate in _chosen(fixed, "dp_replicate", divisors(data)):
+        for replicate in _replicas(cluster, fixed, data, c * t) if p == 1 or _DIVIDED & set(fixed) else (1,):
             shard = data // replicate
-            if fixed.get("dp_shard", -1) not in {-1, shard}:
-                continue
-            for e in _chosen(fixed, "ep", expert_degrees(shape, shard * c)):
+            most = shard * c if "ep" in fixed else min(shard * c, max(1, cluster.gpus_per_node // t))
+            for e in _chosen(fixed, "ep", [e for e in expert_degrees(shape, shard * c) if e <= most]):
                 for divides in _sequence_choices(shape, workload, fixed, t=t, c=c, e=e):
                     yield Layout(replicate, shard, c, t, p, e, divides)
+
+
+#: Fields of a plan that divide the data-parallel ranks.
+_DIVIDED = frozenset({"dp_replicate", "dp_shard"})
+
+
+def _replicas(cluster: Cluster, fixed: Mapping[str, object], data: int, ranks: int) -> Iterator[int]:
+    """Groups into which ``data`` ranks may be divided, each of them ``ranks`` GPUs."""
+    node = min(cluster.gpus_per_node, cluster.num_gpus)
+    is_open = not _DIVIDED & set(fixed)
+    for replicate in _chosen(fixed, "dp_replicate", divisors(data)):
+        nodes, less = divmod(data // replicate * ranks, node)
+        if is_open and replicate > 1 and (less or not _is_power(nodes)):
+            continue
+        if fixed.get("dp_shard", -1) in {-1, data // replicate}:
+            yield replicate
 
 
 def why_none(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> list[str]:
@@ -216,13 +236,16 @@ def _model_parallel(
     world, node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
     for p in _chosen(fixed, "pp", stage_degrees(shape, world)):
         rest = world // p
+        if not _is_power(p) and shape.num_layers % p and "pp" not in fixed:
+            continue
         crosses = "tp" in fixed
         for t in _chosen(fixed, "tp", tensor_degrees(shape, rest if crosses else min(node, rest))):
             if rest % t or (node % t and not crosses):
                 continue
             least = 2 if "cp" in fixed else LEAST_TOKENS
             for c in _chosen(fixed, "cp", context_degrees(shape, rest // t, seq_len, least_tokens=least)):
-                yield p, t, c
+                if _is_power(c) or "cp" in fixed:
+                    yield p, t, c
 
 
 def _chosen(fixed: Mapping[str, object], name: str, values: Sequence[int]) -> Sequence[int]:
@@ -263,8 +286,9 @@ def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
     elif layout.dp_replicate > 1:
         found += ["zero1", "zero2"]
     if wanted is None:
-        # a pipeline keeps units gathered for the whole step under zero3 too
-        return [n for n in STRATEGIES if n in found and not (layout.pp > 1 and PRESETS[n].keeps_gathered)]
+        # A pipeline keeps units gathered for the whole step under zero3 too, and sums of gradients under zero2.
+        left_out = ("zero2", *(n for n in STRATEGIES if PRESETS[n].keeps_gathered)) if layout.pp > 1 else ()
+        return [n for n in STRATEGIES if n in found and n not in left_out]
     is_told = "dp_replicate" in fixed or "dp_shard" in fixed or (is_alone and layout.dp_replicate == 1)
     return [str(wanted)] if wanted in found or is_told else []
 

@@ -1,41 +1,27 @@
-"""Every legal plan for a world, pruned by memory and ranked by time.
+"""The plans for a world that an expert would consider, those that fit ranked by time and risk.
 
-A candidate goes through four stages, and the first that refuses it spares it the others:
+Candidates are enumerated (:mod:`planner.legal`, :mod:`planner.candidate`): powers of two and divisors. What cannot fit
+by its states alone is left out; the others are ordered by a rough time in closed form (:mod:`planner.rough`) and their
+risk (:mod:`planner.risk`), and of each kind the first that fit are estimated in full.
 
-1. it is not legal (:mod:`planner.legal`): it is never made;
-2. what it holds at least is more than the device has (:class:`planner.bounds.MemoryBound`);
-3. it takes no less time than plans already found (:class:`planner.bounds.TimeBound`);
-4. its memory does not suffice, as :func:`planner.memory.estimate_memory` says.
-
-What is left is estimated in full, in the order of the bounds of time, so that good plans are found early. Stages 2 and
-3 use bounds from below: the fastest plan that is found is the fastest legal one, or at most 2% slower, and the best of
-a kind at most 5%; the tests compare with estimating every legal plan. Stage 4 asks less often than once for each
-candidate: a larger microbatch holds no less; where a plan does not fit, no more does the same one that saves less; and
-where a plan fits, the same one with recomputation or offloading is no faster.
+Time is traded for memory in the order in which people do it: smaller microbatches and recomputation are always tried,
+the host's memory only where nothing fits without, axes over links that pass through the host after that.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.bounds import MemoryBound, TimeBound
-from shardwise.planner.candidate import (
-    Candidate,
-    bases,
-    check_fixed,
-    microbatches,
-    saves_less,
-    savings,
-)
+from shardwise.planner.bounds import MemoryBound
+from shardwise.planner.candidate import Candidate, bases, check_fixed, saves_less, savings
 from shardwise.planner.estimate import Estimate, Plans, estimate, needed_bytes, usable_bytes
-from shardwise.planner.legal import schedules, why_none
+from shardwise.planner.legal import why_none
 from shardwise.planner.memory import estimate_memory
-from shardwise.planner.plainness import EQUALLY_FAST, order, plainness
+from shardwise.planner.risk import fullness, order, risk
+from shardwise.planner.rough import RoughTime
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
@@ -44,18 +30,17 @@ from shardwise.spec.shape import ModelShape
 #: Plans that are returned whatever their kind is; besides, the best of every kind.
 NUM_BEST = 3
 
-#: How much faster a plan must be for certain not to be passed over: than the best, and than the best of its kind.
-SLACK, SLACK_OF_KIND = 0.02, 0.05
+#: Plans of each kind that are estimated in full, and how much slower by rough time than the best of them is too far.
+NUM_ESTIMATED, FAR = 8, 1.3
 
 
 def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> Plans:
     """The best plans for a model on a cluster, the recommended one first.
 
-    Recommended is the plainest plan (:mod:`planner.plainness`) of those that take at most
-    :data:`~planner.plainness.EQUALLY_FAST` longer than the fastest and leave :data:`~planner.estimate.MARGIN` of the
-    device's memory free; where no plan leaves as much, of those that fit.
+    Recommended is the plan that takes the least time, its risk added (:mod:`planner.risk`), of those that leave
+    :data:`~planner.estimate.MARGIN` of the device's memory free; where no plan leaves as much, of those that fit.
 
-    A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` beside it, under
+    A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` besides it, under
     any strategy; or several of them.
 
     Args:
@@ -93,37 +78,14 @@ def kind_of(plan: ParallelPlan | Candidate) -> str:
     return found[0] if len(found) == 1 else "several"
 
 
-class _Family(NamedTuple):
-    """The candidates of one base, by how much is recomputed.
+#: Axes that need links between the GPUs of a node.
+_LINKED = ("tp", "cp", "pp")
 
-    Attributes:
-        base: What they have in common.
-        choices: Those that recompute least.
-        others: Those that recompute more, in groups.
-        least_bytes: For each group, ``choices`` first, what its smallest holds at least.
-    """
-
-    base: Candidate
-    choices: list[Candidate]
-    others: list[list[Candidate]]
-    least_bytes: list[float]
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it is one candidate."""
-        return len(self.choices) == 1 and not self.others
-
-    def within(self, capacity: float) -> _Family | None:
-        """The family without groups that certainly hold more; ``None`` where all do."""
-        groups = [self.choices, *self.others]
-        first = next((place for place, least in enumerate(self.least_bytes) if least <= capacity), None)
-        if first is None:
-            return None
-        return _Family(self.base, groups[first], groups[first + 1 :], self.least_bytes[first:])
-
-
-#: What is tried where no plan fits, one after the other: fields of a candidate, and of the plan.
-_RESORTS = {"offloads_activations": "offload_activations", "gathers_late": "backward_prefetch"}
+#: What is tried where no plan fits, one after the other and each with those before it; with the field of a plan that
+#: says it, where there is one. First the host's memory for states, updates inside backward, and units gathered again
+#: for every microbatch of a pipeline; then axes over links that pass through the host; then the host's memory for
+#: activations; then units gathered when they are needed.
+_RESORTS = {"offload": "offload_policy", "axes": "", "activations": "offload_activations", "late": "backward_prefetch"}
 
 
 class _Search:
@@ -134,258 +96,133 @@ class _Search:
                 "  Use bf16; sw.planner.estimate() takes fp8, for a plan of your own."
             )
         self.shape, self.cluster, self.workload, self.fixed = shape, cluster, workload, fixed
-        self.num_estimates = self.num_memory = 0
-        self._resorts = {
-            "offloads_activations": bool(fixed.get("offload_activations", False)),
-            "gathers_late": fixed.get("backward_prefetch") == 0,
-        }
+        self.resorts = set[str]()
+        if fixed.get("offload_activations"):
+            self.resorts.add("activations")
+        if fixed.get("backward_prefetch") == 0:
+            self.resorts.add("late")
         self.least_bytes = MemoryBound(shape, cluster, workload)
-        self.least_time = TimeBound(shape, cluster, workload, fixed)
+        self.rough_s = RoughTime(shape, cluster, workload, fixed)
+        self._limits: dict[Candidate, tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
         self._bytes: dict[Candidate, float] = {}
-        self._plans: dict[Candidate, ParallelPlan] = {}
-        self._made: dict[Candidate, Estimate] = {}
 
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
-        roomy, tight, kinds = self._explored()
+        found = self._explored()
         for resort, field in _RESORTS.items():
-            if roomy.found or tight.found or field in self.fixed:
+            if any(made.fits for made, _ in found.values()) or (field and field in self.fixed):
                 continue
-            self._resorts[resort] = True  # nothing else makes it fit
-            roomy, tight, kinds = self._explored()
-        lacking = kinds.keys() - roomy.best_of
-        chosen, rest = (roomy, tight) if roomy.found else (tight, roomy)
-        result = [*chosen.ranked(chosen.recommended()), *rest.ranked()]
-        missing = [self._smallest(base) for kind, base in kinds.items() if kind in lacking - tight.best_of.keys()]
-        return result + sorted(missing, key=lambda made: made.memory.device_bytes)
-
-    def _explored(self) -> tuple[_Pass, _Pass, dict[str, Candidate]]:
-        """What fits with room to spare, what of other kinds fits without, and a base of each kind."""
-        every, kinds = self._families()
-        if not kinds:
+            self.resorts.add(resort)
+            found = self._explored() or found
+        if not found:
             raise PlanError(_nothing_legal(self.shape, self.cluster, self.workload, self.fixed))
-        roomy = _Pass(self, usable_bytes(self.cluster))
-        roomy.explore(every)
-        lacking = kinds.keys() - roomy.best_of
-        tight = _Pass(self, self.cluster.device.memory_bytes)
-        tight.explore([family for family in every if kind_of(family.base) in lacking])
-        return roomy, tight, kinds
+        groups: list[list[Candidate]] = [[], [], []]  # with room to spare, tight, too much
+        for candidate, (made, _) in found.items():
+            groups[made.is_tight + 2 * (not made.fits)].append(candidate)
+        roomy, tight, more = groups
+        if not roomy:
+            roomy, tight = tight, []
+        result: list[Candidate] = []
+        if roomy:
+            result.append(min(roomy, key=lambda c: (found[c][1], order(c))))
+        for group in (roomy, tight):
+            kinds = {kind_of(candidate) for candidate in result[1:]} if group is tight else set()
+            ranked = sorted(group, key=lambda c: (found[c][0].step_time_s, order(c)))
+            for place, candidate in enumerate(ranked):
+                if candidate not in result and (
+                    (place < NUM_BEST and group is roomy) or kind_of(candidate) not in kinds
+                ):
+                    result.append(candidate)
+                kinds.add(kind_of(candidate))
+        kinds = {kind_of(candidate) for candidate in result}
+        missing = sorted((c for c in more if kind_of(c) not in kinds), key=lambda c: found[c][0].memory.device_bytes)
+        return [found[candidate][0] for candidate in result + missing]
 
-    def _savings(self, base: Candidate) -> list[Candidate]:
-        """A base with every way to trade time for memory, activations on the host included where they are to be."""
-        found = savings(base, self.workload, self.fixed)
-        if self._resorts["offloads_activations"]:
-            found = [choice for choice in found if choice.recompute != "selective"]
-        is_away = self._resorts["offloads_activations"]
-        gathers_late = self._resorts["gathers_late"] and PRESETS[base.strategy].shards_parameters
-        return [choice._replace(offloads_activations=is_away, gathers_late=gathers_late) for choice in found]
-
-    def _families(self) -> tuple[list[_Family], dict[str, Candidate]]:
-        """What may fit, and for each kind the base that holds the least with all memory saved."""
+    def _explored(self) -> dict[Candidate, tuple[Estimate, float]]:
+        """Of each kind the best by rough time that fit, or the smallest, with their costs."""
         capacity = self.cluster.device.memory_bytes
-        found: list[_Family] = []
-        smallest: dict[str, tuple[float, int, Candidate]] = {}
-        for base in bases(self.shape, self.cluster, self.workload, self.fixed):
-            choices = self._savings(base)
-            if not choices:
+        ranked, smallest = self._ranked()
+        found: dict[Candidate, tuple[Estimate, float]] = {}
+        fitting: dict[Candidate, list[Candidate]] = {}
+        times: dict[str, list[float]] = {}  # rough ones of those with room to spare
+        for rough, candidate in ranked:
+            roomy = times.setdefault(kind_of(candidate), [])
+            if len(roomy) >= NUM_ESTIMATED or (roomy and rough > FAR * roomy[0]):
                 continue
-            kind, least = kind_of(base), self.least_bytes(choices[-1])
-            if kind not in smallest or (least, base.micro_batch) < smallest[kind][:2]:
-                smallest[kind] = least, base.micro_batch, base
-            if least <= capacity:
-                groups = [[c for c in choices if c.recompute == r] for r in dict.fromkeys(c.recompute for c in choices)]
-                found.append(_Family(base, groups[0], groups[1:], [self.least_bytes(group[-1]) for group in groups]))
-        return found, {kind: base for kind, (_, _, base) in smallest.items()}
-
-    def _smallest(self, base: Candidate) -> Estimate:
-        """The plan of a base that comes nearest to fitting: with all memory saved, in the host's or not."""
-        every = self._savings(base)
-        on_device = [choice for choice in every if choice.offload == "none"]
-        most = [choices[-1] for choices in (every, on_device) if choices]
-        return self.estimate(min(most, key=self.device_bytes))
-
-    def device_bytes(self, candidate: Candidate) -> float:
-        """What the fullest rank's device needs."""
-        if candidate not in self._bytes:
-            self.num_memory += 1
-            plan, workload = self.plan(candidate), candidate.workload(self.workload)
-            memory = estimate_memory(self.shape, plan, self.cluster, workload)
-            self._bytes[candidate] = needed_bytes(memory, self.cluster)
-        return self._bytes[candidate]
-
-    def estimate(self, candidate: Candidate) -> Estimate:
-        """Memory and time."""
-        if candidate not in self._made:
-            self.num_estimates += 1
-            self._made[candidate] = estimate(
-                self.shape, self.plan(candidate), self.cluster, candidate.workload(self.workload)
-            )
-        return self._made[candidate]
-
-    def plan(self, candidate: Candidate) -> ParallelPlan:
-        """The plan of a candidate; without a pipeline it is the same for every microbatch."""
-        key = candidate if candidate.schedule else candidate._replace(micro_batch=0, accumulation=0)
-        if key not in self._plans:
-            self._plans[key] = candidate.plan(self.workload, self.fixed)
-        return self._plans[key]
-
-
-class _Pass:
-    """One pass over candidates, with so much memory on a device.
-
-    Attributes:
-        found: What was estimated.
-        best_of: Seconds of the fastest of each kind.
-    """
-
-    def __init__(self, asked: _Search, capacity: float) -> None:
-        self._asked, self._capacity = asked, capacity
-        self.found: dict[Candidate, Estimate] = {}
-        self.best_of: dict[str, float] = {}
-        self._times: list[float] = []
-        self._passed_over: list[tuple[float, _Family]] = []
-        self._fitting: dict[Candidate, list[Candidate]] = {}
-        self._limits: dict[Candidate, list[int]] = {}
-
-    def explore(self, every: Iterable[_Family]) -> None:
-        """Estimate what may be among the fastest, or the fastest of its kind, in the order of the bounds of time."""
-        number = itertools.count()
-        heap = [
-            (self._least_time(family), next(number), family)
-            for family in (given.within(self._capacity) for given in every)
-            if family is not None
-        ]
-        heapq.heapify(heap)
-        while heap:
-            least, _, family = heapq.heappop(heap)
-            if self._is_slow(least, kind_of(family.base)):
-                self._passed_over.append((least, family))
-            elif family.is_one:
-                self._try(family.choices[0])
-            else:
-                for part in self._parts(family):
-                    heapq.heappush(heap, (max(least, self._least_time(part)), next(number), part))
-
-    def _parts(self, family: _Family) -> Iterator[_Family]:
-        """The choices of a family, each alone, and the family with more recomputation; nothing if none can fit."""
-        most = family.others[-1][-1] if family.others else family.choices[-1]
-        if not self._fits(most):
-            return
-        for choice in family.choices:
-            if (least := self._asked.least_bytes(choice)) <= self._capacity:
-                yield _Family(family.base, [choice], [], [least])
-        if family.others:
-            yield _Family(family.base, family.others[0], family.others[1:], family.least_bytes[1:])
-
-    def _least_time(self, family: _Family) -> float:
-        return self._asked.least_time(family.choices[0])
-
-    def _is_slow(self, least: float, kind: str) -> bool:
-        """Whether a plan that takes ``least`` seconds or more is neither among the best nor the best of its kind."""
-        best_of_kind = self.best_of.get(kind)
-        if best_of_kind is None or len(self._times) < NUM_BEST:
-            return False
-        return least >= (1 - SLACK) * min(self._times) and least >= (1 - SLACK_OF_KIND) * best_of_kind
-
-    def _try(self, candidate: Candidate) -> Estimate | None:
-        """Estimate a candidate that fits, unless the same one fits that saves less memory."""
-        base = candidate._replace(
-            offload="none",
-            recompute="none",
-            in_backward=False,
-            releases_units=False,
-            offloads_activations=False,
-            gathers_late=False,
-        )
-        fitting = self._fitting.setdefault(base, [])
-        if any(saves_less(other, candidate) for other in fitting) or not self._fits(candidate):
-            return None
-        fitting.append(candidate)
-        made = self.found[candidate] = self._asked.estimate(candidate)
-        self._times.append(made.step_time_s)
-        kind = kind_of(candidate)
-        self.best_of[kind] = min(made.step_time_s, self.best_of.get(kind, made.step_time_s))
-        return made
-
-    def recommended(self) -> Candidate | None:
-        """The plainest of what is equally fast as the fastest; of equally plain plans the fastest.
-
-        Candidates that were passed over, as they are slower than others, are tried here in the order of plainness.
-        """
-        if not self.found:
-            return None
-        most = (1 + EQUALLY_FAST) * min(self._times)
-        found = {c: made.step_time_s for c, made in self.found.items() if made.step_time_s <= most}
-        best = min(found, key=lambda c: (plainness(c), found[c], order(c)))
-        # What saves less memory comes before the same with more, as `_try` needs it.
-        plainest_first = sorted(
-            self._left(most), key=lambda c: (plainness(c), c.releases_units, self._asked.least_time(c))
-        )
-        for candidate in plainest_first:
-            if plainness(candidate) > plainness(best):
-                break
-            is_alike = plainness(candidate) == plainness(best)
-            if is_alike and self._asked.least_time(candidate) >= (1 - SLACK) * found[best]:
+            alike = fitting.setdefault(_plain(candidate), [])
+            if any(saves_less(other, candidate) for other in alike):
+                continue  # it fits with less saved
+            is_tight = not self._fits(candidate, usable_bytes(self.cluster))
+            if is_tight and (roomy or not self._fits(candidate, capacity)):
                 continue
-            made = self._try(candidate)
-            if made is None or made.step_time_s > most or (is_alike and made.step_time_s >= found[best]):
-                continue
-            best, found[candidate] = candidate, made.step_time_s
-        return best
+            made = self._estimate(candidate)
+            share = self._risk(candidate) + fullness(made.memory.device_bytes / capacity)
+            found[candidate] = made, made.step_time_s * (1 + share)
+            if not is_tight:
+                alike.append(candidate)
+                roomy.append(rough)
+        kinds = {kind_of(candidate) for candidate in found}
+        return found | {c: (self._estimate(c), 0.0) for kind, c in smallest.items() if kind not in kinds}
 
-    def _left(self, most: float) -> Iterator[Candidate]:
-        """Candidates that were passed over and may take no more than ``most`` seconds."""
-        for least, family in self._passed_over:
-            if least > most:
-                continue
-            for choice in itertools.chain(family.choices, *family.others):
-                if self._asked.least_time(choice) <= most and self._asked.least_bytes(choice) <= self._capacity:
-                    yield choice
+    def _ranked(self) -> tuple[list[tuple[float, Candidate]], dict[str, Candidate]]:
+        """What may fit, by rough time and risk, and of each kind what holds least."""
+        found: list[tuple[float, Candidate]] = []
+        smallest: dict[str, tuple[float, Candidate]] = {}
+        for candidate in self._candidates():
+            least, kind = self.least_bytes(candidate), kind_of(candidate)
+            if kind not in smallest or least <= smallest[kind][0]:
+                smallest[kind] = least, candidate
+            if least <= self.cluster.device.memory_bytes:
+                found.append((self.rough_s(candidate) * (1 + self._risk(candidate)), candidate))
+        found.sort(key=lambda item: item[0])
+        return found, {kind: candidate for kind, (_, candidate) in smallest.items()}
 
-    def ranked(self, first: Candidate | None = None) -> list[Estimate]:
-        """The plans that the search returns: ``first``, the fastest, and the best of each kind, fastest first."""
-        ranked = sorted(self.found.items(), key=lambda item: (item[1].step_time_s, order(item[0])))
-        result = [] if first is None else [self.found[first]]
-        seen: set[str] = set()
-        for place, (candidate, made) in enumerate(ranked):
-            if candidate != first and (place < NUM_BEST or kind_of(candidate) not in seen):
-                result.append(made)
-            seen.add(kind_of(candidate))
-        return result
+    def _candidates(self) -> Iterator[Candidate]:
+        """What is tried now: without what :data:`_RESORTS` are for, or with it."""
+        fixed, device = self.fixed, self.cluster.device
+        if not device.link_bandwidth and device.measured is None and "axes" not in self.resorts:
+            fixed = {**dict.fromkeys(_LINKED, 1), **fixed}
+        is_away, is_late = "activations" in self.resorts, "late" in self.resorts
+        for base in bases(self.shape, self.cluster, self.workload, fixed):
+            gathers_late = is_late and PRESETS[base.strategy].shards_parameters
+            for choice in savings(base, self.workload, fixed):
+                is_last = choice.offload != "none" or choice.releases_units
+                is_last |= choice.in_backward and not self.fixed.get("in_backward")
+                if is_last and "offload" not in self.resorts:
+                    continue
+                if not (is_away and choice.recompute == "selective"):
+                    yield choice._replace(offloads_activations=is_away, gathers_late=gathers_late)
 
-    def _fits(self, candidate: Candidate) -> bool:
-        """Whether memory suffices. A larger microbatch holds no less, so few of them are asked for.
+    def _risk(self, candidate: Candidate) -> float:
+        return risk(candidate, self.cluster, self.workload.seq_len) + self.rough_s.network_risk(candidate)
 
-        A step of one microbatch is asked for apart, as it holds no sums of gradients.
-        """
+    def _estimate(self, candidate: Candidate) -> Estimate:
+        plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
+        return estimate(self.shape, plan, self.cluster, workload)
+
+    def _fits(self, candidate: Candidate, capacity: float) -> bool:
+        """Whether memory suffices. A larger microbatch holds no less, so not all of them are asked for."""
         key = candidate._replace(micro_batch=0, accumulation=min(candidate.accumulation, 2))
         if key not in self._limits:
-            self._limits[key] = [0, 1 << 62]
-            micro, count = self._smallest_of(candidate)
-            if micro != candidate.micro_batch and not self._fits(
-                candidate._replace(micro_batch=micro, accumulation=count)
-            ):
-                return False
-        limits = self._limits[key]
-        if candidate.micro_batch <= limits[0]:
+            self._limits[key] = [], []
+        fitting, failing = self._limits[key]
+        micro = candidate.micro_batch
+        if any(other >= micro and held <= capacity for other, held in fitting):
             return True
-        if candidate.micro_batch >= limits[1]:
+        if any(other <= micro and held > capacity for other, held in failing):
             return False
-        fits = self._asked.device_bytes(candidate) <= self._capacity
-        limits[not fits] = candidate.micro_batch
-        return fits
+        if candidate not in self._bytes:
+            plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
+            memory = estimate_memory(self.shape, plan, self.cluster, workload)
+            self._bytes[candidate] = needed_bytes(memory, self.cluster)
+            fitting.append((micro, self._bytes[candidate]))
+            failing.append((micro, self._bytes[candidate]))
+        return self._bytes[candidate] <= capacity
 
-    def _smallest_of(self, candidate: Candidate) -> tuple[int, int]:
-        """The smallest microbatch of a layout, and how many of them make a step."""
-        if candidate.accumulation == 1:
-            return candidate.micro_batch, 1
-        asked = self._asked
-        sizes = microbatches(candidate.layout, asked.workload, asked.fixed)
-        return next((micro, count) for micro, count in sizes if not candidate.schedule or self._runs(candidate, count))
 
-    def _runs(self, candidate: Candidate, count: int) -> bool:
-        found = schedules(self._asked.shape, candidate.layout.pp, count, self._asked.fixed)
-        return (candidate.schedule, candidate.virtual_stages) in found
+def _plain(candidate: Candidate) -> Candidate:
+    """The candidate with no memory saved."""
+    return Candidate(*candidate[:6])
 
 
 def _nothing_legal(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any]) -> str:

@@ -160,13 +160,13 @@ class Timing:
     def _seconds(self, work: UnitWork) -> UnitSeconds:
         return unit_seconds(work, self.cluster.device, self.software, self.workload)
 
-    def _step_unit(self, work: UnitWork, *, recomputes: str = "none") -> StepUnit:
+    def step_unit(self, work: UnitWork, *, recomputes: str = "none") -> StepUnit:
+        """A unit for the simulation, of which backward computes again what ``recomputes`` says."""
         spent = self._seconds(work)
         selective = spent.elementwise_s + self.software.selective_products * spent.products_s
         again = {"none": 0.0, "selective": selective, "full": spent.forward_s}[recomputes]
-        if self.num_microbatches > 1 and not self.plan.placements.shards_parameters:
-            # The sum of gradients over microbatches, read and written in fp32.
-            again += copy_seconds(8 * work.num_trained, self.cluster.device)
+        if self.num_microbatches > 1:  # the sum of gradients over microbatches, read and written in fp32
+            again += copy_seconds(8 * self._held(work, is_sharded=self._accumulation == "sharded"), self.cluster.device)
         ahead = self._exchanges(work, is_forward=True)
         back = self._exchanges(work, is_forward=False)
         gather, reduce, replicate = ((), (), ()) if self.is_waited_for else self._transfers(work)
@@ -188,7 +188,7 @@ class Timing:
             up_s=offload,
             down_s=offload,
             away_s=self._away_s(work, recomputes),
-            update_s=self._optimizer_s(work) if self.workload.in_backward else 0.0,
+            update_s=self.optimizer_s(work) if self.workload.in_backward else 0.0,
             updates_on_host=self.plan.offload is not None,
             is_trained=work.num_trained > 0,
         )
@@ -258,7 +258,7 @@ class Timing:
         groups = self._groups(work, self.links["dp_shard"])
         return sum(trained / (link.kind_size if is_sharded else 1) for _, trained, link in groups)
 
-    def _optimizer_s(self, work: UnitWork) -> float:
+    def optimizer_s(self, work: UnitWork) -> float:
         """The optimizer's step on what a rank holds of a unit: reads and writes of masters, moments, gradients."""
         held = self._held(work, is_sharded=self.plan.placements.shards_optimizer)
         tensors = 3 + 2 * self.workload.optimizer_tensors  # gradient and master, and each state read and written
@@ -313,7 +313,7 @@ class Timing:
         """The optimizer's step after the last backward."""
         if self.workload.in_backward:
             return 0.0
-        return sum(work.count * self._optimizer_s(work) for work in self.works) / self.plan.pp + self._matrices_s
+        return sum(work.count * self.optimizer_s(work) for work in self.works) / self.plan.pp + self._matrices_s
 
     def _recomputes(self, blocks: Sequence[UnitWork]) -> list[str]:
         """For each block what backward computes again."""
@@ -331,7 +331,7 @@ class Timing:
         return Slowdown(self.software.slowdown, self.software.slowdown, divides_link=_ON_LINK)
 
     def _root(self) -> StepUnit:
-        first, last = self._step_unit(self.works[0]), self._step_unit(self.works[-1])
+        first, last = self.step_unit(self.works[0]), self.step_unit(self.works[-1])
         return StepUnit(
             "root",
             forward_s=first.forward_s,
@@ -357,7 +357,7 @@ class Timing:
         for work, again in zip(blocks, recomputes, strict=True):
             key = id(work), again
             if key not in made:
-                made[key] = self._step_unit(work, recomputes=again)
+                made[key] = self.step_unit(work, recomputes=again)
             units.append(made[key])
         root = self._root()
         if len(made) == 1 and len(units) > _SIMULATED + 2:
@@ -392,7 +392,7 @@ class Timing:
         """The whole step of a plan without ``pp``, every block simulated, for a drawing."""
         blocks = [work for work in self.works[1:-1] for _ in range(work.count)]
         chain = zip(blocks, self._recomputes(blocks), strict=True)
-        units = [self._step_unit(work, recomputes=again) for work, again in chain]
+        units = [self.step_unit(work, recomputes=again) for work, again in chain]
         return dataclasses.replace(self._simulated([self._root(), *units]), optimizer_s=self._last_update_s)
 
     def _with_waits(self, found: dict[str, float]) -> dict[str, float]:
@@ -495,13 +495,13 @@ class Timing:
     def _stage(self, blocks: tuple[int, ...], *, is_first: bool, is_last: bool) -> StageSeconds:
         works = [work for count, work in zip(blocks, self.works[1:-1], strict=True) for _ in range(count)]
         units = [
-            self._step_unit(work, recomputes=again)
+            self.step_unit(work, recomputes=again)
             for work, again in zip(works, self._stage_recomputes(works), strict=True)
         ]
         if is_first:
-            units.insert(0, self._step_unit(self.works[0]))
+            units.insert(0, self.step_unit(self.works[0]))
         if is_last:
-            units.append(self._step_unit(self.works[-1]))
+            units.append(self.step_unit(self.works[-1]))
         releases = self.plan.reshard_after_forward is True
         return stage_seconds(units, self.plan.placements, releases=releases, slowdown=self._slowdown)
 
