@@ -336,6 +336,9 @@ def test_runs_are_compared_with_what_differs_between_them(tmp_path: Path) -> Non
         assert words in page.text
     assert "optimizer.lr" not in page.text
     assert "Environments that differ: none." in page.text
+    for chart in charts(page, "lines"):  # the third run has no step, and keeps its colour
+        assert (chart["names"], chart["drawn"]) == (["A", "B", "C"], ["A", "B"])
+        assert {row["name"] for row in chart["rows"]} == {"A", "B"}
 
 
 def test_the_verb_writes_the_page_and_refuses_what_is_no_run(

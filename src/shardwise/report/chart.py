@@ -83,7 +83,8 @@ def line_chart(
     return {
         "kind": "lines",
         "rows": rows,
-        "names": [line.name for line in lines],
+        "names": [line.name for line in lines],  # of those without a point too: colours are the same in every chart
+        "drawn": [line.name for line in lines if line.xs],
         "unit": unit,
         "format": "~%" if shown is percent else "~s" if high >= 1000 and not unit else ".6~g",
         "domain": [min(xs), max(xs)] if min(xs) < max(xs) else [xs[0] - 0.5, xs[0] + 0.5],

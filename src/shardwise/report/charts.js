@@ -21,8 +21,8 @@
 
   const kinds = {
     // Curves over steps: a colour and a dash for each name; points can be hovered, and are seen where there are few.
-    lines: ({ rows, names, unit, format, domain, scale }) => {
-      const legend = names.length > 1 ? { title: null, symbolType: 'stroke' } : null
+    lines: ({ rows, names, drawn, unit, format, domain, scale }) => {
+      const legend = names.length > 1 ? { title: null, symbolType: 'stroke', values: drawn } : null
       const style = range => ({ field: 'name', legend, scale: { domain: names, range: names.map(range) } })
       return {
         height: 170,

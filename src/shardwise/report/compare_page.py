@@ -15,10 +15,9 @@ from shardwise.spec.text import size
 def compare_page(runs: Sequence[Run]) -> str:
     """One page of HTML that lays runs over each other."""
     letters = [chr(ord("A") + index) if index < 26 else f"#{index + 1}" for index in range(len(runs))]
-    lettered = list(zip(letters, runs, strict=True))
     names = [f"{letter} {name}" for letter, name in zip(letters, _names(runs), strict=True)]
     figures = [
-        curve_figure({curve: [curve.line(run, letter) for letter, run in lettered if run.has(curve.key)]})
+        curve_figure({curve: [curve.line(run, letter) for letter, run in zip(letters, runs, strict=True)]})
         for curve in (LOSS, HELD_OUT, *CURVES)
     ]
     stacks = [stack for run, name in zip(runs, names, strict=True) for stack in memory_stacks(run, f"{name}, ")]

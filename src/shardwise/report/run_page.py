@@ -37,8 +37,8 @@ class Curve(NamedTuple):
     may_be_log: bool = False
 
     def line(self, run: Run, name: str = "") -> Line:
-        """Its values; of the held-out loss those that there are, the first of which is in summary.json."""
-        steps, values = run.steps, run.values(self.key)
+        """Its values, if any; of the held-out loss those that there are, the first of which is in summary.json."""
+        steps, values = (run.steps, run.values(self.key)) if run.has(self.key) else ([], [])
         if self is HELD_OUT:
             before = (0, finite(run.summary.get("eval_loss_first")))
             points = [each for each in (before, *zip(steps, values, strict=True)) if each[1] is not None]
@@ -84,27 +84,27 @@ def run_page(run: Run) -> str:
 
 def curve_figure(given: Mapping[Curve, Sequence[Line]]) -> parts.Figure | None:
     """Curves in one chart, with the first number's title and axis; and some values of each number, evenly spread."""
-    curve, (line, *_) = next((curve, lines or [Line("", [], [])]) for curve, lines in given.items())
+    curve = next(iter(given))
     lines = [line for held in given.values() for line in held]
     chart = line_chart(lines, curve.shown, from_zero=curve.from_zero, may_be_log=curve.may_be_log)
     if chart is None:
         return None
-    values = [value for value in line.ys if value is not None]
+    values = [value for line in given[curve] for value in line.ys if value is not None]
     least_and_greatest = f", least {curve.shown(min(values))}, greatest {curve.shown(max(values))}" if values else ""
     tables = []
-    for each, held in given.items():
+    for each, curves in given.items():
+        held = [line for line in curves if line.xs]
         steps = sorted({step for line in held for step in line.xs})
         last = len(steps) - 1
         chosen = [steps[at * last // (ROWS - 1)] for at in range(ROWS)] if last >= ROWS else steps
         some = f", {len(chosen)} of {len(steps):,} steps" if len(chosen) < len(steps) else ""
         by_step = [dict(zip(line.xs, line.ys, strict=True)) for line in held]
         rows = [[step, *(values.get(step) for values in by_step)] for step in chosen]
-        names = [line.name for line in held] if len(held) > 1 else [each.key]
-        tables += [(f"{each.title}{some}", ["step", *names], rows)] if rows else []
+        tables += [(f"{each.title}{some}", ["step", *(line.name for line in held)], rows)] if rows else []
     return {
         "title": curve.title,
         "chart": chart,
-        "described": f"{curve.title} over {len(values)} steps{least_and_greatest}.",
+        "described": f"{curve.title}: {len(values)} values{least_and_greatest}.",
         "gaps": sum(line.ys.count(None) for line in lines),
         "tables": tables,
     }
