@@ -415,6 +415,20 @@ def recorded_collectives() -> bytes:
     return library._dump_nccl_trace(True, False, False)  # noqa: FBT003  collectives, stacks, only those not done
 
 
+@contextlib.contextmanager
+def memory_history(path: str) -> Iterator[None]:
+    """Inside, the CUDA allocator notes what it gives and takes; then, also after an error, the notes are at ``path``.
+
+    Torch documents both calls (docs.pytorch.org/docs/stable/torch_cuda_memory.html) under private names.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._dump_snapshot(path)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
 # -- for shardwise.testing.streams, which replaces names of torch through ``put(owner, name, value)``
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,10 @@ def test_an_adapter_is_trained_on_the_gpu(tmp_path: Path) -> None:
 def test_the_peak_is_the_one_that_was_predicted(tmp_path: Path, settings: tuple[str, ...]) -> None:
     found = train(tmp_path, "--set", "train.steps=21", *(word for each in settings for word in ("--set", each)))
     assert found["peak_memory_bytes"] == pytest.approx(found["predicted_peak_memory_bytes"], rel=0.03)
+
+
+def test_the_allocator_s_history_of_profiled_steps_is_written(tmp_path: Path) -> None:
+    words = ("--set", "train.steps=4", "--set", "schedule.warmup_steps=0", "--profile-steps", "2:3")
+    train(tmp_path, *words)
+    with (tmp_path / "run" / "profile" / "memory-rank-0.pickle").open("rb") as file:
+        assert pickle.load(file)["segments"]

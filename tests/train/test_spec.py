@@ -240,7 +240,20 @@ class EndsAtFive(sw.Callback):
             run.must_end = "good enough"
 
 
+class Full(Line):
+    """Finds no memory for its third step, as a GPU's allocator says it."""
+
+    num_steps = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.num_steps += self.training and not x.is_meta
+        if self.num_steps == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 MiB.\nSee documentation")
+        return super().forward(x, y)
+
+
 iterable = sw.TrainSpec(model=Line, data=Numbers())
+full = sw.TrainSpec(model=Full, data=Numbers())
 short = sw.TrainSpec(model=Line, data=Numbers(), callbacks=[EndsAtFive()])
 IMPORTS = "import shardwise as sw\nfrom tests.train.test_spec import Line, Numbers\n"
 HERE = str(Path(__file__))
@@ -260,6 +273,15 @@ def test_an_iterable_is_read_in_its_order_and_resumed_at_the_item(tmp_path: Path
     model, items = Line(), list(Numbers())[:8]
     batch = torch.utils.data.default_collate(items)
     assert losses(tmp_path / "whole")[0] == pytest.approx(model(*batch).item(), rel=1e-6)
+
+
+def test_a_run_without_memory_left_says_at_which_step_and_what_needs_less(tmp_path: Path) -> None:
+    results = train_on(2, tmp_path, (f"{HERE}:full", "--run-dir", "run"), config="log: {tensorboard: false}\n")
+    for code, text in results:
+        assert code == 78
+        assert "ran out of memory in step 3: CUDA out of memory. Tried to allocate 128.00 MiB." in text
+        assert "Lower train.micro_batch_size" in text
+    assert summary(tmp_path / "run")["exit_code"] == 78
 
 
 def test_a_callback_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:

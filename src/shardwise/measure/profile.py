@@ -68,7 +68,7 @@ def _slices(events: Any) -> list[Slice]:
         found = _NAME.fullmatch(event.name)
         if found is not None and event.device_type == torch.autograd.DeviceType.CPU:
             ranges.append((begin, end, found[1], found[2]))
-        elif event.device_type == torch.autograd.DeviceType.CUDA:
+        elif event.device_type == torch.autograd.DeviceType.CUDA and found is None:  # it repeats ranges on the device
             others.append((begin, end, f"stream {getattr(event, 'device_resource_id', 0)}", event.name))
     ranges.sort()
     zero = min((begin for begin, *_ in [*ranges, *others]), default=0.0)

@@ -33,12 +33,13 @@ from shardwise.spec.errors import (
     CheckpointError,
     CommError,
     ConfigError,
+    MemoryBudgetError,
     RankDisagreement,
     ShardwiseError,
     StorageError,
 )
 from shardwise.spec.run_files import PROFILE, REPORT
-from shardwise.spec.text import printable
+from shardwise.spec.text import first_line, printable, size
 from shardwise.train import folder
 from shardwise.train.callback import Callback
 from shardwise.train.config.sections import Config
@@ -181,7 +182,8 @@ class Loop:
                 self.progress.say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))
             for callback in self.callbacks:
                 callback.on_start(self)
-            yield
+            with self._explained_memory():
+                yield
             for callback in self.callbacks:
                 callback.on_end(self)
         except ShardwiseError as error:
@@ -196,6 +198,21 @@ class Loop:
                 self.recorder.close(self.outcome.exit_code)
                 self.report.write_summary(self.summary)
                 self.report.write_page()
+
+    @contextlib.contextmanager
+    def _explained_memory(self) -> Iterator[None]:
+        """Around the steps: where a GPU has no memory left, say what was predicted and what needs less."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            predicted = self.report.predicted_peak
+            beside = "" if predicted is None else f" The predicted peak of tensors is {size(predicted)} on a rank."
+            raise MemoryBudgetError(
+                f"rank {self.control.rank} ran out of memory in step {self.step + 1}: {first_line(error)}{beside}\n"
+                "  Lower train.micro_batch_size and keep train.global_batch_size, set"
+                " parallel.activation_checkpointing=full, or take more ranks; `shardwise plan` says what fits.\n"
+                "  `--profile-steps 1:3` writes what the allocator did."
+            ) from error
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The trace of some steps of a run, for ui.perfetto.dev."""
+"""The trace of some steps of a run, for ui.perfetto.dev, and on a GPU what its allocator did, for memory_viz."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise import torch_private
 from shardwise.measure.profile import StepProfile, step_range
 from shardwise.sim.chrome import chrome_trace
 from shardwise.spec.text import printable
@@ -15,12 +16,17 @@ from shardwise.train.folder import replace_text
 
 
 class StepTrace:
-    """Profiles the steps ``wanted`` while they are made, and writes this rank's trace after the last of them."""
+    """Profiles the steps ``wanted`` while they are made, and writes this rank's files after the last of them.
+
+    What a GPU's allocator did is written too where a step fails, for want of memory.
+    """
 
     def __init__(self, wanted: range, device: torch.device, path: Path, rank: int) -> None:
         """Take the numbers of the steps, all of which the run will make, and the file to write."""
         self._wanted, self._device, self._path, self._rank = wanted, device, path, rank
         self._profile: StepProfile | None = None
+        self._memory = path.with_name(f"memory-{path.stem}.pickle")
+        self._open = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def step(self, number: int, say: Callable[[str], object]) -> Iterator[None]:
@@ -29,16 +35,25 @@ class StepTrace:
             yield
             return
         if self._profile is None:
+            self._path.parent.mkdir(exist_ok=True)
+            if self._device.type == "cuda":
+                self._open.enter_context(torch_private.memory_history(str(self._memory)))
             self._profile = StepProfile(self._device)
             self._profile.__enter__()
-        with step_range(number):
-            yield
+        try:
+            with step_range(number):
+                yield
+        except BaseException:
+            self._open.close()
+            raise
         if number == self._wanted[-1]:
             self._profile.__exit__(None, None, None)
-            self._path.parent.mkdir(exist_ok=True)
+            self._open.close()
             replace_text(self._path, chrome_trace({f"rank {self._rank}, measured": self._profile.slices}))
             self._profile = None
             say(f"trace of steps {self._wanted[0]} to {number}: {printable(self._path)}, for ui.perfetto.dev")
+            if self._device.type == "cuda":
+                say(f"the allocator in these steps: {printable(self._memory)}, for docs.pytorch.org/memory_viz")
 
     def optimizer(self, number: int) -> contextlib.AbstractContextManager[object]:
         """Around the optimizer's part of step ``number``."""
