@@ -4,12 +4,13 @@ The most likely values: each constant has a prior with a source, stated below; e
 measured step times of the sources of ``bench.predictions.FITTED`` alone, each row weighted by one over the square root
 of its source's number of rows, and large errors count linearly (Huber), so that one odd row decides nothing. They are
 found by Gauss-Newton from the priors, printed, and copied into the two files by hand. ``--loso`` prints instead, for
-each source, its errors by constants fitted on all others.
+each source, its errors by constants fitted on all others, and writes ``data/left_out.csv`` (some minutes).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import math
 from collections import Counter
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.predictions import EXCLUDED, FITTED, Errors, resolved
+from bench.predictions import EXCLUDED, FITTED, LEFT_OUT, Errors, resolved
 from bench.published import PublishedRow, published_rows
 from shardwise.cost import kernels, software
 from shardwise.planner import time
@@ -58,8 +59,12 @@ ATTENTION = {
 SHARED = {"slowdown": (1.15, 0.06), "link": (0.7, 0.15), "network": (0.75, 0.15), "fp8": (1.5, 0.15)}
 
 #: Generations with the same numbers, and those whose attention is FlashAttention-2.
-FAMILIES = (("megatron-core", "megatron-core-plain"), ("pytorch", "torchtitan", "torchtitan-async-tp"))
-FLASH = ("pytorch", "torchtitan", "torchtitan-async-tp", "pytorch-2023", "nanotron")
+FAMILIES = (
+    ("megatron-core", "megatron-core-plain"),
+    ("pytorch", "torchtitan", "torchtitan-async-tp", "nanotron"),
+    ("pytorch-2023", "pytorch-2022"),
+)
+FLASH = ("pytorch", "torchtitan", "torchtitan-async-tp", "nanotron", "pytorch-2023")
 
 #: The error that a row without a mistake is expected to have, from where on errors count linearly (Huber), and the
 #: step of slopes.
@@ -149,28 +154,49 @@ def error(row: PublishedRow) -> float:
 def fit(rows: Sequence[PublishedRow], *, rounds: int = 5) -> list[Constant]:
     """The most likely constants, which begin at their priors."""
     found = constants(rows)
+    at = torch.tensor([math.log(each.prior[0]) for each in found], dtype=torch.float64)
+    for _ in range(rounds):
+        set_all(found, at)
+        errors = errors_of(rows)
+        at = stepped(at, found, rows, errors, slopes_of(rows, found, errors))
+    set_all(found, at)
+    return found
+
+
+def errors_of(rows: Sequence[PublishedRow]) -> torch.Tensor:
+    """The error of each row."""
+    return torch.tensor([error(row) for row in rows], dtype=torch.float64)
+
+
+def slopes_of(rows: Sequence[PublishedRow], found: Sequence[Constant], errors: torch.Tensor) -> torch.Tensor:
+    """Change of each row's error by the logarithm of each constant, where they are now."""
+    slopes = torch.zeros(len(rows), len(found), dtype=torch.float64)
+    for column, constant in enumerate(found):
+        value = constant.get()
+        constant.set(value * math.exp(STEP))
+        for place, row in enumerate(rows):
+            if constant.touches(row):
+                slopes[place, column] = (error(row) - errors[place]) / STEP
+        constant.set(value)
+    return slopes
+
+
+def stepped(
+    at: torch.Tensor,
+    found: Sequence[Constant],
+    rows: Sequence[PublishedRow],
+    errors: torch.Tensor,
+    slopes: torch.Tensor,
+) -> torch.Tensor:
+    """One step of Gauss-Newton."""
     mean = torch.tensor([math.log(each.prior[0]) for each in found], dtype=torch.float64)
     spread = torch.tensor([each.prior[1] for each in found], dtype=torch.float64)
     counts = Counter(row.source for row in rows)
     weight = torch.tensor([counts[row.source] ** -0.5 for row in rows], dtype=torch.float64)
-    at = mean.clone()
-    for _ in range(rounds):
-        set_all(found, at)
-        errors = torch.tensor([error(row) for row in rows], dtype=torch.float64)
-        slopes = torch.zeros(len(rows), len(found), dtype=torch.float64)
-        for column, constant in enumerate(found):
-            value = constant.get()
-            constant.set(value * math.exp(STEP))
-            for place, row in enumerate(rows):
-                if constant.touches(row):
-                    slopes[place, column] = (error(row) - errors[place]) / STEP
-            constant.set(value)
-        huber = LARGE / errors.abs().clamp(min=LARGE) * weight / NOISE**2
-        left = slopes.T @ (huber[:, None] * slopes) + torch.diag(spread**-2)
-        right = slopes.T @ (huber * errors) + (at - mean) / spread**2
-        at = at - torch.linalg.solve(left, right).clamp(-0.3, 0.3)
-    set_all(found, at)
-    return found
+    huber = LARGE / errors.abs().clamp(min=LARGE) * weight / NOISE**2
+    left = slopes.T @ (huber[:, None] * slopes) + torch.diag(spread**-2)
+    right = slopes.T @ (huber * errors) + (at - mean) / spread**2
+    return at - torch.linalg.solve(left, right).clamp(-0.3, 0.3)
 
 
 def set_all(found: Sequence[Constant], at: torch.Tensor) -> None:
@@ -192,14 +218,35 @@ def usable(row: PublishedRow) -> bool:
 
 
 def leave_one_out(rows: Sequence[PublishedRow]) -> None:
-    """Print each source's errors by constants fitted on all other sources."""
-    found = []
+    """Print each source's errors by constants fitted on all other sources, and write the predictions.
+
+    Slopes are taken once, at the constants that are used; from there two steps lead to those without the source.
+    """
+    found, places = constants(rows), {id(row): place for place, row in enumerate(published_rows())}
+    used = torch.tensor([math.log(each.get()) for each in found], dtype=torch.float64)
+    slopes = slopes_of(rows, found, errors_of(rows))
+    every: list[float] = []
+    lines = []
     for source in sorted({row.source for row in rows}):
-        fit([row for row in rows if row.source != source], rounds=3)
-        errors = [math.expm1(error(row)) for row in rows if row.source == source]
-        found += errors
+        kept = [place for place, row in enumerate(rows) if row.source != source]
+        others, at = [rows[place] for place in kept], used
+        for _ in range(2):
+            set_all(found, at)
+            at = stepped(at, found, others, errors_of(others), slopes[kept])
+        set_all(found, at)
+        mine = [row for row in rows if row.source == source]
+        errors = [math.expm1(error(row)) for row in mine]
+        lines += [
+            (places[id(row)], source, row.step_time_s, f"{(row.step_time_s or 0.0) * (1 + each):.6g}")
+            for row, each in zip(mine, errors, strict=True)
+        ]
+        every += errors
         show(f"without {source}", errors)
-    show("leave one source out", found)
+    show("leave one source out", every)
+    with LEFT_OUT.open("w", encoding="utf-8", newline="") as file:
+        written = csv.writer(file, lineterminator="\n")
+        written.writerow(("row", "source", "measured_s", "predicted_s"))
+        written.writerows(lines)
 
 
 def show(name: str, errors: Sequence[float]) -> None:

@@ -1,21 +1,27 @@
 """Predictions beside published measurements: errors by source, ranking, regret, and two baselines.
 
 ``FITTED`` names the sources whose rows ``bench.fit`` has seen; every other source is held out: none of its rows has
-touched a constant.
+touched a constant. ``LEFT_OUT`` has a prediction of every usable row by constants fitted without its source
+(``python -m bench.fit --loso``): these are the errors by regime.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.published import PublishedRow, published_rows
+from shardwise.planner.band import regime
 from shardwise.planner.time import estimate_time, model_flops
 from shardwise.spec.plan import ParallelPlan
+
+LEFT_OUT = Path(__file__).parent / "data" / "left_out.csv"
 
 #: Sources on which constants were fitted.
 FITTED = frozenset({"mosaic", "vtrain", "bloom", "nemo-24.07", "megatron-bridge", "fms-fsdp"})
@@ -25,6 +31,7 @@ EXCLUDED = {
     "fsdp-blog": "the run of 1T is bound by torch's allocator and by offload",
     "bigscience-gpt2": "the authors state 40% between repetitions",
     "zero-offload": "sizes are not given",
+    "nanotron-16": "one log has the same step at 2.13 and 8.65 s: a network of 25 to 50 Gbit/s a node",
 }
 
 
@@ -49,6 +56,7 @@ class Errors:
     count: int
     median: float
     mean: float
+    p80: float
     p90: float
     worst: float
 
@@ -60,6 +68,7 @@ class Errors:
             len(found),
             statistics.median(found),
             statistics.fmean(found),
+            found[min(int(0.8 * len(found)), len(found) - 1)],
             found[min(int(0.9 * len(found)), len(found) - 1)],
             found[-1],
         )
@@ -82,6 +91,25 @@ def compare_times(*, core_only: bool = True) -> list[Compared]:
         for row in published_rows()
         if row.step_time_s is not None and (row.is_core or not core_only) and "parallel block" not in row.notes
     ]
+
+
+def left_out() -> list[Compared]:
+    """Every usable row with its prediction by constants that were fitted without its source."""
+    rows = published_rows()
+    with LEFT_OUT.open(encoding="utf-8", newline="") as file:
+        return [
+            Compared(rows[int(each["row"])], float(each["predicted_s"]), float(each["measured_s"]))
+            for each in csv.DictReader(file)
+        ]
+
+
+def by_regime(compared: Sequence[Compared]) -> dict[str, list[Compared]]:
+    """Rows by the regime whose band a plan of theirs would be printed with."""
+    found: dict[str, list[Compared]] = {}
+    for each in compared:
+        row = each.row
+        found.setdefault(regime(row.shape, row.plan, row.cluster, row.workload), []).append(each)
+    return found
 
 
 def by_source(compared: Sequence[Compared]) -> dict[str, list[Compared]]:
@@ -110,6 +138,10 @@ def constant_rate(compared: Sequence[Compared]) -> list[float]:
     return errors
 
 
+def _ratio(pair: tuple[Compared, Compared]) -> float:
+    return math.log(pair[0].measured / pair[1].measured)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows of one source, model, cluster and batch, which a planner could have chosen from."""
@@ -128,6 +160,12 @@ class Group:
             agree = (one.predicted - other.predicted) * (one.measured - other.measured)
             score += (agree > 0) - (agree < 0)
         return score / pairs if pairs else 1.0
+
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """Pairs whose times differ by more than 10%, and those of them that are predicted in the right order."""
+        far = [pair for pair in itertools.combinations(self.rows, 2) if abs(_ratio(pair)) > math.log(1.1)]
+        return len(far), sum((a.predicted - b.predicted) * (a.measured - b.measured) > 0 for a, b in far)
 
     @property
     def regret(self) -> float:

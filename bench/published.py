@@ -106,6 +106,7 @@ def _row(row: Mapping[str, str]) -> PublishedRow | None:
     software += "-async-tp" if software == "torchtitan" and "AsyncTP" in row["strategy"] else ""
     degrees = {axis: number(axis) or 1 for axis in ("tp", "pp", "cp")}
     world = number("gpus")
+    source += "-16" if (source, world) == ("nanotron", 16) else ""  # a broken network: ``bench.predictions.EXCLUDED``
     ranks = world // (degrees["tp"] * degrees["pp"] * degrees["cp"])
     micro_batch = number("micro_batch") or 1
     if world % (degrees["tp"] * degrees["pp"] * degrees["cp"]) or number("global_batch") % (micro_batch * ranks):

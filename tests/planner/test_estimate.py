@@ -2,7 +2,10 @@ import dataclasses
 
 import pytest
 
+from shardwise.cost import hardware
 from shardwise.planner import Cluster, Workload, estimate
+from shardwise.planner.band import BANDS, regime
+from shardwise.planner.explain import why
 from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy
@@ -51,3 +54,51 @@ def test_the_reason_says_what_is_too_much_in_gib() -> None:
     assert not made.fits
     assert made.reason.startswith("needs ")
     assert "of a device's 15.8 GiB: optimizer " in made.reason
+
+
+def test_a_plan_that_is_a_little_too_large_is_said_to_be_within_the_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = estimate(SHAPE, ParallelPlan(strategy="ddp"), CLUSTER, WORK)
+    for share, verdict in ((1.1, "fits"), (1.02, "tight"), (0.96, "may"), (0.8, "no")):
+        small = dataclasses.replace(CLUSTER.device, memory_bytes=int(share * made.memory.device_bytes))
+        monkeypatch.setattr(hardware, "_named", lambda _name, small=small: small)
+        assert (made.fits, made.is_tight) == (verdict in {"fits", "tight"}, verdict == "tight")
+        assert ("within 7%, by which predicted peaks may be wrong" in made.reason) == (verdict == "may")
+
+
+def test_a_network_that_was_not_given_is_named_with_the_time_at_half_of_it() -> None:
+    asked = dataclasses.replace(CLUSTER, num_gpus=32)
+    made, half, given = (
+        estimate(SHAPE, ParallelPlan(strategy="zero3"), each, dataclasses.replace(WORK, global_batch=32))
+        for each in (asked, *(dataclasses.replace(asked, inter_gbits_per_s_per_node=gbits) for gbits in (800, 1600)))
+    )
+    (sentence,) = [text for text in why(made) if "--network" in text]
+    assert "1,600 Gbit/s a node are assumed" in sentence
+    assert sentence.endswith(f"a step takes {1000 * half.step_time_s:.3g} ms.")
+    assert half.step_time_s > made.step_time_s == given.step_time_s
+    assert not any("--network" in text for text in why(given))
+    assert not any("--network" in text for text in why(estimate(SHAPE, ParallelPlan(), CLUSTER, WORK)))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "num_gpus", "more", "kind"),
+    [
+        ("llama-3-8b", "H100-80GB-SXM", 8, {}, "dense, one node"),
+        ("llama-3-8b", "H100-80GB-SXM", 16, {}, "dense, many nodes"),
+        ("llama-3-8b", "H100-80GB-SXM", 8, {"seq_len": 32768}, "long context"),
+        ("llama-3-8b", "H100-80GB-SXM", 8, {"seq_len": 512}, "little work per GPU"),
+        ("llama-3-8b", "H100-80GB-SXM", 8, {"lora_rank": 8}, "LoRA"),
+        ("mixtral-8x7b", "H100-80GB-SXM", 8, {}, "mixtures of experts"),
+        ("llama-3-8b", "RTX4090", 8, {}, "cards without links"),
+    ],
+)
+def test_the_band_is_that_of_the_runs_own_kind(name: str, gpu: str, num_gpus: int, more: dict[str, int], kind: str):
+    work = dataclasses.replace(WORK, seq_len=4096)
+    made = estimate(
+        ModelShape.from_config(name),
+        ParallelPlan(),
+        Cluster(gpu=gpu, num_gpus=num_gpus),
+        dataclasses.replace(work, **more),
+    )
+    assert regime(made.shape, made.plan, made.cluster, made.workload) == kind
+    (sentence,) = [text for text in why(made) if f"this kind ({kind})" in text]
+    assert (f"8 of 10 took within {BANDS[kind]:.0%}" in sentence) if kind in BANDS else ("Too few runs" in sentence)

@@ -58,7 +58,7 @@ def test_what_is_estimated_in_full_has_the_best_plan_and_the_best_of_each_kind_i
 
     def cost(each: Candidate) -> float:
         share = fullness(every[each].memory.device_bytes / cluster.device.memory_bytes)
-        share += risk(each, cluster, workload.seq_len) + rough.network_risk(each)
+        share += risk(each, cluster, workload) + rough.network_risk(each)
         return every[each].step_time_s * (1 + share)
 
     assert fastest_of(found).step_time_s <= min(made.step_time_s for made in alike.values()) / 0.98

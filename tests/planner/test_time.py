@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
-from bench.predictions import FITTED, Errors, choices, compare_times, constant_rate, held_out, resolved
+from bench.predictions import (
+    FITTED,
+    Errors,
+    by_regime,
+    choices,
+    compare_times,
+    constant_rate,
+    held_out,
+    left_out,
+    resolved,
+)
 from bench.published import published_rows
 from shardwise import ConfigError, ParallelPlan
-from shardwise.cost.hardware import Cluster
+from shardwise.cost.hardware import Cluster, find_gpu
+from shardwise.cost.kernels import product_seconds
+from shardwise.cost.links import axis_links
+from shardwise.cost.software import find_software
+from shardwise.cost.work import Product
 from shardwise.cost.workload import Workload
 from shardwise.planner import estimate
+from shardwise.planner.band import BANDS
 from shardwise.planner.estimate import Estimate
 from shardwise.planner.simulated import simulated
 from shardwise.spec.policies import PrecisionPolicy
@@ -160,6 +176,35 @@ def test_fitted_and_held_out_sources_are_as_far_off_as_the_page_says_and_ahead_o
         assert f"| {each.count} | {shown} |" in page
     assert errors.mean < rates.mean
     assert all(len(group.rows) > 1 and -1 <= group.tau <= 1 for group in choices(compared))
+
+
+def test_each_regimes_band_holds_8_of_10_rows_whose_source_was_left_out() -> None:
+    found = {kind: Errors.of(each.error for each in rows) for kind, rows in by_regime(left_out()).items()}
+    assert found.keys() == {*BANDS, *(kind for kind, errors in found.items() if errors.count < 8)}
+    for kind, band in BANDS.items():
+        assert band == math.ceil(100 * found[kind].p80) / 100
+    rows = published_rows()
+    for each in left_out():
+        assert each.measured == each.row.step_time_s
+        assert each.row in rows
+
+
+def test_a_card_without_rows_reaches_a_share_of_its_best_measured_product() -> None:
+    mi300x, a100 = (find_gpu(name) for name in ("MI300X", "A100-80GB-SXM"))
+    assert (mi300x.best_product, a100.best_product) == (0.514, 0.869)  # hardware.csv, mamf_pct
+    product = Product(1 << 16, 1 << 14, 1 << 14, is_trained=False)
+    forward, _ = product_seconds(product, mi300x, find_software("pytorch"), "bf16")
+    assert product.flops / forward / mi300x.peaks["bf16"] == pytest.approx(0.79 * 0.514, rel=0.05)
+
+
+def test_a_mesh_of_links_gives_few_ranks_their_own_links_only() -> None:
+    """Eight MI300X: 448 GB/s to all the others together, 64 GB/s to each."""
+    cluster, software = Cluster(gpu="MI300X", num_gpus=8), find_software("pytorch")
+    rates = {
+        tp: axis_links(ParallelPlan(tp=tp, dp_shard=8 // tp), cluster, software)["tp"].bandwidth / software.link
+        for tp in (2, 4, 8)
+    }
+    assert rates == pytest.approx({2: 64e9, 4: 192e9, 8: 448e9})
 
 
 def test_experts_on_more_ranks_leave_the_update_as_long_as_it_was():

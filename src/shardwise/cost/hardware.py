@@ -37,6 +37,7 @@ class Gpu:
         memory_bandwidth: Bytes per second of its memory.
         link_bandwidth: Bytes per second that it sends to the GPUs of its node, in one direction.
         link_domain: GPUs that are joined by those links.
+        best_product: Share of the dense bf16 peak of the best product that anybody measured (the table's ``mamf_pct``).
         is_mesh: Each pair of them has a link of its own, an equal part of ``link_bandwidth``; else a switch joins them.
         host_bandwidth: Bytes per second between host and device, in one direction.
         node_gbits: Gbit/s of a typical node's network, all cards together, in one direction.
@@ -54,6 +55,7 @@ class Gpu:
     link_domain: int
     host_bandwidth: float
     node_gbits: float
+    best_product: float = 0.8
     is_mesh: bool = False
     arch: str = ""
     source: str = ""
@@ -88,6 +90,7 @@ def _gpu(row: dict[str, str]) -> Gpu:
         memory_bandwidth=number("mem_bw_gbs") * 1e9,
         link_bandwidth=number("scaleup_uni_gbs_per_gpu") * 1e9,
         link_domain=int(number("scaleup_domain_gpus") or 1),
+        best_product=number("mamf_pct") or 0.8,
         is_mesh="mesh" in row["scaleup_link"],
         host_bandwidth=(number("host_link_uni_gbs") or 16.0) * 1e9,
         node_gbits=number("typical_internode_gbps_per_node"),

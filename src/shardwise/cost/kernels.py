@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from shardwise.cost.hardware import Gpu
-from shardwise.cost.software import Software
+from shardwise.cost.software import OF_BEST, OF_PRODUCTS, Software
 from shardwise.cost.work import AttentionWork, Product, UnitWork, item_bytes
 from shardwise.cost.workload import Workload
 
@@ -144,12 +144,17 @@ def _aligned(size: float) -> float:
 
 def _rate(gpu: Gpu, software: Software, precision: str) -> float:
     """Operations per second of a large product."""
-    share = software.products.get(gpu.arch, 0.6) * _LIMITED.get(gpu.name, 1.0)
+    share = _share(gpu, software) * _LIMITED.get(gpu.name, 1.0)
     if precision == "fp32":
         return gpu.peaks.get("fp32", 1e12) * share  # TF32 is off unless asked for (torch.backends.cuda.matmul)
     if precision == "fp8" and "fp8" in gpu.peaks:
         return _peak(gpu, "bf16") * share * software.fp8
     return _peak(gpu, precision) * share
+
+
+def _share(gpu: Gpu, software: Software) -> float:
+    """The share of the peak that large products reach."""
+    return software.products.get(gpu.arch, OF_BEST * gpu.best_product)
 
 
 def _peak(gpu: Gpu, precision: str) -> float:
@@ -166,7 +171,11 @@ def attention_seconds(work: AttentionWork, gpu: Gpu, software: Software, workloa
     if software.attention:
         flops = work.flops * (0.5 if work.is_causal else 1.0)
         peak = _peak(gpu, "bf16" if workload.precision == "fp8" else workload.precision)
-        share = software.attention.get(gpu.arch, 0.3) * work.keys / (work.keys + _SHORT_KEYS)
+        share = (
+            software.attention.get(gpu.arch, OF_PRODUCTS * _share(gpu, software))
+            * work.keys
+            / (work.keys + _SHORT_KEYS)
+        )
         width = work.width / work.heads
         share *= (width / 128) ** 0.3 if width < 128 else 1.0  # heads of 64 do less for each exponential
         forward = flops / (peak * share)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from shardwise.cost.hardware import GIB
+from shardwise.planner.band import BANDS, regime
 from shardwise.planner.candidate import divisors
 from shardwise.planner.estimate import MARGIN, Estimate, estimate
 from shardwise.planner.memory import estimate_memory
@@ -131,8 +132,31 @@ TIME_WORDS = {
 
 
 def why(made: Estimate) -> list[str]:
-    """What bounds the plan's time, what would shorten it, and what its memory leaves room for: sentences."""
-    return [time_in_words(made), *_remedies_of_time(made), *headroom(made)]
+    """What bounds the plan's time, what would shorten it, how far it is known, and what memory leaves room for."""
+    return [time_in_words(made), *_remedies_of_time(made), *_assumed_network(made), trust(made), *headroom(made)]
+
+
+def trust(made: Estimate) -> str:
+    """How far the predicted time may be wrong, by published runs of the same kind."""
+    kind = regime(made.shape, made.plan, made.cluster, made.workload)
+    if made.cluster.device.measured is not None:
+        return "Times are put together from what `shardwise calibrate` measured on this machine."
+    if kind not in BANDS:
+        return f"Too few runs of this kind ({kind}) are published to say how far the times may be wrong."
+    return f"Of unseen runs of this kind ({kind}) 8 of 10 took within {BANDS[kind]:.0%} of the predicted time."
+
+
+def _assumed_network(made: Estimate) -> Iterator[str]:
+    """What was assumed of the network where nobody said it, and what half of it would mean."""
+    cluster = made.cluster
+    if cluster.num_gpus <= cluster.gpus_per_node or cluster.inter_gbits_per_s_per_node is not None:
+        return
+    gbits = cluster.device.node_gbits
+    half = _again(dataclasses.replace(made, cluster=dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits / 2)))
+    yield (
+        f"--network was not given: {gbits:,.0f} Gbit/s a node are assumed, as is usual with this GPU; with half of it a"
+        f" step takes {seconds(half.step_time_s)}."
+    )
 
 
 def time_in_words(made: Estimate) -> str:

@@ -10,11 +10,17 @@ from __future__ import annotations
 import math
 
 from shardwise.cost.hardware import Cluster
+from shardwise.cost.workload import Workload
 from shardwise.planner.candidate import Candidate
+from shardwise.planner.estimate import MARGIN
 from shardwise.spec.placement import PRESETS
 
 #: Each axis besides data parallelism: another communicator, another thing that can be set wrongly.
 AXIS = 0.08
+
+#: The same of ``ep``, with which mixtures are usually run; and of every axis where adapters alone are trained, as the
+#: libraries for that (PEFT, TRL, Axolotl) divide data only.
+_EXPERTS, _ADAPTERS = 0.02, 0.3
 
 #: ``cp`` with fewer tokens a rank than this: the ring's kernels are short, and its messages hard to hide.
 _MANY_TOKENS, _FEW = 8192, 0.05
@@ -42,13 +48,17 @@ WIDE_GROUP, _PER_DOUBLING = 128, 0.1
 #: allocator that is almost full frees and asks again, which costs time before it fails.
 _FULL, _PER_SHARE = 0.85, 0.5
 
+#: A plan that leaves less free than predictions are wrong by: it comes first only where it is far faster than others.
+_TIGHT = 0.25
 
-def risk(candidate: Candidate, cluster: Cluster, seq_len: int) -> float:
+
+def risk(candidate: Candidate, cluster: Cluster, workload: Workload) -> float:
     """The share of the step time by which a plan may be slower than predicted; memory is not asked."""
     layout, is_pipeline = candidate.layout, candidate.layout.pp > 1
-    found = AXIS * sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
+    axis = AXIS if workload.lora_rank is None else _ADAPTERS
+    found = axis * sum(size > 1 for size in (layout.tp, layout.pp, layout.cp)) + _EXPERTS * (layout.ep > 1)
     found += _SCHEDULES.get(candidate.schedule, 0.0) + _IN_BACKWARD * candidate.in_backward
-    found += _FEW * (layout.cp > 1 and seq_len < _MANY_TOKENS * layout.cp)
+    found += _FEW * (layout.cp > 1 and workload.seq_len < _MANY_TOKENS * layout.cp)
     found += (_IN_PIPELINES if is_pipeline else _STRATEGIES).get(candidate.strategy, 0.05)
     found += _GROUPS * (layout.dp_replicate > 1 and candidate.strategy != "ddp")
     ranks = layout.dp_shard * layout.cp
@@ -63,7 +73,7 @@ def risk(candidate: Candidate, cluster: Cluster, seq_len: int) -> float:
 
 def fullness(share: float) -> float:
     """The risk of a device of whose memory this share is taken."""
-    return _PER_SHARE * max(0.0, share - _FULL)
+    return _PER_SHARE * max(0.0, share - _FULL) + _TIGHT * (share > 1 - MARGIN)
 
 
 def order(candidate: Candidate) -> tuple[object, ...]:

@@ -37,8 +37,8 @@ NUM_ESTIMATED, FAR = 8, 1.3
 def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> Plans:
     """The best plans for a model on a cluster, the recommended one first.
 
-    Recommended is the plan that takes the least time, its risk added (:mod:`planner.risk`), of those that leave
-    :data:`~planner.estimate.MARGIN` of the device's memory free; where no plan leaves as much, of those that fit.
+    Recommended is the plan that fits and takes the least time, its risk added (:mod:`planner.risk`). A plan that leaves
+    less than :data:`~planner.estimate.MARGIN` of the device's memory free carries the risk of running out.
 
     A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` besides it, under
     any strategy; or several of them.
@@ -120,11 +120,9 @@ class _Search:
         for candidate, (made, _) in found.items():
             groups[made.is_tight + 2 * (not made.fits)].append(candidate)
         roomy, tight, more = groups
+        result = [min([*roomy, *tight], key=lambda c: (found[c][1], order(c)))] if roomy or tight else []
         if not roomy:
             roomy, tight = tight, []
-        result: list[Candidate] = []
-        if roomy:
-            result.append(min(roomy, key=lambda c: (found[c][1], order(c))))
         for group in (roomy, tight):
             kinds = {kind_of(candidate) for candidate in result[1:]} if group is tight else set()
             ranked = sorted(group, key=lambda c: (found[c][0].step_time_s, order(c)))
@@ -194,7 +192,7 @@ class _Search:
                     yield choice._replace(offloads_activations=is_away, gathers_late=gathers_late)
 
     def _risk(self, candidate: Candidate) -> float:
-        return risk(candidate, self.cluster, self.workload.seq_len) + self.rough_s.network_risk(candidate)
+        return risk(candidate, self.cluster, self.workload) + self.rough_s.network_risk(candidate)
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
