@@ -89,6 +89,22 @@ def seen_by(names: list[str], port: int) -> dict[str, list[str]]:
     return found
 
 
+def race() -> int:
+    """Findings where a stream writes what another one reads without a wait."""
+    side = torch.cuda.Stream()
+    with streams.watched() as seen:
+        x = torch.zeros(1 << 20, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            x.add_(1)
+        x.sum()
+    return len(seen.findings)
+
+
+def test_the_detector_finds_a_race_on_the_gpu() -> None:
+    assert run_on_ranks(race, 1, process_group=False) == [1]
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_the_detector_finds_no_race_on_the_gpu(part: int) -> None:
     names = ALONE[part::2]

@@ -21,7 +21,7 @@ from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
+from shardwise.measure.meta import FusedAttention, build_on_meta, hides_tokens, without_values
 from shardwise.measure.storage import StorageCount, held_bytes
 from shardwise.optim.muon import Muon
 from shardwise.optim.muon_groups import muon_groups
@@ -133,7 +133,7 @@ def dry_run(
 
     The engine is the real one: its units, hooks, buffers and order of collectives. Tensors are on ``meta`` and nothing
     is communicated, so GPT-1T on 1,024 ranks takes seconds and little memory. Values are not known: a model whose
-    forward branches on values cannot run.
+    forward branches on values cannot run (what transformers asks before it makes masks is answered by the batch).
 
     Args:
         build_model: Builds the model; called under ``torch.device("meta")``.
@@ -197,7 +197,7 @@ def dry_run(
                 loss = forward_loss(model, inputs, loss_fn, forward)
                 torch_private.backward_under_modes([loss / num_microbatches if num_microbatches > 1 else loss])
 
-    with FusedAttention(is_cuda=is_cuda), _named_errors(model):
+    with FusedAttention(is_cuda=is_cuda, hides_tokens=hides_tokens(batch)), _named_errors(model):
         forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one
         stepper.step()
         stepper.zero_grad()

@@ -187,7 +187,7 @@ def _run_once(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # torch 2.11 waits 30 s for a worker that was told to end, whatever ``grace_s`` is.
+    # torch 2.11 waits 30 s for the other workers after one was lost, whatever ``grace_s`` is.
     has_timeout = "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}
     timeout: dict[str, Any] = {"shutdown_timeout": max(1, round(grace_s))} if has_timeout else {}
     config = LaunchConfig(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,34 +86,24 @@ def cut_alone(model: nn.Module, plan: ParallelPlan, *, rank: int, device: torch.
         apply_cuts(model, find_cuts(model, plan.tp_plan, plan.tp, rank, divides_sequence=plan.sequence_parallel), comm)
 
 
-#: What a tensor on meta is taken for where an ``if`` asks for it.
-_ASSUMED = "_shardwise_assumed"
+def hides_tokens(batch: Any) -> bool:
+    """Whether a batch has an attention mask that hides tokens; one on meta, whose values are not known, is taken to."""
+    if not isinstance(batch, Mapping):
+        return False
+    masks = [value for name, value in batch.items() if "attention_mask" in str(name) and isinstance(value, Tensor)]
+    return any(mask.is_meta or not bool(mask.all()) for mask in masks)
 
 
-def _every(_mask: Tensor, *dims: Any) -> bool | None:
-    return None if dims else True
+#: Where transformers asks for values before it makes masks.
+_MAKES_MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 
 
-def _some(_mask: Tensor, *dims: Any) -> bool | None:
-    return None if dims else False
-
-
-def _count(mask: Tensor, *dims: Any) -> int | None:
-    return None if dims or mask.dtype is not torch.bool else mask.numel()
-
-
-def _equals(left: Any, right: Any) -> bool | None:
-    held = getattr(left, _ASSUMED, None)
-    return None if held is None or isinstance(right, Tensor) else held == right
-
-
-#: Of conditions over all elements what they are taken for; ``None`` where that is not known.
-_CONDITIONS: dict[Any, Callable[..., bool | int | None]] = {
-    **dict.fromkeys((Tensor.all, torch.all), _every),
-    **dict.fromkeys((Tensor.any, torch.any), _some),
-    **dict.fromkeys((Tensor.sum, torch.sum), _count),
-    **dict.fromkeys((Tensor.__eq__, Tensor.eq, torch.eq), _equals),
-}
+def _asker_for_masks() -> str | None:
+    """The function of transformers that asks for a value to make a mask; ``None`` where another one asks."""
+    frame = sys._getframe(2)  # noqa: SLF001 - whom ``if tensor`` asks for
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "shardwise.")):
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None and frame.f_globals.get("__name__") in _MAKES_MASKS else None
 
 
 class FusedAttention(TorchFunctionMode):
@@ -121,29 +112,26 @@ class FusedAttention(TorchFunctionMode):
     Meta tensors would go through the plain formula of attention, which saves the matrix of scores for backward. The
     fused kernels save their inputs, the output and one number per row.
 
-    Where a model asks ``if x.all()`` or ``if x.any()``, all elements are taken to hold, and none to be the exception: a
-    mask hides nothing, no sequence is packed, no value is infinite. transformers asks so before it makes masks, also by
-    ``mask.sum() == mask.numel()``.
+    Where a model asks for a value, it is refused, with one exception: before it makes masks, transformers asks whether
+    sequences are packed (they are taken not to be) and whether the mask that it was given hides tokens.
 
     Args:
         is_cuda: Stand for a GPU (flash attention in 16 bit, memory-efficient attention otherwise) or for the CPU (its
             flash kernel, which takes no dropout).
         has_mask_gradients: The memory-efficient kernel also takes masks that need gradients, as T5's.
+        hides_tokens: The batch has a mask that hides some (:func:`hides_tokens`).
     """
 
-    def __init__(self, *, is_cuda: bool, has_mask_gradients: bool = False) -> None:
+    def __init__(self, *, is_cuda: bool, has_mask_gradients: bool = False, hides_tokens: bool = False) -> None:
         super().__init__()
+        self._hides_tokens = hides_tokens
         self._is_cuda = is_cuda
         self._has_mask_gradients = has_mask_gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.__bool__ and (assumed := getattr(args[0], _ASSUMED, None)) is not None:
-            return bool(assumed)
-        if func in _CONDITIONS and isinstance(args[0], Tensor) and args[0].is_meta and not kwargs:
-            found = func(*args)
-            setattr(found, _ASSUMED, _CONDITIONS[func](*args))
-            return found
+        if func is Tensor.__bool__ and args[0].is_meta and (asker := _asker_for_masks()):
+            return asker == "find_packed_sequence_indices" or not self._hides_tokens
         if func is F.scaled_dot_product_attention:
             output = self._attend(*args, **kwargs)
             if output is not None:

@@ -309,6 +309,25 @@ def test_attention_is_kept_where_it_drops_nothing():
     assert kept == [save, again, save, again]
 
 
+@torch.library.custom_op("shardwise_tests::attend", mutates_args=())
+def attend(x: Tensor, dropout_p: float) -> Tensor:
+    """An operator of others: it draws, and has no tag that says so."""
+    return x * (torch.rand_like(x) >= dropout_p)
+
+
+attend.register_autograd(
+    lambda ctx, grad: (grad * (ctx.saved_tensors[1] != 0), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output),
+)
+
+
+def test_an_operator_of_others_that_drops_is_computed_again():
+    decide = recompute._context_fn(sw.RecomputePolicy(save="shardwise_tests.attend"))()[0].policy_fn
+    operator, x = torch.ops.shardwise_tests.attend.default, torch.ones(2)
+    kept = [decide(None, operator, x, rate) for rate in (0.0, 0.2)]
+    assert kept == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+
+
 def tiny(kind: str) -> nn.Module:
     """A transformers model with dropout, whose forward fills a key-value cache unless told otherwise."""
     import transformers

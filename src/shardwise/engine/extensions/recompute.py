@@ -234,11 +234,16 @@ def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
     A recomputation that skipped it would leave its numbers to the next operator that draws: other masks, and gradients
     that are wrong without an error.
     """
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return False
     names = [name for name, *_ in torch_private.schema_of(operator)[1]]
-    is_attention = "dropout_p" in names
-    return not is_attention or {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p", 0.0) > 0
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rates = [given.get(name, 0.0) for name in names if name in _RATES]
+    if rates:  # operators of others rarely have the tag
+        return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+#: What operators call the probability with which they drop numbers.
+_RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
 
 
 def operators(name: str) -> list[Any]:
