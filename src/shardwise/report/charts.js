@@ -120,10 +120,16 @@
   }
 
   for (const place of document.querySelectorAll('.chart')) {
-    const data = JSON.parse(place.querySelector('script').textContent)
-    const autosize = { type: data.width ? 'pad' : 'fit-x', contains: 'padding' }
-    const spec = { width: 'container', autosize, config, ...kinds[data.kind](data) }
-    const parsed = vega.parse(vegaLite.compile(spec, { logger: vega.logger(vega.Error) }).spec, null, { ast: true })
-    new vega.View(parsed, { expr: vega.expressionInterpreter, renderer: 'svg', container: place.querySelector('div') }).run()
+    const data = JSON.parse(place.querySelector('script').textContent), held = place.querySelector('div'), words = held.textContent
+    held.textContent = ''
+    try {
+      const autosize = { type: data.width ? 'pad' : 'fit-x', contains: 'padding' }
+      const spec = { width: 'container', autosize, config, ...kinds[data.kind](data) }
+      const parsed = vega.parse(vegaLite.compile(spec, { logger: vega.logger(vega.Error) }).spec, null, { ast: true })
+      new vega.View(parsed, { expr: vega.expressionInterpreter, renderer: 'svg', container: held }).run()
+    } catch (error) { // the other charts are drawn all the same
+      held.textContent = words
+      console.error(error)
+    }
   }
 }

@@ -20,7 +20,7 @@ def compare_page(runs: Sequence[Run]) -> str:
         curve_figure({curve: [curve.line(run, letter) for letter, run in zip(letters, runs, strict=True)]})
         for curve in (LOSS, HELD_OUT, *CURVES)
     ]
-    stacks = [stack for run, name in zip(runs, names, strict=True) for stack in memory_stacks(run, f"{name}, ")]
+    stacks = [stack for letter, run in zip(letters, runs, strict=True) for stack in memory_stacks(run, f"{letter}, ")]
     return page(
         "compare.html.jinja",
         f"{len(runs)} runs compared",

@@ -133,4 +133,5 @@ def pipeline(built: Schedule, timing: Timing, unit_s: float | None = None) -> Fi
     width = min(WIDEST, max(NARROWEST, (32 if is_deep else 25) * end / shortest))
     lanes = {str(rank): f"rank {rank}" for rank in range(built.num_ranks)}
     chart = lane_chart(lanes, bars, unit=unit_of(end, seconds) if unit_s else (1.0, ""), width=width)
-    return found | {"chart": chart, "legend": legend}
+    order = [(rank, " ".join(bar.label for bar in bars if bar.lane == rank)) for rank in lanes]
+    return found | {"chart": chart, "legend": legend, "order": order}

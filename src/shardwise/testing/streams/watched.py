@@ -1,7 +1,7 @@
 """The same detector on a real GPU: torch's own trace of streams and events feeds it, and what ``NcclComm`` calls.
 
-``tests/gpu/test_plans.py`` runs it. On the one GPU so far it found no race in plans that leave nothing on the host. Where
-gradients lie on the host it took a scalar there for one on the device; what mends that has not run on a GPU yet.
+``tests/gpu/test_plans.py`` runs it. On the one GPU so far it found no race in plans that leave nothing on the host.
+Where gradients lie there it took a scalar on the host for one on the device; what mends it has not run on a GPU yet.
 """
 
 from __future__ import annotations
