@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench.software  # noqa: F401  the names below
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.spec.plan import ParallelPlan
@@ -23,7 +24,7 @@ from shardwise.spec.shape import ModelShape
 #: Where the rows lie, and the table of ZeRO's model states.
 TABLE = Path(__file__).with_name("data") / "published.csv"
 
-#: The beginning of a source's name, a short name for it, and the software that it ran (``cost.software``).
+#: The beginning of a source's name, a short name for it, and the software that it ran (``bench.software``).
 FRAMEWORKS = (
     ("MosaicML", "mosaic", "pytorch-2023"),
     ("vTrain", "vtrain", "megatron-2021"),

@@ -3,14 +3,14 @@
 ``products`` and ``attention`` are shares of the dense peak that large products and kernels of attention reach, one
 number for each architecture. ``python -m bench.fit`` fits them, and the constants below them, on rows of the sources
 that ``bench.predictions.FITTED`` names, and prints which. An architecture without rows has :data:`OF_BEST` of what was
-measured at best on its card; Ada's share is from unseen runs (planner.md: 0.85 to 0.95). The other constants are
-priors; ``bench/fit.py`` gives the mean and the source of each.
+measured at best on its card; Ada's share and Blackwell's are from unseen runs (planner.md: 0.85 to 0.95, and 0.52). The
+other constants are priors; ``bench/fit.py`` gives the mean and the source of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean
@@ -70,72 +70,16 @@ class Software:
     selective_products: float = 0.0
 
 
-_PYTORCH = Software(
+PYTORCH = Software(
     name="pytorch",
-    products={"Ampere": 0.74, "Hopper": 0.59, "Ada": 0.85},
+    products={"Ampere": 0.74, "Hopper": 0.59, "Blackwell": 0.52, "Ada": 0.85},
     attention={"Ampere": 0.41, "Hopper": 0.22},
     launch_s=8e-6,
     elementwise=1.04,
     gradient_bytes=4,
 )
-#: "Selective op" of torchtitan computes every second product again (its activation_checkpoint.py).
-_TORCHTITAN = replace(_PYTORCH, name="torchtitan", selective_products=0.5)
-
-_PYTORCH_2023 = Software(
-    name="pytorch-2023",
-    products={"Ampere": 0.762, "Hopper": 0.6},
-    attention={"Ampere": 0.41, "Hopper": 0.22},
-    elementwise=1.37,
-    launch_s=8e-6,
-    gradient_bytes=4,
-)
-
-#: By name. The default is today's PyTorch with this library's engine.
-SOFTWARE = {
-    each.name: each
-    for each in (
-        _PYTORCH,
-        _TORCHTITAN,
-        # Products and the collectives of tp are cut into pieces that overlap (torch's async tensor parallelism), as
-        # Megatron-Core's are: the same share is taken to be hidden.
-        replace(_TORCHTITAN, name="torchtitan-async-tp", tp_hidden=0.8),
-        _PYTORCH_2023,
-        # The products of the year after it, whose rows were fitted; attention was no kernel yet.
-        replace(_PYTORCH_2023, name="pytorch-2022", attention={}, gradient_bytes=2),
-        Software(
-            name="megatron-2021",
-            products={"Ampere": 0.693},
-            elementwise=0.976,
-            is_fused=True,
-            p2p_blocks=True,
-            scatters_messages=True,
-            overlaps_reductions=False,
-            divides_evenly=True,
-        ),
-        Software(
-            name="megatron-core-plain",
-            products={"Blackwell": 0.627},
-            attention={"Blackwell": 0.42},
-            elementwise=1.17,
-            is_fused=True,
-            p2p_blocks=True,
-            overlaps_reductions=False,
-            divides_evenly=True,
-            gradient_bytes=4,
-        ),
-        Software(
-            name="megatron-core",
-            products={"Ampere": 0.72, "Hopper": 0.761, "Blackwell": 0.627},
-            attention={"Ampere": 0.5, "Hopper": 0.4, "Blackwell": 0.42},
-            elementwise=1.17,
-            is_fused=True,
-            tp_hidden=0.8,
-            divides_evenly=True,
-        ),
-        # Its stages are balanced by cost (``divides_evenly=False`` in its pipeline's configuration).
-        replace(_PYTORCH, name="nanotron", p2p_blocks=True),
-    )
-}
+#: By name: today's PyTorch with this library's engine. ``bench/software.py`` adds other frameworks' generations.
+SOFTWARE = {PYTORCH.name: PYTORCH}
 
 
 def find_software(name: str) -> Software:

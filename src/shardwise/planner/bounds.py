@@ -1,7 +1,6 @@
-"""What a candidate needs at least: bounds below the estimates, in closed form, by which the search prunes.
+"""The bytes that a candidate holds at least, in closed form, by which the search leaves out what cannot fit.
 
-A bound that is too low costs time; one that is too high loses plans. So each counts only what every estimate counts:
-the states that a rank holds, and products at the device's best rate.
+A bound that is too low costs time; one that is too high loses plans. So it counts only what every estimate counts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""Other frameworks' generations of software, which published rows were measured with: importing this adds them.
+
+``python -m bench.fit`` fits their constants, as it fits those of ``shardwise.cost.software``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.cost.software import PYTORCH, SOFTWARE, Software
+
+#: "Selective op" of torchtitan computes every second product again (its activation_checkpoint.py).
+_TORCHTITAN = replace(PYTORCH, name="torchtitan", selective_products=0.5)
+
+_PYTORCH_2023 = Software(
+    name="pytorch-2023",
+    products={"Ampere": 0.762, "Hopper": 0.6},
+    attention={"Ampere": 0.41, "Hopper": 0.22},
+    elementwise=1.37,
+    launch_s=8e-6,
+    gradient_bytes=4,
+)
+
+SOFTWARE.update(
+    (each.name, each)
+    for each in (
+        _TORCHTITAN,
+        # Products and the collectives of tp are cut into pieces that overlap (torch's async tensor parallelism), as
+        # Megatron-Core's are: the same share is taken to be hidden.
+        replace(_TORCHTITAN, name="torchtitan-async-tp", tp_hidden=0.8),
+        _PYTORCH_2023,
+        # The products of the year after it, whose rows were fitted; attention was no kernel yet.
+        replace(_PYTORCH_2023, name="pytorch-2022", attention={}, gradient_bytes=2),
+        Software(
+            name="megatron-2021",
+            products={"Ampere": 0.693},
+            elementwise=0.976,
+            is_fused=True,
+            p2p_blocks=True,
+            scatters_messages=True,
+            overlaps_reductions=False,
+            divides_evenly=True,
+        ),
+        Software(
+            name="megatron-core-plain",
+            products={"Blackwell": 0.627},
+            attention={"Blackwell": 0.42},
+            elementwise=1.17,
+            is_fused=True,
+            p2p_blocks=True,
+            overlaps_reductions=False,
+            divides_evenly=True,
+            gradient_bytes=4,
+        ),
+        Software(
+            name="megatron-core",
+            products={"Ampere": 0.72, "Hopper": 0.761, "Blackwell": 0.627},
+            attention={"Ampere": 0.5, "Hopper": 0.4, "Blackwell": 0.42},
+            elementwise=1.17,
+            is_fused=True,
+            tp_hidden=0.8,
+            divides_evenly=True,
+        ),
+        # Its stages are balanced by cost (``divides_evenly=False`` in its pipeline's configuration).
+        replace(PYTORCH, name="nanotron", p2p_blocks=True),
+    )
+)
