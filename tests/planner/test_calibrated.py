@@ -153,3 +153,15 @@ def test_tensor_parallel_ranks_wait_for_sums_in_every_block(tmp_path):
     made = step(machine(tmp_path), strategy="ddp", tp=2, batch=BATCH)
     stream = 4 * TOKENS * HIDDEN
     assert made.time.by_category["tp"] == pytest.approx(LINK * stream * (4 * LAYERS + 2))
+
+
+def test_every_microbatch_is_estimated_where_no_rough_time_orders_them(tmp_path) -> None:
+    cluster, work = (
+        Cluster(gpu=machine(tmp_path), num_gpus=2),
+        Workload(seq_len=SEQ, global_batch=2048, precision="fp32"),
+    )
+    fixed = {"strategy": "ddp", "tp": 1, "pp": 1, "cp": 1, "recompute": "none"}
+    every = [sw.planner.search(SHAPE, cluster, work, **fixed, micro_batch=1 << power)[0] for power in range(11)]
+    best = min(made.step_time_s for made in every if made.fits and not made.is_tight)
+    found = sw.planner.search(SHAPE, cluster, work, **fixed)
+    assert min(made.step_time_s for made in found if made.fits) == best

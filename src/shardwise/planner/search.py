@@ -140,12 +140,13 @@ class _Search:
         """Of each kind the best by rough time that fit, or the smallest, with their costs."""
         capacity = self.cluster.device.memory_bytes
         ranked, smallest = self._ranked()
+        most = NUM_ESTIMATED if self.cluster.device.measured is None else len(ranked)  # no rough time orders those
         found: dict[Candidate, tuple[Estimate, float]] = {}
         fitting: dict[Candidate, list[Candidate]] = {}
         times: dict[str, list[float]] = {}  # rough ones of those with room to spare
         for rough, candidate in ranked:
             roomy = times.setdefault(kind_of(candidate), [])
-            if len(roomy) >= NUM_ESTIMATED or (roomy and rough > FAR * roomy[0]):
+            if len(roomy) >= most or (roomy and rough > FAR * roomy[0]):
                 continue
             alike = fitting.setdefault(_plain(candidate), [])
             if any(saves_less(other, candidate) for other in alike):
