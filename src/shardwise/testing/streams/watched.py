@@ -117,7 +117,7 @@ class _OfGpu(Detector):
         """As :attr:`Detector.host`. A thread of autograd's begins by what the caller of the backward has seen."""
         is_new = self.local.host is None
         found = super().host
-        if is_new and isinstance(threading.current_thread(), threading._DummyThread):  # noqa: SLF001 - made by C++
+        if is_new and threading.current_thread().name.startswith("Dummy"):  # made by C++
             with self.lock:
                 self._threads.append(found)
             if self._caller is not None:
