@@ -122,6 +122,12 @@ def test_axes_over_links_through_the_host_come_on_request_or_where_nothing_else_
     assert few[0].plan.tp * few[0].plan.pp > 1
 
 
+def test_a_strategy_of_groups_that_is_fixed_has_groups_inside_a_node_too() -> None:
+    workload = Workload(seq_len=2048, global_batch=16)
+    plans = search(find_shape("llama-3.2-3b"), CLUSTER, workload, strategy="hsdp", tp=1, pp=1, cp=1)
+    assert {(made.plan.dp_replicate, made.plan.dp_shard) for made in plans} <= {(2, 4), (4, 2)}
+
+
 def test_two_groups_of_ranks_cost_less_than_one_that_is_too_wide() -> None:
     """Sharding over 1,024 GPUs made a step of 4.0 s one of 7.2 s, sharding inside nodes one of 4.5 s."""
     shape, cluster = find_shape("llama-3-8b"), Cluster(gpu="H100-80GB-SXM", num_gpus=1024)

@@ -170,7 +170,7 @@ def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapp
         data = cluster.num_gpus // (p * t * c)
         if workload.global_batch % data:
             continue
-        for replicate in _replicas(cluster, fixed, data, c * t) if p == 1 or _DIVIDED & set(fixed) else (1,):
+        for replicate in _replicas(cluster, fixed, data, c * t) if p == 1 or _are_groups_fixed(fixed) else (1,):
             shard = data // replicate
             most = shard * c if "ep" in fixed else min(shard * c, max(1, cluster.gpus_per_node // t))
             for e in _chosen(fixed, "ep", [e for e in expert_degrees(shape, shard * c) if e <= most]):
@@ -178,14 +178,16 @@ def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapp
                     yield Layout(replicate, shard, c, t, p, e, divides)
 
 
-#: Fields of a plan that divide the data-parallel ranks.
-_DIVIDED = frozenset({"dp_replicate", "dp_shard"})
+def _are_groups_fixed(fixed: Mapping[str, object]) -> bool:
+    """Whether something fixed asks for groups of data-parallel ranks: their size, or a strategy that is about them."""
+    strategy = PRESETS.get(str(fixed.get("strategy")))
+    return "dp_replicate" in fixed or "dp_shard" in fixed or (strategy is not None and strategy.is_hybrid)
 
 
 def _replicas(cluster: Cluster, fixed: Mapping[str, object], data: int, ranks: int) -> Iterator[int]:
     """Groups into which ``data`` ranks may be divided, each of them ``ranks`` GPUs."""
     node = min(cluster.gpus_per_node, cluster.num_gpus)
-    is_open = not _DIVIDED & set(fixed)
+    is_open = not _are_groups_fixed(fixed)
     for replicate in _chosen(fixed, "dp_replicate", divisors(data)):
         nodes, less = divmod(data // replicate * ranks, node)
         if is_open and replicate > 1 and (less or not _is_power(nodes)):
