@@ -250,7 +250,7 @@ def test_numbers_that_are_none_and_numbers_beyond_all_measure_make_a_page(tmp_pa
     (folder / "memory.json").write_text(json.dumps(memory | {"seconds": [0.0] * 30 + [1e308]}))
     assert "Measured memory over a step" in page_of(folder).text
     summary = json.loads((folder / "summary.json").read_text())
-    for odd in ("<script>", [], None, True):
+    for odd in ("<script>", [], None, True, 10**400):
         unit = {"name": odd, "numel": odd, "owned": [odd]}
         plan = {"predicted_bytes_per_rank": {"parameters": odd, "optimizer": 5e6}, "mesh": {}, "units": [unit]}
         (folder / "plan.json").write_text(json.dumps(plan))

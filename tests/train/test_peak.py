@@ -13,6 +13,7 @@ from shardwise.testing import run_on_ranks
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.model.build import build_model
+from shardwise.train.predicted import memory
 from shardwise.train.predicted.memory import PeakTensorBytes, measure_replicas
 
 CPU = torch.device("cpu")
@@ -92,6 +93,15 @@ def test_predicted_activations_are_those_of_a_real_step(extra: list[str]) -> Non
     activations = measure_replicas(resolved, CPU)
     assert activations is not None
     assert activations.peak_bytes == peak_of(work)
+
+
+def test_workspaces_are_those_of_the_card_or_as_torch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for told, capability in (("", (9, 0)), ("", (8, 0)), (":4096:8", (8, 0)), (":16:8:4096:2", (9, 0))):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", told)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, found=capability: found)
+        found.append(memory._workspace_bytes(torch.device("cuda")))
+    assert found == [32 << 20, 8_519_680, 32 << 20, 8_519_680]
 
 
 def test_predicting_leaves_the_random_state_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -15,7 +16,7 @@ UNITS = {
 
 def finite(value: object) -> float | None:
     """A number that is one, else ``None``."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return value
 

@@ -7,6 +7,8 @@ What the engine holds follows from its layout (``sw.summary(model).footprint``);
 from __future__ import annotations
 
 import functools
+import os
+import re
 import time
 from types import TracebackType
 from typing import Any, Self
@@ -174,6 +176,9 @@ def _workspace_bytes(device: torch.device) -> int:
 
     Source: docs.nvidia.com/cuda/cublas, cublasSetWorkspace: 32 MiB from Hopper on; torch's own 4096:2:16:8 KiB before.
     """
+    told = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if told:
+        return sum(int(kib) * int(count) for kib, count in told) << 10
     return (32 << 20) if torch.cuda.get_device_capability(device) >= (9, 0) else (8 << 20) + (128 << 10)
 
 
