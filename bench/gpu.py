@@ -2,7 +2,7 @@
 
 One process for each GPU (one GPU: a world of one, over NCCL). Engines take turns, each built anew in its turn, so that
 allocated and reserved memory are its own. Batches are as large as fits. Beside step time and memory: allocated memory
-over the formula, what is reserved and not allocated, the host's time for each unit, kernels of a step, where the host
+over what a dry run says, reserved beyond allocated, the host's time for each unit, kernels of a step, where the host
 waits in a steady step, and how much of what copies of an offloaded run take, and of what gathers and reductions take,
 is hidden behind computation; and the time and memory of activations that are kept, recomputed, or on the host. One
 GPU sends nothing: there each collective occupies its stream for as long as its bytes

@@ -207,11 +207,16 @@ class Loop:
         except torch.OutOfMemoryError as error:
             predicted = self.report.predicted_peak
             beside = "" if predicted is None else f" The predicted peak of tensors is {size(predicted)} on a rank."
-            raise MemoryBudgetError(
-                f"rank {self.control.rank} ran out of memory in step {self.step + 1}: {first_line(error)}{beside}\n"
-                "  Lower train.micro_batch_size and keep train.global_batch_size, set"
+            advice = (
+                "Give each rank fewer samples at a time, the plan activation_checkpointing='full', or more ranks."
+                if self._is_own_loop
+                else "Lower train.micro_batch_size and keep train.global_batch_size, set"
                 " parallel.activation_checkpointing=full, or take more ranks; `shardwise plan` says what fits.\n"
                 "  `--profile-steps 1:3` writes what the allocator did."
+            )
+            raise MemoryBudgetError(
+                f"rank {self.control.rank} ran out of memory in step {self.step + 1}: {first_line(error)}{beside}\n"
+                f"  {advice}"
             ) from error
 
     @property
