@@ -196,7 +196,7 @@ MEASURED_AS = {"DeepSpeed ZeRO-3": "DeepSpeed 3", "DeepSpeed ZeRO-2": "DeepSpeed
 
 def test_measured_ratios_are_those_of_the_files_that_are_linked() -> None:
     head, rule, *rows = re.findall(r"^\|.*\|$", README.partition("## Beside")[2].partition("\n## ")[0], re.MULTILINE)
-    gpu, quiet, busy = (
+    quiet, busy, gpu = (
         (ROOT / file).read_text().splitlines() for file in re.findall(r"\]\((bench/results/[^)]+)\)", README)[:3]
     )
     told = "takes 0.98 of FSDP2's time and 0.92 of that of DDP under autocast for GPT-2-medium (0.97 and 0.93 for 1.3B"
@@ -220,6 +220,22 @@ def test_measured_ratios_are_those_of_the_files_that_are_linked() -> None:
                 found += 1
     assert found >= 10
     assert rule
+
+
+def test_screens_of_the_plan_are_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """README.md shows a part of it, docs/planning.md all."""
+    screens = {}
+    for page in ("README.md", "docs/planning.md"):
+        shown = re.search(r"<!-- screen: llama-3-8b -->\n```console\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+        assert shown is not None
+        screens[page] = shown[1].splitlines()
+    command = screens["README.md"].pop(0)
+    assert screens["docs/planning.md"].pop(0) == command
+    assert main(command.removeprefix("$ shardwise ").split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert screens["docs/planning.md"] == printed
+    rest = iter(printed)
+    assert all(line in rest for line in screens["README.md"] if line != "...")  # these lines, in this order
 
 
 def loops() -> tuple[str, str]:
