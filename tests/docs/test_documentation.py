@@ -226,9 +226,8 @@ def test_screens_of_the_plan_are_what_the_command_prints(capsys: pytest.CaptureF
     """README.md shows a part of it, docs/planning.md all."""
     screens = {}
     for page in ("README.md", "docs/planning.md"):
-        shown = re.search(r"<!-- screen: llama-3-8b -->\n```console\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
-        assert shown is not None
-        screens[page] = shown[1].splitlines()
+        text = (ROOT / page).read_text().partition("<!-- screen: llama-3-8b -->")[2]
+        screens[page] = blocks("console", text)[0].splitlines()
     command = screens["README.md"].pop(0)
     assert screens["docs/planning.md"].pop(0) == command
     assert main(command.removeprefix("$ shardwise ").split()) == 0
