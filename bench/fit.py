@@ -30,7 +30,6 @@ BOUNDS = {
     "elementwise": (0.6, 2.0),
     "scores": (3.0, 20.0),
     "fp8": (1.1, 1.9),
-    "launch_s": (2e-6, 6e-5),
     "tp_hidden": (0.0, 0.9),
     "slowdown": (1.1, 1.3),  # Galvatron, arXiv 2211.13878
     "link": (0.4, 0.9),

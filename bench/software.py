@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.cost.software import PYTORCH, SOFTWARE, Software
+from shardwise.cost.software import LAUNCH_S, PYTORCH, SOFTWARE, Software
 
 #: "Selective op" of torchtitan computes every second product again (its activation_checkpoint.py).
 _TORCHTITAN = replace(PYTORCH, name="torchtitan", selective_products=0.5)
@@ -17,7 +17,7 @@ _PYTORCH_2023 = Software(
     products={"Ampere": 0.762, "Hopper": 0.6},
     attention={"Ampere": 0.41, "Hopper": 0.22},
     elementwise=1.37,
-    launch_s=8e-6,
+    launch_s=LAUNCH_S,
     gradient_bytes=4,
 )
 
@@ -62,6 +62,7 @@ SOFTWARE.update(
             divides_evenly=True,
         ),
         # Its stages are balanced by cost (``divides_evenly=False`` in its pipeline's configuration).
-        replace(PYTORCH, name="nanotron", p2p_blocks=True),
+        # What its host takes besides launches nobody has measured.
+        replace(PYTORCH, name="nanotron", p2p_blocks=True, launch_s=8e-6, unit_launches=0),
     )
 )

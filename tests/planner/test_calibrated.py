@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -16,6 +17,7 @@ from shardwise.cost.measured import (
     ProductTime,
     UpdateTime,
 )
+from shardwise.cost.software import PYTORCH
 from shardwise.planner import Cluster, Workload, estimate
 from shardwise.spec.traffic.matrices import orthogonalization_flops
 
@@ -44,7 +46,7 @@ def straight(seconds: float) -> tuple[OperationTime, ...]:
     return tuple(OperationTime("fp32", numel, seconds * numel, 2 * seconds * numel) for numel in (1, 1e9))
 
 
-def machine(tmp_path, shared: float = 0.0) -> str:
+def machine(tmp_path, shared: float = 0.0, device_type: str = "cpu") -> str:
     product = ProductTime("fp32", 64, 64, 64, PRODUCT * 2 * 64**3, 2 * PRODUCT * 2 * 64**3)
     pairs = TOKENS * SEQ * HIDDEN
     tables = Measured(
@@ -65,7 +67,7 @@ def machine(tmp_path, shared: float = 0.0) -> str:
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_out", "message")
         },
     )
-    fields = {"name": "made up", "device_type": "cpu", "peaks": {"fp32": 1e9}, "memory_bytes": 1 << 34}
+    fields = {"name": "made up", "device_type": device_type, "peaks": {"fp32": 1e9}, "memory_bytes": 1 << 34}
     fields |= {
         "memory_bandwidth": 1e10,
         "link_bandwidth": 1e9,
@@ -73,7 +75,7 @@ def machine(tmp_path, shared: float = 0.0) -> str:
         "host_bandwidth": 1e10,
         "node_gbits": 0,
     }
-    path = tmp_path / f"machine-{shared}.json"
+    path = tmp_path / f"machine-{shared}-{device_type}.json"
     path.write_text(json.dumps({"format": FORMAT, **fields, "measured": tables.as_dict()}))
     return str(path)
 
@@ -106,6 +108,19 @@ def test_under_ddp_a_step_is_computation_the_last_sums_and_the_update(tmp_path):
     assert parts["optimizer"] == pytest.approx(UPDATE * SHAPE.num_parameters)
     assert parts["exposed reduce"] >= LINK * 4 * ROOT * 0.999  # at the least the root's, which nothing hides
     assert made.step_time_s == pytest.approx(sum(parts.values()))
+
+
+def test_on_a_gpu_the_host_launches_what_was_measured_without_its_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.planner.calibrated.PYTORCH", dataclasses.replace(PYTORCH, launch_s=1.0))
+    cpu, gpu = (
+        step(machine(tmp_path, device_type=kind), strategy="ddp", world=1, batch=BATCH).time.by_category
+        for kind in ("cpu", "cuda")
+    )
+    assert "host" not in cpu
+    assert gpu["compute"] == pytest.approx(cpu["compute"])
+    # 10 kernels in a block's forward, 1 of the embedding's, 5 of the head's; 42 launches' time besides for each unit
+    launches = LAYERS * 3 * (10 + 42) + (1 + 42) + 2 * (5 + 42)
+    assert sum(gpu.values()) - gpu["optimizer"] == pytest.approx(launches, rel=1e-3)
 
 
 def test_a_core_that_both_share_computes_and_sends_one_after_the_other(tmp_path):

@@ -72,6 +72,33 @@ def test_categories_add_up_and_none_is_negative(name):
     assert set(time.by_category) <= known | {"host"}
 
 
+def small_work(tokens: int, samples: int = 1, *, model: str = "gpt2-medium", **changes: object) -> Estimate:
+    """A step of one H100 under zero3."""
+    workload = Workload(seq_len=tokens, global_batch=samples, micro_batch=samples, **changes)
+    cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=1)
+    return estimate(ModelShape.from_config(model), ParallelPlan(strategy="zero3"), cluster, workload)
+
+
+def test_a_step_is_no_faster_than_the_host_launches_it():
+    # 24 blocks of 10 kernels, a root whose forward launches 1 and whose backward 2 * 5, 42 launches' time for each unit
+    few = small_work(64)
+    launches = 24 * 3 * (10 + 42) + (1 + 42) + 2 * (5 + 42)
+    assert few.step_time_s - few.time.by_category["optimizer"] == pytest.approx(launches * 16e-6, rel=1e-3)
+    assert few.step_time_s == pytest.approx(0.0664, rel=0.02)  # bench/results/2026-11-26-gpu.md
+    assert few.time.by_category["host"] > 0.85 * few.step_time_s
+    assert small_work(128).step_time_s == pytest.approx(few.step_time_s, rel=1e-3)
+    assert small_work(1024, 32).step_time_s == pytest.approx(0.2652, rel=0.02)  # the same page
+
+
+def test_compiled_units_are_launched_faster():
+    assert small_work(64, compile=True).step_time_s < 0.4 * small_work(64).step_time_s
+
+
+def test_recomputed_blocks_are_launched_once_more():
+    more = small_work(64, recompute="full").step_time_s - small_work(64).step_time_s
+    assert more == pytest.approx(24 * 52 * 16e-6, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_a_faster_network_is_never_slower(name):
     steps = [made(name, inter_gbits_per_s_per_node=gbits).step_time_s for gbits in (100, 400, 1600, 6400)]

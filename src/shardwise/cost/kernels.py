@@ -96,8 +96,14 @@ def unit_seconds(work: UnitWork, gpu: Gpu, software: Software, workload: Workloa
         backward_s=backward + work.backward_bytes * per_byte,
         elementwise_s=elementwise,
         products_s=products,
-        launch_s=work.num_kernels * software.launch_s,
+        launch_s=launch_seconds(work, software, workload),
     )
+
+
+def launch_seconds(work: UnitWork, software: Software, workload: Workload) -> float:
+    """The host's time for a unit's forward, however fast the device is."""
+    rest = software.compiled_launches if workload.compile else software.unit_launches
+    return (work.num_kernels + rest) * software.launch_s
 
 
 def product_seconds(product: Product, gpu: Gpu, software: Software, precision: str) -> tuple[float, float]:

@@ -6,7 +6,8 @@ of gradients into flat buffers, and of slices into gathered buffers. ``sim`` put
 
 On a CPU a rank computes and sends with the same core. ``Measured.shared`` says how far: while n of a rank's streams are
 busy each takes ``1 + shared (n - 1)`` times as long. What a collective costs includes the sums that the rank makes at
-its wait, as the measured collectives did.
+its wait, as the measured collectives did. On a GPU what was measured begins with the kernel, so that the host's time to
+launch it comes from ``cost.software``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.cost.hardware import Cluster
+from shardwise.cost.kernels import launch_seconds
 from shardwise.cost.measured import Measured
 from shardwise.cost.part import Part
+from shardwise.cost.software import PYTORCH
 from shardwise.cost.work import Exchange, UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import num_microbatches
@@ -57,7 +60,7 @@ def calibrated_step(
     """The simulated step of :func:`calibrated_seconds`."""
     measured = cluster.device.measured
     assert measured is not None
-    costs = _Costs(shape, measured, plan, workload)
+    costs = _Costs(shape, measured, plan, workload, is_launched=cluster.device.device_type != "cpu")
     units = model_work(shape, plan, workload)
     slowdown = Slowdown(shared=measured.shared) if measured.shared else NO_SLOWDOWN
     m = num_microbatches(plan, workload)
@@ -137,6 +140,7 @@ class _Costs:
     measured: Measured
     plan: ParallelPlan
     workload: Workload
+    is_launched: bool
 
     @property
     def accumulation(self) -> str:
@@ -159,7 +163,16 @@ class _Costs:
     def unit(self, unit: UnitWork) -> StepUnit:
         """One unit."""
         forward_s, backward_s = self._computation(unit)
-        return replace(self._moves(unit.name, (unit,)), forward_s=forward_s, backward_s=backward_s)
+        return replace(
+            self._moves(unit.name, (unit,)),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            host_forward_s=self._launch_s(unit),
+            host_backward_s=self._launch_s(unit) * (2 + (self.workload.recompute == "full")),
+        )
+
+    def _launch_s(self, unit: UnitWork) -> float:
+        return launch_seconds(unit, PYTORCH, self.workload) if self.is_launched else 0.0
 
     def root(self, embedding: UnitWork, head: UnitWork) -> StepUnit:
         """The root: the embedding before all blocks, the last norm and the head after them."""
@@ -170,6 +183,8 @@ class _Costs:
             forward_end_s=last[0],
             backward_s=last[1],
             backward_end_s=first[1],
+            host_forward_s=self._launch_s(embedding),
+            host_backward_s=2 * self._launch_s(head),
         )
 
     def update_s(self, units: Sequence[UnitWork]) -> float:

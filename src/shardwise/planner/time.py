@@ -346,6 +346,8 @@ class Timing:
             down_s=first.down_s + last.down_s,
             update_s=first.update_s + last.update_s,
             updates_on_host=first.updates_on_host,
+            host_forward_s=first.host_forward_s,
+            host_backward_s=last.host_backward_s,
             is_trained=first.is_trained or last.is_trained,
         )
 
