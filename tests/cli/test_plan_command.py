@@ -92,9 +92,9 @@ def test_json_has_what_the_screen_shows_under_stable_keys(capsys: pytest.Capture
     assert held["model"]["parameters"] == 8_030_261_248
     best = held["plans"][0]
     assert list(best) == [
-        "title", "plan", "micro_batch", "accumulation_steps", "recompute", "in_backward", "fits", "is_tight",
-        "reason", "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "memory", "time_by_category_s",
-        "sent_bytes_by_axis",
+        "title", "plan", "micro_batch", "accumulation_steps", "recompute", "in_backward", "chunked_loss",
+        "fits", "is_tight", "reason", "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "memory",
+        "time_by_category_s", "sent_bytes_by_axis",
     ]  # fmt: skip
     assert sum(best["memory"]["by_category"].values()) == best["memory"]["allocated_bytes"]
     assert sum(best["time_by_category_s"].values()) == pytest.approx(best["step_time_s"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cost.hardware import Cluster, find_gpu
+from shardwise.cost.hardware import Cluster, find_gpu, gpus
 from shardwise.cost.workload import Workload
 from shardwise.planner import estimate
 from shardwise.spec.errors import ConfigError
@@ -67,6 +67,7 @@ def test_an_estimate_needs_blocks_that_the_model_has(model: str, changed: dict[s
     ("name", "said"),
     [
         ("V100", "V100 is one of V100-32GB-SXM2, V100-16GB-SXM2"),
+        ("H100", "H100-80GB-SXM, H100-94/96GB-HBM2e-500W, H100-80GB-PCIe, H100-94GB-NVL: name the one"),
         ("H100-80G", "Did you mean 'H100-80GB-SXM'?"),
         ("toaster", "Known are: A100-40GB-SXM"),
     ],
@@ -75,6 +76,28 @@ def test_names_of_gpus_that_are_not_known_say_which_are_meant(name: str, said: s
     with pytest.raises(ConfigError) as caught:
         find_gpu(name)
     assert said in str(caught.value)
+
+
+def test_every_card_has_its_figures_and_their_source() -> None:
+    for gpu in gpus().values():
+        assert gpu.source
+        assert gpu.arch
+        assert min(gpu.peaks["fp16"], gpu.memory_bytes, gpu.memory_bandwidth, gpu.node_gbits) > 0
+        assert (gpu.link_domain > 1) == (gpu.link_bandwidth > 0)
+        assert gpu.peaks.get("fp8", 2 * gpu.peaks["fp16"]) == pytest.approx(2 * gpu.peaks["fp16"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "memory_bandwidth"),
+    [
+        *(("RTX3090", 71.2e12, 936e9), ("A6000", 154.8e12, 768e9), ("A10G", 70e12, 600e9), ("L40S", 362e12, 864e9)),
+        *(("RTX5090", 209.5e12, 1792e9), ("RTX-PRO-6000", 500e12, 1792e9), ("H20-96GB-SXM", 148e12, 4000e9)),
+        *(("H100-80GB-PCIe", 756e12, 2000e9), ("H100-94GB-NVL", 835e12, 3900e9), ("B300-SXM", 2250e12, 8000e9)),
+        *(("GB300-NVL72", 2500e12, 8000e9), ("MI325X", 1307e12, 6000e9), ("MI355X", 2500e12, 8000e9)),
+    ],
+)
+def test_dense_peaks_are_without_sparsity(name: str, bf16: float, memory_bandwidth: float) -> None:
+    assert (find_gpu(name).peaks["bf16"], find_gpu(name).memory_bandwidth) == (bf16, memory_bandwidth)
 
 
 def test_torch_s_name_of_a_gpu_is_taken() -> None:

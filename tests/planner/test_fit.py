@@ -22,10 +22,19 @@ def test_every_change_that_is_named_makes_the_model_fit_and_is_the_only_change()
             remedy.plan.cluster.num_gpus != 2,
             remedy.plan.cluster.gpu != "L4",
             remedy.plan.workload.seq_len != 2048,
+            remedy.plan.workload.optimizer != "adamw",
             remedy.plan.plan.strategy != "zero2",
             remedy.plan.plan.offload is not None,
         ]
         assert sum(differing) == 1, remedy.change
+
+
+def test_moments_in_8_bit_are_a_change_that_is_named_with_what_it_costs() -> None:
+    shape, two = ModelShape.from_config("llama-3.2-3b"), Cluster(gpu="RTX4090", num_gpus=2)
+    found = remedies(shape, two, dataclasses.replace(WORK, global_batch=32), {**DEVICE_ONLY, "tp": 1, "pp": 1})
+    (remedy,) = [each for each in found if "adamw8bit" in each.change]
+    assert remedy.change == "--optimizer adamw8bit: moments in 8 bit, other numbers"
+    assert (remedy.plan.workload.optimizer, remedy.plan.fits, remedy.plan.is_tight) == ("adamw8bit", True, False)
 
 
 def test_fewer_gpus_than_named_do_not_fit() -> None:

@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.cli.plan_file import configuration
 from shardwise.cost import hardware
 from shardwise.planner import Cluster, Estimate, Workload, estimate, search
 from shardwise.planner.candidate import Candidate, candidates, check_fixed
-from shardwise.planner.explain import title
+from shardwise.planner.explain import seconds, title, why
+from shardwise.planner.legal import Layout, can_chunk
 from shardwise.planner.risk import fullness, risk
 from shardwise.planner.rough import RoughTime
 from shardwise.planner.search import fastest_of, kind_of
@@ -96,6 +98,12 @@ FIRST_PLANS = [
         Cluster(gpu="V100-32GB-SXM2", num_gpus=8),
         Workload(seq_len=512, global_batch=256, precision="fp16"),
         "ddp",
+    ),
+    (
+        "llama-3-8b",
+        Cluster(gpu="A100-40GB-SXM", num_gpus=8),
+        Workload(seq_len=4096, global_batch=64),
+        "zero3 chunked-loss",
     ),
     (
         "gpt-175b",
@@ -195,6 +203,55 @@ def test_a_plan_that_fills_the_memory_is_recommended_only_where_none_leaves_room
     (tight, *others) = search(shape, cluster, workload, **fixed)
     assert (tight.fits, tight.is_tight) == (True, True)
     assert not any(has_room(made) for made in others)
+
+
+def test_a_loss_in_chunks_is_tried_where_the_head_is_whole_and_nothing_scales_its_logits() -> None:
+    whole = Layout(1, 8, 1, 1, 1, 8, False)
+    divided = dataclasses.replace(whole, dp_shard=4, tp=2, ep=4)
+    assert can_chunk(find_shape("llama-3-8b"), whole)
+    assert not can_chunk(find_shape("llama-3-8b"), divided)
+    assert not any(can_chunk(find_shape(name), whole) for name in ("gemma-2-2b", "bert-base", "t5-small"))
+
+
+def test_the_loss_in_chunks_is_written_into_the_plan_and_saves_what_logits_take() -> None:
+    cluster, workload = Cluster(gpu="A100-40GB-SXM", num_gpus=8), Workload(seq_len=4096, global_batch=64)
+    (first, *_) = search(find_shape("llama-3-8b"), cluster, workload)
+    kept = dataclasses.replace(first.workload, chunked_loss=False)
+    saved = estimate(first.shape, first.plan, cluster, kept).memory.device_bytes - first.memory.device_bytes
+    assert configuration(first, {})["train"]["chunked_cross_entropy"] is True
+    assert saved > 0.9 * (2 + 4 + 4) * 4096 * first.shape.vocab / 2
+
+
+def test_a_mixture_whose_experts_are_not_divided_is_a_risk() -> None:
+    layout, workload = Layout(1, 8, 1, 1, 1, 1, False), Workload(seq_len=4096, global_batch=64)
+    held = Candidate(layout, "zero3", "", 1, 1, 8)
+    more = risk(held, CLUSTER, workload, is_mixture=True) - risk(held, CLUSTER, workload)
+    assert more == pytest.approx(0.08)
+    divided = held._replace(layout=dataclasses.replace(layout, ep=8))
+    assert risk(divided, CLUSTER, workload, is_mixture=True) == risk(divided, CLUSTER, workload)
+
+
+def test_the_risk_of_a_full_device_grows_over_a_hundredth_of_its_memory() -> None:
+    assert fullness(0.93) == pytest.approx(0.04)
+    assert fullness(0.935) == pytest.approx(0.0425 + 0.125)
+    assert fullness(0.95) == pytest.approx(0.05 + 0.25)
+
+
+def test_moments_in_8_bit_are_named_where_they_do_without_the_hosts_memory_and_are_not_proposed() -> None:
+    cluster, workload = Cluster(gpu="RTX4090", num_gpus=1), Workload(seq_len=2048, global_batch=32)
+    plans = search(find_shape("llama-3.2-1b"), cluster, workload)
+    assert "offload" in title(plans[0])
+    assert {made.workload.optimizer for made in plans} == {"adamw"}
+    (sentence,) = [each for each in why(plans[0]) if "adamw8bit" in each]
+    assert sentence.startswith("With --optimizer adamw8bit it would fit without the host's memory, ")
+
+
+def test_a_step_that_waits_for_the_host_says_what_compiling_would_make_of_it() -> None:
+    cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=1)
+    (first, *_) = search(find_shape("gpt2-medium"), cluster, Workload(seq_len=64, global_batch=1))
+    (sentence,) = [each for each in why(first) if "--compile" in each]
+    compiled = search(find_shape("gpt2-medium"), cluster, Workload(seq_len=64, global_batch=1, compile=True))[0]
+    assert f"a step would take {seconds(compiled.step_time_s)}," in sentence
 
 
 def test_a_name_that_cannot_be_fixed_is_refused_with_the_nearest_one() -> None:

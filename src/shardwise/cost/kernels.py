@@ -18,7 +18,8 @@ from shardwise.cost.work import AttentionWork, Product, UnitWork, item_bytes
 from shardwise.cost.workload import Workload
 
 #: Cores (SMs, CUs) by architecture, from NVIDIA's and AMD's architecture white papers.
-_CORES = {"Ampere": 108, "Hopper": 132, "Volta": 80, "Blackwell": 148, "Ada": 128, "CDNA3": 304}
+_CORES = {"Ampere": 108, "Hopper": 132, "Volta": 80, "Blackwell": 148, "Ada": 128, "CDNA3": 304, "CDNA4": 256}
+_CORES |= {"Lovelace": 142, "Blackwell-RTX": 170}
 
 #: GPUs that run below the peak of their architecture: torchtitan's H100 with 96 GB is limited to 500 W; the hardware
 #: table says "effective ~ 0.8x".

@@ -44,6 +44,7 @@ class Candidate(NamedTuple):
         releases_units: A pipeline releases units after each use, instead of keeping them for the step.
         offloads_activations: What forward leaves for backward is kept on the host.
         gathers_late: Units are gathered when they are needed, none ahead.
+        chunks_loss: The loss is computed for a part of the positions at a time.
     """
 
     layout: Layout
@@ -58,6 +59,7 @@ class Candidate(NamedTuple):
     releases_units: bool = False
     offloads_activations: bool = False
     gathers_late: bool = False
+    chunks_loss: bool = False
 
     def plan(self, workload: Workload, fixed: Mapping[str, Any]) -> ParallelPlan:
         """The plan as users write it, with every degree filled in."""
@@ -84,7 +86,11 @@ class Candidate(NamedTuple):
     def workload(self, workload: Workload) -> Workload:
         """What a step trains, with microbatches and recomputation filled in."""
         return dataclasses.replace(
-            workload, micro_batch=self.micro_batch, recompute=self.recompute, in_backward=self.in_backward
+            workload,
+            micro_batch=self.micro_batch,
+            recompute=self.recompute,
+            in_backward=self.in_backward,
+            chunked_loss=workload.chunked_loss or self.chunks_loss,
         )
 
 
@@ -228,4 +234,5 @@ def saves_less(a: Candidate, b: Candidate) -> bool:
         and a.releases_units <= b.releases_units
         and a.offloads_activations <= b.offloads_activations
         and a.gathers_late <= b.gathers_late
+        and a.chunks_loss <= b.chunks_loss
     )

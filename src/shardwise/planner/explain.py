@@ -14,6 +14,7 @@ from shardwise.planner.candidate import divisors
 from shardwise.planner.estimate import MARGIN, Estimate, estimate
 from shardwise.planner.memory import estimate_memory
 from shardwise.planner.search import fastest_of, kind_of
+from shardwise.spec.plan import ParallelPlan
 
 #: Waiting that takes less than this share of a step is not worth a sentence.
 _NOTABLE = 0.03
@@ -56,6 +57,8 @@ def title(made: Estimate) -> str:
         words.append("no-prefetch")
     if made.workload.in_backward:
         words.append("in-backward")
+    if made.workload.chunked_loss:
+        words.append("chunked-loss")
     return " ".join(words)
 
 
@@ -188,6 +191,15 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
             f" {cluster.node_bandwidth / 1e9:.0f} GB/s a node; with twice that a step would take"
             f" {seconds(other.step_time_s)}."
         )
+    elif name == "host" and may_compile(made.plan) and not made.workload.compile:
+        workload = dataclasses.replace(made.workload, compile=True, recompute="none")
+        plan = dataclasses.replace(made.plan, compile=True, activation_checkpointing="none")
+        other = _again(dataclasses.replace(made, workload=workload, plan=plan))
+        if other.fits:
+            yield (
+                "A microbatch is too small for the GPU to be busy while the host launches it; with --compile a step"
+                f" would take {seconds(other.step_time_s)}, larger microbatches do more in the same time."
+            )
     elif name == "pp bubble":
         larger = dataclasses.replace(made.workload, global_batch=2 * made.workload.global_batch)
         policy = made.plan.pipeline_policy
@@ -200,6 +212,11 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
             f"{num_microbatches(made)} microbatches pass through {made.plan.pp} stages; a global batch of"
             f" {larger.global_batch:,} would lower the bubble from {spent / made.step_time_s:.0%} to {share:.0%}."
         )
+
+
+def may_compile(plan: ParallelPlan) -> bool:
+    """Whether units may be compiled: they would break at every collective inside them."""
+    return plan.tp == plan.cp == plan.ep == 1
 
 
 def _again(made: Estimate) -> Estimate:
@@ -218,6 +235,20 @@ def headroom(made: Estimate) -> Iterator[str]:
         text += f", less than {MARGIN:.0%} free: no plan leaves more, and the prediction may be wrong by as much"
     shown = [f"{gib(_needed(other))} {what}" for what, other in wanted]
     yield f"{text}; it would take {' and '.join(shown)}." if shown else f"{text}."
+    if made.plan.offload is not None and made.plan.pp == 1 and made.workload.optimizer == "adamw":
+        yield from _in_8_bit(made)
+
+
+def _in_8_bit(made: Estimate) -> Iterator[str]:
+    """Moments in 8 bit and the smallest microbatches in place of the host's memory."""
+    plan = dataclasses.replace(made.plan, offload_policy="none")
+    workload = dataclasses.replace(made.workload, optimizer="adamw8bit", micro_batch=1)
+    other = _again(dataclasses.replace(made, plan=plan, workload=workload))
+    if other.fits and not other.is_tight:
+        yield (
+            f"With --optimizer adamw8bit it would fit without the host's memory, {seconds(other.step_time_s)} a step;"
+            " moments in 8 bit are other numbers, so it is not proposed."
+        )
 
 
 def _next_steps(made: Estimate) -> list[tuple[str, Estimate]]:

@@ -56,7 +56,7 @@ def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
     """What would make a model fit that does not: each change alone, as far as it takes.
 
     What the search may choose by itself (recomputation, offloading, ``tp``, the microbatch) is tried where it was fixed
-    to something else; besides, more GPUs, GPUs with more memory, and shorter sequences.
+    to something else; besides, moments in 8 bit, more GPUs, GPUs with more memory, and shorter sequences.
     """
     found = []
     for name, value in fixed.items():
@@ -64,6 +64,10 @@ def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
         made = first_fit(shape, cluster, workload, others)
         if made is not None:
             found.append(Remedy(f"leave {name} open, which is fixed to {value}", made))
+    if workload.optimizer in {"adam", "adamw"}:
+        made = first_fit(shape, cluster, dataclasses.replace(workload, optimizer="adamw8bit"), fixed)
+        if made is not None:
+            found.append(Remedy("--optimizer adamw8bit: moments in 8 bit, other numbers", made))
     found += [make for make in (_more_gpus(shape, cluster, workload, fixed),) if make is not None]
     found += _other_gpus(shape, cluster, workload, fixed)[:1]
     shorter = _shorter(shape, cluster, workload, fixed)

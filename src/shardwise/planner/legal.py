@@ -152,6 +152,16 @@ def stage_degrees(shape: ModelShape, world: int) -> list[int]:
 #: Axes that divide the head or what it is given: a loss in chunks has all of both.
 _OF_THE_HEAD = ("tp", "pp", "cp")
 
+#: Families that cap or scale logits between the head and the loss.
+_SCALED_LOGITS = frozenset({"gemma2", "granite"})
+
+
+def can_chunk(shape: ModelShape, layout: Layout) -> bool:
+    """Whether the loss can be computed in chunks (``sw.chunk_cross_entropy``): the head is a whole linear layer."""
+    if not shape.vocab or shape.family in _SCALED_LOGITS or any(getattr(layout, axis) > 1 for axis in _OF_THE_HEAD):
+        return False
+    return not (shape.is_pooled or shape.head_dense or shape.num_encoder_blocks)
+
 
 def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> Iterator[Layout]:
     """Every way to divide the cluster's GPUs over the axes.

@@ -18,9 +18,9 @@ from shardwise.spec.placement import PRESETS
 #: Each axis besides data parallelism: another communicator, another thing that can be set wrongly.
 AXIS = 0.08
 
-#: The same of ``ep``, with which mixtures are usually run; and of every axis where adapters alone are trained, as the
-#: libraries for that (PEFT, TRL, Axolotl) divide data only.
-_EXPERTS, _ADAPTERS = 0.02, 0.3
+#: The same of ``ep``, with which mixtures are usually run; of a mixture without it; and of every axis where adapters
+#: alone are trained, as the libraries for that (PEFT, TRL, Axolotl) divide data only.
+_EXPERTS, _WHOLE_EXPERTS, _ADAPTERS = 0.02, 0.08, 0.3
 
 #: ``cp`` with fewer tokens a rank than this: the ring's kernels are short, and its messages hard to hide.
 _MANY_TOKENS, _FEW = 8192, 0.05
@@ -39,6 +39,9 @@ _GROUPS = 0.01
 #: Updates inside backward: gradients cannot be clipped, and no other library has it in its recipes.
 _IN_BACKWARD = 0.05
 
+#: The loss in chunks: it changes rounding alone, but needs torch 2.13 and a head that ``sw.chunk_cross_entropy`` knows.
+_CHUNKED = 0.07
+
 #: Ranks of a group over the network up to which its collectives keep their rate, and what each doubling beyond costs.
 #: ZeRO-3 on Azure fell from 79 to 36 GB/s a node between 128 and 1,024 GPUs; sharding over 1,024 GPUs made a step of
 #: 4.0 s one of 7.2 s, sharding inside nodes one of 4.5 s (planner.md).
@@ -48,16 +51,19 @@ WIDE_GROUP, _PER_DOUBLING = 128, 0.1
 #: allocator that is almost full frees and asks again, which costs time before it fails.
 _FULL, _PER_SHARE = 0.85, 0.5
 
-#: A plan that leaves less free than predictions are wrong by: it comes first only where it is far faster than others.
-_TIGHT = 0.25
+#: A plan that leaves less free than predictions are wrong by comes first only where it is far faster than others. The
+#: risk grows over a hundredth of the memory, so that some MiB decide nothing.
+_TIGHT, _RAMP = 0.25, 0.01
 
 
-def risk(candidate: Candidate, cluster: Cluster, workload: Workload) -> float:
+def risk(candidate: Candidate, cluster: Cluster, workload: Workload, *, is_mixture: bool = False) -> float:
     """The share of the step time by which a plan may be slower than predicted; memory is not asked."""
     layout, is_pipeline = candidate.layout, candidate.layout.pp > 1
     axis = AXIS if workload.lora_rank is None else _ADAPTERS
     found = axis * sum(size > 1 for size in (layout.tp, layout.pp, layout.cp)) + _EXPERTS * (layout.ep > 1)
+    found += _WHOLE_EXPERTS * (is_mixture and layout.ep == 1 and cluster.num_gpus > 1)
     found += _SCHEDULES.get(candidate.schedule, 0.0) + _IN_BACKWARD * candidate.in_backward
+    found += _CHUNKED * candidate.chunks_loss
     found += _FEW * (layout.cp > 1 and workload.seq_len < _MANY_TOKENS * layout.cp)
     found += (_IN_PIPELINES if is_pipeline else _STRATEGIES).get(candidate.strategy, 0.05)
     found += _GROUPS * (layout.dp_replicate > 1 and candidate.strategy != "ddp")
@@ -73,7 +79,7 @@ def risk(candidate: Candidate, cluster: Cluster, workload: Workload) -> float:
 
 def fullness(share: float) -> float:
     """The risk of a device of whose memory this share is taken."""
-    return _PER_SHARE * max(0.0, share - _FULL) + _TIGHT * (share > 1 - MARGIN)
+    return _PER_SHARE * max(0.0, share - _FULL) + _TIGHT * min(max(share - 1 + MARGIN, 0.0) / _RAMP, 1.0)
 
 
 def order(candidate: Candidate) -> tuple[object, ...]:

@@ -242,6 +242,7 @@ def plan_as_json(made: Estimate) -> dict[str, Any]:
         "accumulation_steps": num_microbatches(made),
         "recompute": made.workload.recompute,
         "in_backward": made.workload.in_backward,
+        "chunked_loss": made.workload.chunked_loss,
         "fits": made.fits,
         "is_tight": made.is_tight,
         "reason": made.reason,

@@ -15,10 +15,10 @@ from typing import Any
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.bounds import MemoryBound
+from shardwise.planner.bounds import MemoryBound, expert_parameters
 from shardwise.planner.candidate import Candidate, bases, check_fixed, saves_less, savings
 from shardwise.planner.estimate import Estimate, Plans, estimate, needed_bytes, usable_bytes
-from shardwise.planner.legal import why_none
+from shardwise.planner.legal import can_chunk, why_none
 from shardwise.planner.memory import estimate_memory
 from shardwise.planner.risk import fullness, order, risk
 from shardwise.planner.rough import RoughTime
@@ -96,6 +96,7 @@ class _Search:
                 "  Use bf16; sw.planner.estimate() takes fp8, for a plan of your own."
             )
         self.shape, self.cluster, self.workload, self.fixed = shape, cluster, workload, fixed
+        self.is_mixture = expert_parameters(shape) > 0
         self.resorts = set[str]()
         if fixed.get("offload_activations"):
             self.resorts.add("activations")
@@ -184,16 +185,19 @@ class _Search:
         is_away, is_late = "activations" in self.resorts, "late" in self.resorts
         for base in bases(self.shape, self.cluster, self.workload, fixed):
             gathers_late = is_late and PRESETS[base.strategy].shards_parameters
+            may_chunk = can_chunk(self.shape, base.layout) and not self.workload.chunked_loss
             for choice in savings(base, self.workload, fixed):
                 is_last = choice.offload != "none" or choice.releases_units
                 is_last |= choice.in_backward and not self.fixed.get("in_backward")
                 if is_last and "offload" not in self.resorts:
                     continue
                 if not (is_away and choice.recompute == "selective"):
-                    yield choice._replace(offloads_activations=is_away, gathers_late=gathers_late)
+                    made = choice._replace(offloads_activations=is_away, gathers_late=gathers_late)
+                    yield from (made, made._replace(chunks_loss=True)) if may_chunk else (made,)
 
     def _risk(self, candidate: Candidate) -> float:
-        return risk(candidate, self.cluster, self.workload) + self.rough_s.network_risk(candidate)
+        known = risk(candidate, self.cluster, self.workload, is_mixture=self.is_mixture)
+        return known + self.rough_s.network_risk(candidate)
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
