@@ -258,7 +258,8 @@ def test_gpus_are_what_torch_sees_where_a_driver_of_any_maker_is(
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [("NVIDIA H200", "H200-141GB-SXM"), ("NVIDIA H100 NVL", None), ("NVIDIA GH200 144G HBM3e", None)]
+    ("name", "found"),
+    [("NVIDIA H200", "H200-141GB-SXM"), ("NVIDIA H100 NVL", "H100-94GB-NVL"), ("NVIDIA GH200 144G HBM3e", None)],
 )
 def test_this_machines_gpu_is_taken_for_no_other(monkeypatch: pytest.MonkeyPatch, name: str, found: str | None) -> None:
     monkeypatch.setattr(Path, "exists", lambda _: True)

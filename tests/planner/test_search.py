@@ -9,12 +9,12 @@ import shardwise as sw
 from shardwise.cli.plan_file import configuration
 from shardwise.cost import hardware
 from shardwise.planner import Cluster, Estimate, Workload, estimate, search
-from shardwise.planner.candidate import Candidate, candidates, check_fixed
+from shardwise.planner.candidate import Candidate, candidates, check_fixed, kind_of
 from shardwise.planner.explain import seconds, title, why
 from shardwise.planner.legal import Layout, can_chunk
+from shardwise.planner.planned import fastest_of
 from shardwise.planner.risk import fullness, risk
 from shardwise.planner.rough import RoughTime
-from shardwise.planner.search import fastest_of, kind_of
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import check_plan

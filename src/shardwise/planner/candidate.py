@@ -94,6 +94,15 @@ class Candidate(NamedTuple):
         )
 
 
+def kind_of(plan: ParallelPlan | Candidate) -> str:
+    """The axis besides data parallelism with more than one rank, or ``several``; without any, the strategy."""
+    axes = plan.layout if isinstance(plan, Candidate) else plan
+    found = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(axes, axis) > 1]
+    if not found:
+        return str(plan.strategy)
+    return found[0] if len(found) == 1 else "several"
+
+
 def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """What is fixed, in one spelling.
 

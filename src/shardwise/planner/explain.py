@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from shardwise.cost.hardware import GIB
 from shardwise.planner.band import BANDS, regime
-from shardwise.planner.candidate import divisors
-from shardwise.planner.estimate import MARGIN, Estimate, estimate
+from shardwise.planner.candidate import divisors, kind_of
 from shardwise.planner.memory import estimate_memory
-from shardwise.planner.search import fastest_of, kind_of
+from shardwise.planner.planned import MARGIN, Made, Planned, fastest_of
 from shardwise.spec.plan import ParallelPlan
 
 #: Waiting that takes less than this share of a step is not worth a sentence.
@@ -32,7 +31,7 @@ def seconds(time_s: float) -> str:
     return f"{time_s:.3g} s" if time_s < 100 else f"{time_s:,.0f} s"
 
 
-def title(made: Estimate) -> str:
+def title(made: Planned) -> str:
     """A plan in a few words: its strategy and the degrees above 1, ``hsdp 4x8 tp2 pp4 zb-v``.
 
     ``4x8`` are four groups of eight ranks, of ``dp_shard`` and ``cp``, that share parameters.
@@ -62,12 +61,12 @@ def title(made: Estimate) -> str:
     return " ".join(words)
 
 
-def num_microbatches(made: Estimate) -> int:
+def num_microbatches(made: Planned) -> int:
     """Microbatches of a step."""
     return made.workload.global_batch // (made.workload.micro_batch * made.plan.dp_replicate * made.plan.dp_shard)
 
 
-def table_rows(plans: Sequence[Estimate], most: int = 12) -> list[Estimate]:
+def table_rows(plans: Sequence[Made], most: int = 12) -> list[Made]:
     """The plans of a table: the recommended one, the fastest, and the best of each kind, as the search ordered them.
 
     Args:
@@ -76,7 +75,7 @@ def table_rows(plans: Sequence[Estimate], most: int = 12) -> list[Estimate]:
     """
     fastest = fastest_of(plans)
     seen: set[str] = set()
-    rows: list[Estimate] = []
+    rows: list[Made] = []
     for made in plans:
         kind = kind_of(made.plan)
         if kind not in seen or made is fastest:
@@ -89,13 +88,13 @@ def table_rows(plans: Sequence[Estimate], most: int = 12) -> list[Estimate]:
     return fitting[:most] + others[: max(most - len(fitting), most // 2)]
 
 
-def misfits(rows: Sequence[Estimate]) -> str:
+def misfits(rows: Sequence[Planned]) -> str:
     """The rows of a table that do not fit, and what they need, in one sentence; "" where all fit."""
     shown = [f"{title(made)} {made.memory.device_bytes / GIB:,.0f}" for made in rows if not made.fits]
     return f"Too much for a GPU, with all memory saved, in GiB: {', '.join(shown)}." if shown else ""
 
 
-def recommendation(plans: Sequence[Estimate]) -> str:
+def recommendation(plans: Sequence[Planned]) -> str:
     """Why the first plan of a search is recommended, beside the fastest, which the table has as plan 2."""
     first, fastest = plans[0], fastest_of(plans)
     if first is fastest:
@@ -109,7 +108,7 @@ def recommendation(plans: Sequence[Estimate]) -> str:
     )
 
 
-def _words(made: Estimate) -> list[str]:
+def _words(made: Planned) -> list[str]:
     """What a plan consists of."""
     words = title(made).split()
     if made.plan.dp_replicate > 1:
@@ -134,12 +133,12 @@ TIME_WORDS = {
 }
 
 
-def why(made: Estimate) -> list[str]:
+def why(made: Planned) -> list[str]:
     """What bounds the plan's time, what would shorten it, how far it is known, and what memory leaves room for."""
     return [time_in_words(made), *_remedies_of_time(made), *_assumed_network(made), trust(made), *headroom(made)]
 
 
-def trust(made: Estimate) -> str:
+def trust(made: Planned) -> str:
     """How far the predicted time may be wrong, by published runs of the same kind."""
     kind = regime(made.shape, made.plan, made.cluster, made.workload)
     if made.cluster.device.measured is not None:
@@ -149,20 +148,20 @@ def trust(made: Estimate) -> str:
     return f"Of unseen runs of this kind ({kind}) 8 of 10 took within {BANDS[kind]:.0%} of the predicted time."
 
 
-def _assumed_network(made: Estimate) -> Iterator[str]:
+def _assumed_network(made: Planned) -> Iterator[str]:
     """What was assumed of the network where nobody said it, and what half of it would mean."""
     cluster = made.cluster
     if cluster.num_gpus <= cluster.gpus_per_node or cluster.inter_gbits_per_s_per_node is not None:
         return
     gbits = cluster.device.node_gbits
-    half = _again(dataclasses.replace(made, cluster=dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits / 2)))
+    half = made.again(cluster=dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits / 2))
     yield (
         f"--network was not given: {gbits:,.0f} Gbit/s a node are assumed, as is usual with this GPU; with half of it a"
         f" step takes {seconds(half.step_time_s)}."
     )
 
 
-def time_in_words(made: Estimate) -> str:
+def time_in_words(made: Planned) -> str:
     """The largest parts of a step."""
     parts = sorted(made.time.by_category.items(), key=lambda item: -item[1])
     shown = [
@@ -173,7 +172,7 @@ def time_in_words(made: Estimate) -> str:
     return f"Of the {seconds(made.step_time_s)} of a step, {', '.join(shown[:4])}."
 
 
-def _remedies_of_time(made: Estimate) -> Iterator[str]:
+def _remedies_of_time(made: Planned) -> Iterator[str]:
     """What would shorten the largest waiting."""
     waits = {name: spent for name, spent in made.time.by_category.items() if name != "compute"}
     if not waits:
@@ -185,7 +184,7 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
     if name in {"exposed gather", "exposed reduce", "cp", "ep"} and cluster.num_gpus > cluster.gpus_per_node:
         gbits = 2 * cluster.node_bandwidth * 8 / 1e9
         faster = dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits)
-        other = _again(dataclasses.replace(made, cluster=faster))
+        other = made.again(cluster=faster)
         yield (
             f"Most of the waiting is {TIME_WORDS[name].removeprefix('waiting ')}: the network has"
             f" {cluster.node_bandwidth / 1e9:.0f} GB/s a node; with twice that a step would take"
@@ -194,7 +193,7 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
     elif name == "host" and may_compile(made.plan) and not made.workload.compile:
         workload = dataclasses.replace(made.workload, compile=True, recompute="none")
         plan = dataclasses.replace(made.plan, compile=True, activation_checkpointing="none")
-        other = _again(dataclasses.replace(made, workload=workload, plan=plan))
+        other = made.again(workload=workload, plan=plan)
         if other.fits:
             yield (
                 "A microbatch is too small for the GPU to be busy while the host launches it; with --compile a step"
@@ -206,7 +205,7 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
         assert policy is not None
         pipeline = dataclasses.replace(policy, num_microbatches=2 * num_microbatches(made))
         plan = dataclasses.replace(made.plan, pipeline=pipeline)
-        other = _again(dataclasses.replace(made, workload=larger, plan=plan))
+        other = made.again(workload=larger, plan=plan)
         share = other.time.by_category.get(name, 0.0) / other.step_time_s
         yield (
             f"{num_microbatches(made)} microbatches pass through {made.plan.pp} stages; a global batch of"
@@ -219,12 +218,7 @@ def may_compile(plan: ParallelPlan) -> bool:
     return plan.tp == plan.cp == plan.ep == 1
 
 
-def _again(made: Estimate) -> Estimate:
-    """The estimate of what has been replaced in another one."""
-    return estimate(made.shape, made.plan, made.cluster, made.workload, software=made.software)
-
-
-def headroom(made: Estimate) -> Iterator[str]:
+def headroom(made: Planned) -> Iterator[str]:
     """What the memory that is left is not enough for: the next larger microbatch, less recomputation, no offloading."""
     capacity, used = made.cluster.device.memory_bytes, made.memory.device_bytes
     if not made.fits:
@@ -239,11 +233,11 @@ def headroom(made: Estimate) -> Iterator[str]:
         yield from _in_8_bit(made)
 
 
-def _in_8_bit(made: Estimate) -> Iterator[str]:
+def _in_8_bit(made: Planned) -> Iterator[str]:
     """Moments in 8 bit and the smallest microbatches in place of the host's memory."""
     plan = dataclasses.replace(made.plan, offload_policy="none")
     workload = dataclasses.replace(made.workload, optimizer="adamw8bit", micro_batch=1)
-    other = _again(dataclasses.replace(made, plan=plan, workload=workload))
+    other = made.again(plan=plan, workload=workload)
     if other.fits and not other.is_tight:
         yield (
             f"With --optimizer adamw8bit it would fit without the host's memory, {seconds(other.step_time_s)} a step;"
@@ -251,7 +245,7 @@ def _in_8_bit(made: Estimate) -> Iterator[str]:
         )
 
 
-def _next_steps(made: Estimate) -> list[tuple[str, Estimate]]:
+def _next_steps(made: Planned) -> list[tuple[str, Planned]]:
     """Plans that would come next if there were more memory, and how they are called."""
     found = []
     workload = made.workload
@@ -271,5 +265,5 @@ def _next_steps(made: Estimate) -> list[tuple[str, Estimate]]:
     return found
 
 
-def _needed(made: Estimate) -> float:
+def _needed(made: Planned) -> float:
     return estimate_memory(made.shape, made.plan, made.cluster, made.workload).device_bytes

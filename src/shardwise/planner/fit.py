@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from shardwise.cost.hardware import Cluster, gpus
 from shardwise.cost.workload import Workload
 from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.candidate import Candidate, bases, candidates, check_fixed, savings
-from shardwise.planner.estimate import Estimate, estimate, needed_bytes, usable_bytes
+from shardwise.planner.estimate import Estimate, estimate
 from shardwise.planner.memory import estimate_memory
+from shardwise.planner.planned import Largest, Remedy, needed_bytes, usable_bytes
 from shardwise.spec.shape import Attention, Block, Experts, Mlp, ModelShape
 
 #: GPUs that are tried at most, as a multiple of those asked for.
@@ -42,14 +42,6 @@ def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Ma
             if needed_bytes(estimate_memory(shape, plan, cluster, chosen), cluster) <= capacity:
                 return estimate(shape, plan, cluster, chosen)
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """A change with which the model fits, and a plan that shows it."""
-
-    change: str
-    plan: Estimate
 
 
 def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> list[Remedy]:
@@ -120,15 +112,6 @@ def _shorter(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
 
 
 # -- the largest model
-
-
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """The largest model of a family that fits under a strategy."""
-
-    strategy: str
-    saving: str
-    plan: Estimate | None
 
 
 def scaled(shape: ModelShape, width: int) -> ModelShape:

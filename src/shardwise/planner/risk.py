@@ -12,7 +12,7 @@ import math
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner.candidate import Candidate
-from shardwise.planner.estimate import MARGIN
+from shardwise.planner.planned import MARGIN
 from shardwise.spec.placement import PRESETS
 
 #: Each axis besides data parallelism: another communicator, another thing that can be set wrongly.

@@ -9,10 +9,8 @@ from typing import Any
 
 from shardwise.cost.hardware import GIB, Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.estimate import Estimate
 from shardwise.planner.explain import gib, misfits, num_microbatches, recommendation, seconds, table_rows, title, why
-from shardwise.planner.fit import Largest, Remedy
-from shardwise.planner.search import fastest_of
+from shardwise.planner.planned import Largest, Planned, Remedy, fastest_of
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import FULL_PRECISION
 from shardwise.spec.shape import ModelShape
@@ -61,7 +59,7 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def table(plans: Sequence[Estimate]) -> list[str]:
+def table(plans: Sequence[Planned]) -> list[str]:
     """One line for each plan, or two where it has a long name."""
     rows = cells(plans)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -73,7 +71,7 @@ def table(plans: Sequence[Estimate]) -> list[str]:
     return aligned(lines, words=WORDS)
 
 
-def cells(plans: Sequence[Estimate]) -> list[list[str]]:
+def cells(plans: Sequence[Planned]) -> list[list[str]]:
     """The table's head, and a row for each plan."""
     rows = [["", "plan", "batch", "recompute", "GiB", "step", "TFLOP/s", "MFU"]]
     for place, made in enumerate(plans, 1):
@@ -94,7 +92,7 @@ def cells(plans: Sequence[Estimate]) -> list[list[str]]:
     return rows
 
 
-def memory_bars(made: Estimate) -> list[str]:
+def memory_bars(made: Planned) -> list[str]:
     """A bar for each category of the device's memory."""
     capacity = made.cluster.device.memory_bytes
     parts = {name: held for name, held in made.memory.by_category.items() if held > 0}
@@ -115,7 +113,7 @@ def screen(
     shape: ModelShape,
     cluster: Cluster,
     workload: Workload,
-    plans: Sequence[Estimate],
+    plans: Sequence[Planned],
     *,
     found: Sequence[Remedy] | None = None,
     command: str = "",
@@ -130,7 +128,7 @@ def screen(
     return "\n".join(lines)
 
 
-def reasons(plans: Sequence[Estimate], found: Sequence[Remedy] | None = None) -> list[str]:
+def reasons(plans: Sequence[Planned], found: Sequence[Remedy] | None = None) -> list[str]:
     """Memory of the first plan, why it is the first, and what bounds it; or why nothing fits."""
     best, lines = plans[0], []
     if best.fits:
@@ -145,21 +143,21 @@ def reasons(plans: Sequence[Estimate], found: Sequence[Remedy] | None = None) ->
     return lines + _wrapped([f"- {remedy.change}: {_shown(remedy.plan)}" for remedy in found])
 
 
-def page_of(plans: Sequence[Estimate]) -> Page:
+def page_of(plans: Sequence[Planned]) -> Page:
     """The page for a notebook."""
     first, rows = plans[0], table_rows(plans)
     shown = [made for made in rows if made.fits] or rows
     return Page(heading(first.shape, first.cluster, first.workload), cells(shown), reasons(plans), WORDS)
 
 
-def brief(made: Estimate) -> str:
+def brief(made: Planned) -> str:
     """A plan in one line."""
     speed = f"{seconds(made.step_time_s)} a step, {made.tflops_per_gpu:.0f} TFLOP/s per GPU" if made.fits else "no fit"
     capacity = made.cluster.device.memory_bytes
     return f"{title(made)}: {gib(made.memory.device_bytes)} of {gib(capacity)}, {speed}"
 
 
-def _shown(made: Estimate) -> str:
+def _shown(made: Planned) -> str:
     recompute = made.workload.recompute
     saved = "" if recompute == "none" else f", recompute {recompute}"
     return f"{title(made)}{saved}, {gib(made.memory.device_bytes)} a GPU"
@@ -189,7 +187,7 @@ def largest_page(shape: ModelShape, cluster: Cluster, workload: Workload, found:
     ]
 
 
-def _model(made: Estimate | None) -> str:
+def _model(made: Planned | None) -> str:
     if made is None:
         return "none"
     return f"{count(made.shape.num_parameters)} ({made.shape.num_layers} x {made.shape.hidden})"
@@ -199,7 +197,7 @@ def _model(made: Estimate | None) -> str:
 
 
 def as_json(
-    shape: ModelShape, cluster: Cluster, workload: Workload, plans: Sequence[Estimate], found: Sequence[Remedy]
+    shape: ModelShape, cluster: Cluster, workload: Workload, plans: Sequence[Planned], found: Sequence[Remedy]
 ) -> dict[str, Any]:
     """Everything, for programs; docs/planning.md names the keys."""
     return {
@@ -233,7 +231,7 @@ def as_json(
     }
 
 
-def plan_as_json(made: Estimate) -> dict[str, Any]:
+def plan_as_json(made: Planned) -> dict[str, Any]:
     """One plan."""
     return {
         "title": title(made),

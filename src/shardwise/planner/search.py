@@ -10,21 +10,21 @@ the host's memory only where nothing fits without, axes over links that pass thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner.bounds import MemoryBound, expert_parameters
-from shardwise.planner.candidate import Candidate, bases, check_fixed, saves_less, savings
-from shardwise.planner.estimate import Estimate, Plans, estimate, needed_bytes, usable_bytes
+from shardwise.planner.candidate import Candidate, bases, check_fixed, kind_of, saves_less, savings
+from shardwise.planner.estimate import Estimate, Plans, estimate
 from shardwise.planner.legal import can_chunk, why_none
 from shardwise.planner.memory import estimate_memory
+from shardwise.planner.planned import needed_bytes, usable_bytes
 from shardwise.planner.risk import fullness, order, risk
 from shardwise.planner.rough import RoughTime
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.placement import PRESETS
-from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
 #: Plans that are returned whatever their kind is; besides, the best of every kind.
@@ -38,7 +38,7 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
     """The best plans for a model on a cluster, the recommended one first.
 
     Recommended is the plan that fits and takes the least time, its risk added (:mod:`planner.risk`). A plan that leaves
-    less than :data:`~planner.estimate.MARGIN` of the device's memory free carries the risk of running out.
+    less than :data:`~planner.planned.MARGIN` of the device's memory free carries the risk of running out.
 
     A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` besides it, under
     any strategy; or several of them.
@@ -61,21 +61,6 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
         PlanError: No plan is legal with what is fixed.
     """
     return Plans(_Search(shape, cluster, workload, check_fixed(fixed)).run())
-
-
-def fastest_of(plans: Sequence[Estimate]) -> Estimate:
-    """The fastest of a search's plans among those that it could have recommended."""
-    alike = [made for made in plans if (made.fits, made.is_tight) == (plans[0].fits, plans[0].is_tight)]
-    return min(alike, key=lambda made: made.step_time_s)
-
-
-def kind_of(plan: ParallelPlan | Candidate) -> str:
-    """The axis besides data parallelism with more than one rank, or ``several``; without any, the strategy."""
-    axes = plan.layout if isinstance(plan, Candidate) else plan
-    found = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(axes, axis) > 1]
-    if not found:
-        return str(plan.strategy)
-    return found[0] if len(found) == 1 else "several"
 
 
 #: Axes that need links between the GPUs of a node.
