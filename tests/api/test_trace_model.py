@@ -51,7 +51,7 @@ NEARLY = {
     "gemma": 0.005,
     "gemma2": 0.015,
     "gemma3_text": 0.005,
-} | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"), 0.02)
+} | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"), 0.02)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

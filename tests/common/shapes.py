@@ -63,6 +63,16 @@ def small_config(family: str, **changes: Any) -> Any:
     sizes = _OTHER_NAMES.get(family) or {name: value for name, value in _SIZES.items() if name in fields}
     if fields.get("layer_types"):
         sizes["layer_types"] = fields["layer_types"][:3]
+    if "qk_rope_head_dim" in fields:  # what is rotated is what transformers calls head_dim there
+        sizes |= {
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 40,
+            "q_lora_rank": 28,
+            "kv_lora_rank": 12,
+        }
+        sizes |= {"first_k_dense_replace": 1, "n_routed_experts": 16, "n_group": 2, "topk_group": 1}
+        sizes |= {"num_key_value_heads": 8}
     if family == "olmoe":
         sizes.pop("head_dim", None)
     return transformers.AutoConfig.for_model(family, **{**sizes, **changes})

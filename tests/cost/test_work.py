@@ -208,6 +208,27 @@ def test_fp32_keeps_up_to_twice_as_much_and_fp8_as_much_as_bf16(name: str) -> No
     assert fp8 == bf16
 
 
+def test_fused_tokens_are_sent_to_experts_and_back_in_one_pass_of_the_stream_and_one_of_each_copy() -> None:
+    shape, workload = sw.ModelShape.from_config("qwen3-30b-a3b"), Workload(seq_len=1024, global_batch=1, compile=True)
+    parts = {part.name: part for part in model_work(shape, sw.ParallelPlan(), workload)[1].parts}
+    stream = 2 * 1024 * 2048
+    for name in ("dispatch", "combine"):
+        assert (parts[name].forward_bytes, parts[name].backward_bytes) == ((8 + 1) * stream, (8 + 1) * stream)
+
+
+def test_latent_attention_has_narrow_products_and_keeps_keys_wider_than_values() -> None:
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "first_k_dense_replace": 1, "vocab_size": 100}
+    config |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "q_lora_rank": 24}
+    config |= {"kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    block = model_work(sw.ModelShape.from_config(config), sw.ParallelPlan(), Workload(seq_len=32, global_batch=1))[1]
+    sizes = [(product.inner, product.columns) for product in block.products[:5]]
+    assert sizes == [(64, 24), (24, 4 * 24), (64, 20 + 8), (20, 4 * (16 + 12)), (4 * 12, 64)]
+    (attention,) = block.attention
+    assert attention.flops == 2 * 32 * 32 * 4 * (24 + 12)
+    (kept,) = [part.saved_bytes for part in block.parts if part.name == "attention"]
+    assert kept == 2 * 32 * 4 * 2 * (24 + 12) + 4 * 32 * 4
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_block_moves_less_in_fewer_kernels_and_keeps_no_more(name: str) -> None:
     eager, compiled = total_of(units(name)), total_of(units(name, compile=True))

@@ -19,6 +19,7 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"mlp_bias": True, "tie_word_embeddings": True}, ""),
     ("qwen3", {"attention_bias": True}, ""),
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1]}, ""),
+    ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 2}, ""),
     ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, ""),
     ("gpt_neox", {"attention_bias": False}, ""),
     ("opt", {"enable_bias": False}, ""),
@@ -35,6 +36,38 @@ def test_a_config_has_as_many_parameters_as_its_model(family: str, changes: dict
 
     model, config = on_meta(small_config(family, **changes), class_name)
     assert sw.ModelShape.from_config(config).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_deepseek_v3_is_the_one_of_transformers_and_a_token_meets_37_billion_of_it() -> None:
+    """arXiv 2412.19437; without the module that predicts a second token."""
+    transformers = pytest.importorskip("transformers")
+    shape = sw.ModelShape.from_config("deepseek-v3")
+    assert shape.stacks == sw.ModelShape.from_config(transformers.AutoConfig.for_model("deepseek_v3")).stacks
+    assert shape.num_active_parameters == pytest.approx(37.5e9, rel=0.01)
+
+
+DECODER = {"model_type": "new", "architectures": ["NewForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64}
+DECODER |= {"num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100}
+
+
+def test_a_decoder_of_a_family_that_is_not_known_is_counted_as_a_llama_and_named_so() -> None:
+    shape = sw.ModelShape.from_config(DECODER)
+    assert shape.name == "new (counted as a Llama)"
+    assert shape.num_parameters == sw.ModelShape.from_config({**DECODER, "model_type": "llama"}).num_parameters
+    plain = sw.ModelShape.from_config({**DECODER, "hidden_act": "relu2"})
+    assert shape.num_parameters - plain.num_parameters == 2 * 64 * 96  # no second projection up
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"intermediate_size": None, "vocab_size": None}, "its configuration has no intermediate_size, vocab_size"),
+        ({"mamba_d_state": 16}, "mamba_d_state says that its blocks are not attention and feed-forwards alone"),
+    ],
+)
+def test_a_configuration_of_something_else_says_which_field_shows_it(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sw.ModelShape.from_config({**DECODER, **changes})
 
 
 @pytest.mark.parametrize("preset", ["gpt-nano", "gpt-tiny"])
@@ -63,6 +96,9 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v3": 671_026_404_352,
     "gemma-2b": 2_506_172_416,
     "gemma-7b": 8_537_680_896,
     "gemma-2-9b": 9_241_705_984,

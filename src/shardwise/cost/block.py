@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shardwise.cost.part import Part
 from shardwise.cost.rank import Rank
 from shardwise.cost.unit import AttentionWork, Exchange, Product, UnitWork
-from shardwise.spec.shape import Attention, Block, Experts, Mlp
+from shardwise.spec.shape import Attention, Block, Experts, Latent, Mlp
 
 
 def block_work(rank: Rank, name: str, count: int, block: Block, first_len: int) -> UnitWork:
@@ -101,6 +101,12 @@ class _Count:
 
     def _attend(self, layer: Attention, key_len: int) -> None:
         """Attention to ``key_len`` positions of each sequence."""
+        if layer.latent is not None:
+            self._attend_latent(layer, layer.latent, key_len)
+        else:
+            self._attend_plain(layer, key_len)
+
+    def _attend_plain(self, layer: Attention, key_len: int) -> None:
         rank, arithmetic, e = self.rank, self.rank.arithmetic, self.rank.item
         hidden, q, kv = rank.shape.hidden, layer.q_width / rank.degrees.tp, self._kv_width(layer)
         tokens, key_tokens = rank.tokens, rank.tokens * key_len / rank.seq_len
@@ -143,6 +149,21 @@ class _Count:
             sent = 2 * e * key_tokens * kv
             self.exchanges.append(Exchange("ring", "cp", sent, 2 * sent))
 
+    def _attend_latent(self, layer: Attention, latent: Latent, key_len: int) -> None:
+        """Latent attention: narrow products, their norms, and one kernel whose values are narrower than its keys."""
+        rank, arithmetic, tokens = self.rank, self.rank.arithmetic, self.rank.tokens
+        for inputs, outputs in latent.products(rank.shape.hidden, layer.heads, layer.head_dim):
+            self._product(tokens, inputs, outputs)
+        for width in filter(None, (latent.q_rank, latent.kv_rank)):
+            self.parts.append(arithmetic.norm(self.block.norm, tokens * width, width))
+        q, values = layer.q_width, layer.heads * latent.v_dim
+        self.attention.append(AttentionWork(tokens, key_len, (q + values) / 2, layer.heads, layer.is_causal))
+        self.parts.append(arithmetic.rotary(tokens * 2 * q, layer.rotary_share, joins=True))
+        self.parts.append(arithmetic.attention(tokens * q, tokens * values, tokens * layer.heads))
+        copied, narrow = rank.item * tokens * values, layer.heads * (layer.head_dim - latent.rotary_dim)
+        self.parts.append(Part("output copy", 2 * copied, 2 * copied, copied, 1))
+        self.parts.append(Part("fused input", 0.0, 0.0, rank.item * tokens * narrow, 0))  # keys beside the values
+
     def _input_gradients(self, layer: Attention, outputs: float) -> Part:
         """Backward of what is around the projections: biases, and the gradients of their inputs."""
         rank, arithmetic = self.rank, self.rank.arithmetic
@@ -162,7 +183,7 @@ class _Count:
         routed = tokens * forward.per_token
         self._product(tokens, hidden, forward.count)
         self._mlp(forward.mlp, routed / held, held)
-        self.parts += _routing(tokens, routed, forward, hidden, e)
+        self.parts += _routing(tokens, routed, forward, hidden, e, is_fused=rank.arithmetic.is_fused)
         if forward.shared is not None:
             if forward.has_shared_gate:
                 self._product(tokens, hidden, 1)
@@ -218,7 +239,7 @@ class _Count:
         block, hidden, t = self.block, self.rank.shape.hidden, self.rank.degrees.tp
         whole, divided = block.num_parameters(hidden), 0.0
         for layer in (block.attention, block.cross):
-            if layer is None:
+            if layer is None or layer.latent is not None:
                 continue
             q, kv = layer.q_width, layer.kv_width
             whole -= 2 * hidden * (q + kv) + layer.has_qkv_bias * (q + 2 * kv)
@@ -234,10 +255,23 @@ class _Count:
         return whole - block.extra + math.ceil(divided + block.extra / t)
 
 
-def _routing(tokens: float, routed: float, experts: Experts, hidden: int, item: int) -> Iterator[Part]:
-    """The choice of experts, their tokens side by side, and the weighted sum of their outputs."""
+def _routing(
+    tokens: float, routed: float, experts: Experts, hidden: int, item: int, *, is_fused: bool
+) -> Iterator[Part]:
+    """The choice of experts, their tokens side by side, and the weighted sum of their outputs.
+
+    Fused, the last two read or write the stream once, and each of a token's copies once.
+    """
     choices, moved = tokens * experts.count, routed * hidden
     yield Part("router", (item + 20) * choices + 8 * routed, 24 * choices, 4 * choices + 4 * tokens + 16 * routed, 6)
+    if experts.has_wide_router:
+        wide = 4 * tokens * hidden
+        yield Part("wide router", 2 * wide, 2 * wide, wide, 1)
+    if is_fused:
+        passes = item * (tokens * hidden + moved)
+        yield Part("dispatch", passes, passes, item * moved + 16 * routed, 1)
+        yield Part("combine", passes, passes, item * moved + 12 * routed, 1)
+        return
     yield Part("dispatch", 2 * item * moved + 60 * routed, (3 * item + 4) * moved, item * moved + 16 * routed, 7)
     summed = (4 + item) * tokens * hidden
     yield Part("combine", (item + 16) * moved + summed, (4 * item + 37) * moved, item * moved + 12 * routed, 6)

@@ -3,7 +3,7 @@
 from shardwise.spec.shape.decoder import gpt_shape
 from shardwise.spec.shape.families import FAMILIES, from_config
 from shardwise.spec.shape.find import find_shape
-from shardwise.spec.shape.model import Attention, Block, Experts, Mlp, ModelShape
+from shardwise.spec.shape.model import Attention, Block, Experts, Latent, Mlp, ModelShape
 from shardwise.spec.shape.names import KNOWN, known_shape
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Attention",
     "Block",
     "Experts",
+    "Latent",
     "Mlp",
     "ModelShape",
     "find_shape",

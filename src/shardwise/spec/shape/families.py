@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.shape.model import Attention, Block, Experts, Mlp, ModelShape
+from shardwise.spec.shape.model import Attention, Block, Experts, Latent, Mlp, ModelShape
 from shardwise.spec.text import did_you_mean
 
 Config = Mapping[str, Any]
@@ -31,6 +31,8 @@ def from_config(config: Config, name: str = "") -> ModelShape:
     family = str(config.get("model_type", ""))
     if family not in FAMILIES and (text := _language_model(config, family)) is not None:
         return from_config(text, f"{name or family} (language model alone)")
+    if family not in FAMILIES and any(str(each).endswith("ForCausalLM") for each in config.get("architectures") or ()):
+        return _unknown_decoder(config, name or family)
     if family not in FAMILIES:
         hint = did_you_mean(family, FAMILIES) or f" Known are: {', '.join(FAMILIES)}."
         raise ConfigError(
@@ -44,6 +46,39 @@ def from_config(config: Config, name: str = "") -> ModelShape:
             f"the configuration of {name or family} has no field {error.args[0]!r}.\n"
             "  Save it with config.to_json_file(path, use_diff=False), which writes every field."
         ) from None
+
+
+#: What a decoder's configuration has to say for its shape to be counted as a Llama's.
+_USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+#: Parts of the names of fields that say that blocks are something else: recurrences, convolutions, encoders.
+_UNUSUAL = ("mamba", "ssm", "conv", "linear_", "lru_", "recurrent", "type_vocab", "per_layer", "indexer", "index_topk")
+
+
+def _unknown_decoder(config: Config, name: str) -> ModelShape:
+    """The shape of a causal language model of a family that is not here, counted as a Llama; its name says so.
+
+    Raises:
+        ConfigError: A field is missing without which nothing can be counted.
+    """
+    family = config.get("model_type", "")
+    unusual = [key for key in config if any(part in key for part in _UNUSUAL) and config[key]]
+    if unusual:
+        raise ConfigError(
+            f"model_type={family!r}: its shape is not known, and {unusual[0]} says that its blocks are not attention"
+            " and feed-forwards alone.\n  Pass the model to sw.trace_model(), which runs it on meta tensors."
+        )
+    missing = [key for key in _USUAL if not isinstance(config.get(key), int)]
+    if missing:
+        raise ConfigError(
+            f"model_type={family!r}: its shape is not known, and its configuration has no"
+            f" {', '.join(missing)}.\n  Name these, or pass the model to sw.trace_model()."
+        )
+    if isinstance(config.get("kv_lora_rank"), int):
+        return _latent(config, f"{name} (counted as a DeepSeek-V3)")
+    norm = "head" if config.get("use_qk_norm") else ""
+    plain = not str(config.get("hidden_act", "silu")).startswith(("silu", "swish"))
+    return _llama_like(qk_norm=norm, gated=not plain)(config, f"{name} (counted as a Llama)")
 
 
 #: Families of text and pictures by the family of their language model, where their files do not name it.
@@ -140,6 +175,7 @@ def _llama_like(
     fused: str = "",
     norm: str = "rms",
     plain: str = "",
+    gated: bool = True,
 ) -> Callable[[Config, str], ModelShape]:
     """Families with RMS norms, rotary positions and gated feed-forwards.
 
@@ -155,6 +191,7 @@ def _llama_like(
         fused: What is one product: ``"all"``: queries, keys and values, and the two projections up; ``"mlp"``: these.
         norm: What the norms are, as of a ``Block``.
         plain: Why no kernel computes its attention, as of an ``Attention``.
+        gated: Whether feed-forwards are.
     """
 
     def says(config: Config, what: object) -> bool:
@@ -184,7 +221,9 @@ def _llama_like(
                     joins_rotary=config["model_type"] in {"phi3", "glm4"},
                     plain=plain,
                 ),
-                feed_forward=_feed_forward(config, layer, has_bias=says(config, mlp_bias), is_fused=bool(fused)),
+                feed_forward=_feed_forward(
+                    config, layer, has_bias=says(config, mlp_bias), is_fused=bool(fused), gated=gated
+                ),
                 num_norms=num_norms,
                 num_last_norms=num_norms // 2 if num_norms == 4 else 0,
                 norm=norm,
@@ -194,6 +233,25 @@ def _llama_like(
         return _causal(config, name, blocks, tied=tied, norm=norm)
 
     return shape
+
+
+def _latent(config: Config, name: str) -> ModelShape:
+    """DeepSeek-V3: multi-head latent attention, mixtures after the first layers."""
+    heads, rotary, q_rank = config["num_attention_heads"], config["qk_rope_head_dim"], config.get("q_lora_rank") or 0
+    latent = Latent(q_rank=q_rank, kv_rank=config["kv_lora_rank"], rotary_dim=rotary, v_dim=config["v_head_dim"])
+    attention = Attention(
+        heads=heads,
+        head_dim=config["qk_nope_head_dim"] + rotary,
+        kv_heads=heads,
+        norm_numel=q_rank + latent.kv_rank,
+        has_rotary=True,
+        joins_rotary=True,
+        rotary_share=rotary / (config["qk_nope_head_dim"] + rotary),
+        latent=latent,
+    )
+    layers = range(config["num_hidden_layers"])
+    forward = (_feed_forward(config, layer, has_bias=False, is_fused=False) for layer in layers)
+    return _causal(config, name, [Block(attention=attention, feed_forward=each) for each in forward])
 
 
 #: transformers' names of activations by what they cost; those that are not here cost what a fused one does.
@@ -220,36 +278,38 @@ def _activation(config: Config, default: str) -> str:
     return _ACTIVATIONS.get(str(name), "gelu")
 
 
-def _feed_forward(config: Config, layer: int, *, has_bias: bool, is_fused: bool) -> Mlp | Experts:
+def _feed_forward(config: Config, layer: int, *, has_bias: bool, is_fused: bool, gated: bool = True) -> Mlp | Experts:
     """The feed-forward of a layer: a mixture where the family has one there."""
     activation = _activation(config, "silu")
-    count = config.get("num_experts") or config.get("num_local_experts")
+    count = int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
     step = config.get("decoder_sparse_step", 1)
     is_dense = not count or layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step
+    is_dense = is_dense or layer < config.get("first_k_dense_replace", 0)
     if is_dense:
         return Mlp(
             ffn=config["intermediate_size"],
-            is_gated=True,
+            is_gated=gated,
             has_bias=has_bias,
             activation=activation,
             is_fused=is_fused,
         )
     is_oss = config["model_type"] == "gpt_oss"
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shared = config.get("shared_expert_intermediate_size")
+    shared = config.get("shared_expert_intermediate_size") or ffn * (config.get("n_shared_experts") or 0)
     return Experts(
         count=count,
         per_token=config["num_experts_per_tok"],
         mlp=Mlp(
             ffn=ffn,
-            is_gated=True,
+            is_gated=gated,
             has_bias=is_oss,
             activation="clamped" if is_oss else activation,
             is_fused=True,
         ),
         shared=Mlp(ffn=shared, is_gated=True, activation=activation) if shared else None,
-        has_shared_gate=bool(shared),
+        has_shared_gate=bool(config.get("shared_expert_intermediate_size")),
         has_router_bias=is_oss,
+        has_wide_router="n_routed_experts" in config,
     )
 
 
@@ -519,6 +579,9 @@ FAMILIES: dict[str, Callable[[Config, str], ModelShape]] = {
     "qwen3_moe": _llama_like(qk_norm="head"),
     "olmoe": _llama_like(qk_norm="all"),
     "gpt_oss": _llama_like(norm="wide", plain="sinks"),
+    "deepseek_v3": _latent,
+    **dict.fromkeys(("cwm", "ministral", "ministral3", "smollm3"), _llama_like()),
+    **dict.fromkeys(("exaone4", "hunyuan_v1_dense"), _llama_like(qk_norm="head")),
     "gpt2": _gpt2,
     "gpt_neox": _neox,
     "opt": _opt,

@@ -12,6 +12,31 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values are made of narrow ones.
+
+    Attributes:
+        q_rank: Width of what queries are made of; 0: the residual stream itself.
+        kv_rank: Width of what keys and values are made of.
+        rotary_dim: Of each query's head, what is rotated; keys have one such part for all heads.
+        v_dim: Width of a head's values.
+    """
+
+    q_rank: int
+    kv_rank: int
+    rotary_dim: int
+    v_dim: int
+
+    def products(self, hidden: int, heads: int, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of its linear layers, the output projection last."""
+        width = heads * head_dim
+        queries = ((hidden, self.q_rank), (self.q_rank, width)) if self.q_rank else ((hidden, width),)
+        made = heads * (head_dim - self.rotary_dim + self.v_dim)
+        rest = ((hidden, self.kv_rank + self.rotary_dim), (self.kv_rank, made), (heads * self.v_dim, hidden))
+        return queries + rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """The attention of a block.
 
@@ -32,6 +57,7 @@ class Attention:
         joins_rotary: The rotated part and the rest are put together, also where nothing is left.
         plain: Why no kernel computes it at once: ``"capped"`` scores, ``"sinks"`` beside them; ``""``: one does.
         has_position_bias: A learned number for each head and pair of positions is added to the scores, as in T5.
+        latent: How queries, keys and values are made where no plain projections make them.
     """
 
     heads: int
@@ -50,6 +76,7 @@ class Attention:
     rotary_share: float = 1.0
     joins_rotary: bool = False
     plain: str = ""
+    latent: Latent | None = None
 
     @property
     def q_width(self) -> int:
@@ -64,6 +91,8 @@ class Attention:
     def num_parameters(self, hidden: int) -> int:
         """Parameters: ``2 h (q + kv)`` and what biases and norms add."""
         weights = 2 * hidden * (self.q_width + self.kv_width)
+        if self.latent is not None:
+            weights = sum(a * b for a, b in self.latent.products(hidden, self.heads, self.head_dim))
         biases = self.has_qkv_bias * (self.q_width + 2 * self.kv_width) + self.has_out_bias * hidden
         return weights + biases + self.norm_numel + self.extra
 
@@ -110,6 +139,7 @@ class Experts:
         shared: A feed-forward through which every token goes besides; ``None``: there is none.
         has_shared_gate: The shared one's output is scaled by a projection to one number.
         has_router_bias: The router has biases.
+        has_wide_router: The router computes in fp32.
     """
 
     count: int
@@ -118,6 +148,7 @@ class Experts:
     shared: Mlp | None = None
     has_shared_gate: bool = False
     has_router_bias: bool = False
+    has_wide_router: bool = False
 
     def expert_parameters(self, hidden: int) -> int:
         """Parameters of all routed experts, which expert parallelism divides."""

@@ -31,6 +31,17 @@ def _causal(family: str, *sizes: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def _oss(layers: int, experts: int) -> dict[str, Any]:
+    return _causal(
+        *("gpt_oss", 2880, layers, 64, 8, 2880, 201088, 131072),
+        head_dim=64,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+    )
+
+
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
         "model_type": "opt",
@@ -101,6 +112,21 @@ KNOWN: dict[str, dict[str, Any]] = {
     ),
     "mixtral-8x22b": _causal(
         "mixtral", 6144, 56, 48, 8, 16384, 32000, 65536, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "gpt-oss-20b": _oss(24, 32),
+    "gpt-oss-120b": _oss(36, 128),
+    "deepseek-v3": _causal(
+        *("deepseek_v3", 7168, 61, 128, 128, 18432, 129280, 163840),
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
     ),
     "qwen2.5-0.5b": _causal("qwen2", 896, 24, 14, 2, 4864, 151936, 32768, **_TIED),
     "qwen2.5-1.5b": _causal("qwen2", 1536, 28, 12, 2, 8960, 151936, 32768, **_TIED),
