@@ -18,7 +18,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all test-integrations test-verl fuzz soak check size replay board museum bench bench-check gpu models parity docs docs-links clean
+.PHONY: help venv demo test test-all test-integrations test-verl test-newest fuzz soak check size replay board museum bench bench-check gpu models parity docs docs-links clean
 
 test test-all test-integrations test-verl check bench-check docs: export OMP_NUM_THREADS = 1
 
@@ -88,6 +88,9 @@ $(VERL): $(STAMP)
 test-verl: $(VERL) ## verl's training engine under our plans beside one process
 	@.venv-verl/bin/python -m pytest -m integrations tests/integrations/test_verl.py
 
+test-newest: $(STAMP) ## build wheel and sdist; try the wheel with the newest version of everything but torch (needs the network)
+	@$(BIN)/python -m pytest -q -s tests/package/newest.py
+
 FIRST ?= $(shell date +%s)
 COUNT ?= 200
 
@@ -118,10 +121,10 @@ validate: $(STAMP) ## published measurements beside predicted ones: error by sou
 replay: $(STAMP) ## the runs on record (tests/replay) once more: shows what differs; ARGS=--write puts them on record
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.replay $(ARGS)
 
-board: $(STAMP) ## inject every fault of the board of reliability; writes docs/reliability.md (ARGS="A1 B" for some)
+board: $(STAMP) ## inject every fault of the board of reliability; writes bench/results/reliability.md (ARGS="A1 B" for some)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.reliability $(ARGS) --write
 
-museum: $(STAMP) ## plant every bug of the museum of silent bugs; writes docs/museum.md (ARGS="norm --clean" for some)
+museum: $(STAMP) ## plant every bug of the museum of silent bugs; writes bench/results/museum.md (ARGS="norm --clean" for some)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.museum $(ARGS)
 
 bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/results/DATE.md and .json
@@ -134,10 +137,10 @@ gpu: $(STAMP) ## on a machine with GPUs: tests marked gpu, then our engines besi
 	    $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$gpus -m bench.gpu \
 	    --tests .venv/gpu-tests.xml && exit $$tests
 
-models: $(STAMP) ## train every model of the matrix under every strategy; writes docs/models.md
+models: $(STAMP) ## train every model of the matrix under every strategy; writes bench/results/models.md
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/models.py
 
-parity: $(STAMP) ## train every product of parallel degrees beside one process; writes docs/parity.md
+parity: $(STAMP) ## train every product of parallel degrees beside one process; writes bench/results/parity.md
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/parity_table.py
 
 $(DOCS): $(STAMP)

@@ -1,4 +1,4 @@
-"""Run every model of the matrix and write the table ``docs/models.md``. ``make models`` calls this.
+"""Run every model of the matrix and write the table ``bench/results/models.md``. ``make models`` calls this.
 
     python -m bench.models [--only NAME]...
 
@@ -18,7 +18,7 @@ from tests.common import matrix
 from tests.common.families import FAMILIES, PRELOAD_ALL, Family
 from tests.generation import test_generation
 
-TARGET = Path("docs/models.md")
+TARGET = Path("bench/results/models.md")
 
 INTRO = """\
 # Models

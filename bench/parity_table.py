@@ -1,4 +1,4 @@
-"""Writes docs/parity.md: every product of parallel degrees of tests/product/product.py beside one plain process.
+"""Writes bench/results/parity.md: products of parallel degrees compared with one process (tests/product).
 
 Ends with 1 where a row does not hold.
 """
@@ -14,12 +14,11 @@ import torch
 
 from tests.product import product
 
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "parity.md"
-
-#: Where the part of the page begins that is written here; what is before it is kept.
-_TABLES = "## Products of degrees\n\n"
+TARGET = Path(__file__).resolve().parent / "results" / "parity.md"
 
 INTRO = """\
+# Parity: products of parallel degrees
+
 One GPT of {layers} layers, trained for {steps} steps of AdamW (lr {lr}) on meshes of up to {world} processes over
 Gloo on the CPU, beside one plain process that reads the same samples. Losses and gradient norms of every step are
 compared on every rank, and every element of every parameter at the end; what several ranks hold must be the same bits.
@@ -75,7 +74,7 @@ def line(case: product.Case, found: product.Distance, *, holds: bool) -> str:
 def merged(lines: list[str]) -> list[str]:
     """The rows of the file, where these have been measured anew."""
     anew = {_key(row): row for row in lines}
-    held = [row for row in TARGET.read_text().partition(_TABLES)[2].splitlines() if row.startswith("|")]
+    held = [row for row in TARGET.read_text().splitlines() if row.startswith("|")]
     return [anew.get(_key(row), row) for row in held]
 
 
@@ -99,8 +98,7 @@ def main() -> int:
         intro = INTRO.format(
             layers=product.NUM_LAYERS, steps=product.STEPS, lr=product.LR, world=max(case.world for case in every)
         )
-        use = TARGET.read_text().partition(_TABLES)[0] + _TABLES
-        TARGET.write_text("\n".join([use + intro, *(lines if options.only is None else merged(lines))]) + "\n")
+        TARGET.write_text("\n".join([intro, *(lines if options.only is None else merged(lines))]) + "\n")
     print(f"{len(cases)} rows, {num_failures} do not hold", file=sys.stderr)
     return 1 if num_failures else 0
 

@@ -1,10 +1,13 @@
-"""Which options combine, for docs/support.md: every pair is tried in a dry run (``python -m bench.support_table``)."""
+"""Which options combine, for docs/support.md and bench/results/support.md (``python -m bench.support_table``).
+
+Every pair is tried in a dry run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ from shardwise.planner.legal import SUPPORT
 from shardwise.spec.errors import ShardwiseError
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+REFUSED = Path(__file__).parent / "results" / "support.md"
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp")
 WORLD = 8
 
@@ -117,14 +121,18 @@ def by_pair() -> dict[tuple[str, str], str]:
     return {(one.written, other.written): why for one, other in pairs() if (why := refusal("zero3", one, other))}
 
 
-def table() -> str:
-    """Both tables, with the messages below."""
-    refused, together = by_strategy(), by_pair()
+def accepted(refused: Collection[tuple[str, str]]) -> str:
+    """Each option under each strategy, without those that are ``refused``."""
     lines = [f"| option | {' | '.join(f'`{name}`' for name in STRATEGIES)} |", "|---" * (1 + len(STRATEGIES)) + "|"]
     for option in OPTIONS:
         cells = ["no" if (name, option.written) in refused else "yes" for name in STRATEGIES]
         lines.append(f"| `{option.written}` | {' | '.join(cells)} |")
-    lines += ["", "| option | with | message |", "|---|---|---|"]
+    return "\n".join(lines) + "\n"
+
+
+def messages(refused: Mapping[tuple[str, str], str], together: Mapping[tuple[str, str], str]) -> str:
+    """What is refused under a strategy, and with another option, with the error's first line."""
+    lines = ["| option | with | message |", "|---|---|---|"]
     lines += [f"| `{one}` | `{name}` | {why} |" for (name, one), why in refused.items()]
     lines += [f"| `{one}` | `{other}` | {why} |" for (one, other), why in together.items()]
     return "\n".join(lines) + "\n"
@@ -140,12 +148,18 @@ def families() -> str:
 
 
 def main() -> None:
-    text = PAGE.read_text("utf-8")
-    for name, made in (("families", families()), ("support_table", table())):
-        before, start, rest = text.partition(f"<!-- {name}: made by python -m bench.support_table -->\n")
+    refused = by_strategy()
+    made = (
+        (PAGE, "families", families()),
+        (PAGE, "support_table", accepted(refused)),
+        (REFUSED, "refused", messages(refused, by_pair())),
+    )
+    for page, name, table in made:
+        before, start, rest = page.read_text("utf-8").partition(
+            f"<!-- {name}: made by python -m bench.support_table -->\n"
+        )
         after = rest.partition(f"<!-- end of {name} -->")[2]
-        text = f"{before}{start}\n{made}\n<!-- end of {name} -->{after}"
-    PAGE.write_text(text, "utf-8")
+        page.write_text(f"{before}{start}\n{table}\n<!-- end of {name} -->{after}", "utf-8")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,8 @@ contents: dict[str, tuple[str, ...]] = {
         "Fine-tune <docs/fine-tuning>",
         "Checkpoints <docs/checkpoints>",
         "Launch <docs/launching>",
+        "On GPUs <docs/gpus>",
+        "Troubleshooting <docs/troubleshooting>",
         "Recipes at scale <docs/recipes>",
     ),
     "Come from": (
@@ -72,7 +74,6 @@ contents: dict[str, tuple[str, ...]] = {
         "Other trainers <docs/integrations>",
     ),
     "Guides": (
-        "Strategies and options <docs/strategies>",
         "Optimizers <docs/optimizers>",
         "Memory <docs/memory>",
         "Planning <docs/planning>",
@@ -83,7 +84,6 @@ contents: dict[str, tuple[str, ...]] = {
         "Inference <docs/inference>",
         "Serving <docs/serving>",
         "Reports <docs/reports>",
-        "Test your own layers <docs/testing>",
     ),
     "How it works": (
         "What moves when <docs/how-it-works>",
@@ -91,12 +91,9 @@ contents: dict[str, tuple[str, ...]] = {
         "Decisions <docs/reference/decisions>",
     ),
     "Proof": (
-        "What is proven <docs/proof>",
-        "Parity <docs/parity>",
-        "Models <docs/models>",
+        "How it is tested <docs/testing>",
         "What works together <docs/support>",
-        "Faults survived <docs/reliability>",
-        "Silent bugs found <docs/museum>",
+        "Limits, and other engines <docs/limits>",
         "Measurements <docs/reference/measurements>",
     ),
     "Reference": (
@@ -104,7 +101,6 @@ contents: dict[str, tuple[str, ...]] = {
         "Command line <docs/reference/command>",
         "Configuration <docs/reference/configuration>",
         "Examples <docs/reference/examples>",
-        "Exit codes <docs/exit-codes>",
     ),
     "Project": (
         "Changes <CHANGELOG>",

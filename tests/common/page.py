@@ -1,11 +1,11 @@
-"""Tables of the pages that scripts write into docs."""
+"""Tables of the pages that scripts write into bench/results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

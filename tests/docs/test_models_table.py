@@ -8,7 +8,7 @@ from tests.common import matrix
 from tests.common.families import FAMILIES
 from tests.generation.test_generation import GENERATORS, STRATEGIES
 
-TEXT = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+TEXT = (Path(__file__).parents[2] / "bench" / "results" / "models.md").read_text()
 
 
 def table(text: str) -> list[list[str]]:
@@ -24,7 +24,7 @@ def test_every_family_has_its_row() -> None:
 
 
 def test_the_rows_are_of_the_packages_and_the_matrix_of_today() -> None:
-    stale = "docs/models.md is older than the matrix; run `make models`"
+    stale = "bench/results/models.md is older than the matrix; run `make models`"
     for row in TRAINED:
         family = FAMILIES[row[0]]
         assert row[1].startswith(f"`{family.model}`"), stale

@@ -1,4 +1,4 @@
-"""The tables of docs/which-plan.md and docs/support.md are those that their scripts make."""
+"""The tables of docs/which-plan.md and both support.md are those that their scripts make."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_the_degrees_of_each_family_are_the_planners() -> None:
     assert between(SUPPORT, start, end) == support_table.families().strip(), "run: python -m bench.support_table"
 
 
-def rows(heading: str) -> list[list[str]]:
-    table = SUPPORT.partition(heading)[2].partition("\n\n")[0].splitlines()[2:]
+def rows(text: str, heading: str) -> list[list[str]]:
+    table = text.partition(heading)[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
 
 
@@ -42,7 +42,7 @@ BY_NAME = {option.written: option for option in support_table.OPTIONS}
 
 @pytest.mark.slow
 def test_what_the_page_calls_refused_is_refused_with_these_words() -> None:
-    refused = rows("\n| option | with | message |")
+    refused = rows(support_table.REFUSED.read_text("utf-8"), "\n| option | with | message |")
     assert len(refused) > 10
     for first, second, *message in refused:
         (one,), (other,) = names(first), names(second)
@@ -56,7 +56,7 @@ def test_what_the_page_calls_refused_is_refused_with_these_words() -> None:
 @pytest.mark.slow
 def test_options_that_the_page_calls_possible_run() -> None:
     """A part of them, another one for each strategy; ``python -m bench.support_table`` tries all."""
-    table = rows("\n| option | `ddp` |")
+    table = rows(SUPPORT, "\n| option | `ddp` |")
     assert [names(row[0]) for row in table] == [[option.written] for option in support_table.OPTIONS]
     for place, strategy in enumerate(support_table.STRATEGIES):
         for option, *cells in table[place :: len(support_table.STRATEGIES)]:

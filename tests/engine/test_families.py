@@ -1,6 +1,6 @@
 """Models of others under every strategy: to the last bit what one plain process gives, dropout included.
 
-``docs/models.md`` shows the same matrix, from runs on 1 to 4 ranks (``make models``).
+``bench/results/models.md`` shows the same matrix, from runs on 1 to 4 ranks (``make models``).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.common.oracle import compare, compare_each
 pytestmark = families.PRELOAD
 
 GENERATORS = ("GPT-2", "Llama", "T5", "BART", "Whisper")
-#: Of the table of ``docs/models.md``.
+#: Of the table of ``bench/results/models.md``.
 STRATEGIES = ("ddp", "zero2", "shard_grad_op", "zero3")
 
 

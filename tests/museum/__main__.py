@@ -1,4 +1,4 @@
-"""Plants the bugs of the museum and writes docs/museum.md and docs/museum.json.
+"""Plants the bugs of the museum and writes bench/results/museum.md and bench/results/museum.json.
 
     python -m tests.museum [NAME ...] [--as-it-is]
 

@@ -74,7 +74,7 @@ class Finding:
 
 @dataclass
 class Result:
-    """What came of a bug; the form of docs/museum.json.
+    """What came of a bug; the form of bench/results/museum.json.
 
     Attributes:
         findings: What was found, each tool at most once.

@@ -1,4 +1,4 @@
-"""docs/museum.md, written from docs/museum.json."""
+"""bench/results/museum.md, written from bench/results/museum.json."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tests.common.page import DOCS, table
+from tests.common.page import RESULTS, table
 from tests.museum.catalogue import BUGS, Bug, Result
 
-PAGE, DATA = DOCS / "museum.md", DOCS / "museum.json"
+PAGE, DATA = RESULTS / "museum.md", RESULTS / "museum.json"
 
 _INTRODUCTION = """# The museum of silent bugs
 
@@ -21,9 +21,9 @@ other frameworks; the table links the report and says what the bug did there. A 
 {score}
 
 `make museum` plants and runs all of them and writes this page; `python -m tests.museum NAME ...` runs some. A bug is a
-patch of a few lines ([tests/museum/bugs.txt](../tests/museum/bugs.txt)); a patch that no longer applies is a failing
-test. The small programs that the bugs are planted in ([programs.py](../tests/museum/programs.py)) know nothing of them,
-and all tools of a program are run on each bug.
+patch of a few lines ([bugs.txt](../../tests/museum/bugs.txt)); a patch that no longer applies fails a test.
+Bugs are planted in the engine, under small programs ([programs.py](../../tests/museum/programs.py)) that are correct.
+All tools of a program are run on each bug.
 
 ## The tools
 
@@ -33,12 +33,12 @@ and all tools of a program are run on each bug.
 
 #: The tools in the order of the page, and how a user calls each.
 TOOLS = {
-    "parity": "`sw.parity(..., locate=True)` ([Parity](parity.md))",
+    "parity": "`sw.parity(..., locate=True)` ([how](../../docs/testing.md#compare-a-plan-with-one-process))",
     "check_replicas": "`sw.check_replicas(model, optimizer, after_backward=True)` in each step of a script",
     "guard": "nothing: the engine raises an error while the script trains",
     "checkpoint": "nothing: `sw.save` or `sw.load` raises an error",
     "resume": "stop a script, resume it, and compare with a run that went on, bit for bit; load under another plan",
-    "streams": "`streams.pretended_cuda()` or `--check-streams` ([Test your own layers](testing.md))",
+    "streams": "`streams.pretended_cuda()` or `--check-streams` ([how](../../docs/testing.md))",
     "order": "`streams.refuse_deadlocks(...)` or `dry-run --check-order`",
     "error": "nothing: torch raises an error, or the ranks hang",
 }

@@ -40,7 +40,7 @@ def test_every_bug_applies_to_the_source_as_it_is():
 
 def test_every_bug_says_where_it_comes_from_and_has_a_program():
     for bug in BUGS.values():
-        assert bug.source.startswith(("https://", "CHANGELOG")), bug.name
+        assert bug.source.startswith(("https://", "commit ")), bug.name
         assert bug.story.endswith("."), bug.name
         is_of_streams = bug.program.removeprefix(STREAMS) in of_streams.BUGS
         assert bug.program in PROGRAMS or is_of_streams or bug.program.startswith(ORDER), bug.name

@@ -5,7 +5,7 @@
     python -m tests.reliability --page
 
 A letter means its whole section. ``--baseline`` plays them for torchrun with FSDP2 and DCP instead. ``--write`` merges
-the results into docs/reliability.json and writes docs/reliability.md from it.
+the results into bench/results/reliability.json and writes bench/results/reliability.md from it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="ids or sections; all where none is given")
     parser.add_argument("--baseline", action="store_true", help="torchrun with FSDP2 and DCP instead")
-    parser.add_argument("--write", action="store_true", help="merge the results into docs/reliability")
+    parser.add_argument("--write", action="store_true", help="merge the results into bench/results/reliability")
     parser.add_argument("--oracles", type=Path, help="keep the uninterrupted runs here for the next board of this code")
-    parser.add_argument("--page", action="store_true", help="only write docs/reliability.md from the results there are")
+    parser.add_argument("--page", action="store_true", help="only write the page from the results there are")
     options = parser.parse_args()
     if options.page:
         page.merge({})

@@ -50,7 +50,7 @@ class Scenario:
 
 @dataclass
 class Result:
-    """What came of a scenario; the form of docs/reliability.json."""
+    """What came of a scenario; the form of bench/results/reliability.json."""
 
     fault: str
     required: str

@@ -1,14 +1,14 @@
-"""docs/reliability.md, written from docs/reliability.json."""
+"""bench/results/reliability.md, written from bench/results/reliability.json."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from tests.common.page import DOCS, table
+from tests.common.page import RESULTS, table
 from tests.reliability.board import IDS, SECTIONS, Result, summary
 
-PAGE, DATA = DOCS / "reliability.md", DOCS / "reliability.json"
+PAGE, DATA = RESULTS / "reliability.md", RESULTS / "reliability.json"
 
 _INTRODUCTION = """# What a run survives
 
@@ -23,14 +23,14 @@ without an error. After a fault and its restart or resume, losses, parameters, o
 are compared with an uninterrupted run, bit for bit.
 
 What 200 random kills and a run of 300 steps that loses a rank every 50 came to is in
-[bench/results/2026-11-24-goodput.md](../bench/results/2026-11-24-goodput.md).
+[2026-11-24-goodput.md](2026-11-24-goodput.md).
 """
 _BASELINE = """
 ## torchrun with FSDP2 and DCP
 
 The same faults, as far as they can be injected there, in a script that trains a model of the same kind with FSDP2,
 saves with `torch.distributed.checkpoint` into a folder a step, and is started by `torchrun`
-([the script](../tests/reliability/baseline_train.py)). Scored by the same checks and codes where they apply.
+([the script](../../tests/reliability/baseline_train.py)). Scored by the same checks and codes where they apply.
 """
 
 

@@ -41,6 +41,14 @@ def test_what_is_freed_is_taken_off() -> None:
     assert peak_of(work) == 4 << 18
 
 
+def test_code_that_has_to_be_compiled_runs_while_memory_is_counted() -> None:
+    """As the step of torchao's AdamW8bit, in every run on a CPU."""
+    double = torch.compile(lambda x: 2 * x, fullgraph=True, dynamic=False, backend="eager")
+    with PeakTensorBytes(CPU):
+        assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 def test_views_count_once_and_both_operands_count() -> None:
     def work() -> None:
         a = torch.zeros(1 << 16)

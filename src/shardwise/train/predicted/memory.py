@@ -108,6 +108,8 @@ class PeakTensorBytes:
                 unit = self._unit.__enter__()
                 self._mode.owner = lambda: unit.name
             self._mode.__enter__()
+            # Under a dispatch mode torch refuses fullgraph=True (torchao's AdamW8bit), and runs all else eagerly.
+            self._stance = torch.compiler.set_stance("force_eager")
         return self
 
     def __exit__(
@@ -117,6 +119,7 @@ class PeakTensorBytes:
         if self._mode is None:
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
             return
+        self._stance.__exit__(kind, error, trace)
         self._mode.__exit__(kind, error, trace)
         if self._unit is not None:
             self._unit.__exit__()
