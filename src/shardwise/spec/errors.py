@@ -28,7 +28,7 @@ class ShardwiseError(Exception):
     """Base of every exception that shardwise raises on purpose.
 
     Attributes:
-        exit_code: What a command-line run leaves with when this error ends it (the table in ``docs/troubleshooting.md``).
+        exit_code: Exit code of a command-line run that ends with this error (listed in ``docs/troubleshooting.md``).
     """
 
     exit_code = 1
