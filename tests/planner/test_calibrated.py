@@ -17,7 +17,7 @@ from shardwise.cost.measured import (
     ProductTime,
     UpdateTime,
 )
-from shardwise.cost.software import PYTORCH
+from shardwise.cost.software import PYTORCH, SOFTWARE
 from shardwise.planner import Cluster, Workload, estimate
 from shardwise.spec.traffic.matrices import orthogonalization_flops
 
@@ -111,7 +111,7 @@ def test_under_ddp_a_step_is_computation_the_last_sums_and_the_update(tmp_path):
 
 
 def test_on_a_gpu_the_host_launches_what_was_measured_without_its_launch(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardwise.planner.calibrated.PYTORCH", dataclasses.replace(PYTORCH, launch_s=1.0))
+    monkeypatch.setitem(SOFTWARE, "pytorch", dataclasses.replace(PYTORCH, launch_s=1.0))
     cpu, gpu = (
         step(machine(tmp_path, device_type=kind), strategy="ddp", world=1, batch=BATCH).time.by_category
         for kind in ("cpu", "cuda")

@@ -172,7 +172,7 @@ def test_blocks_that_are_not_simulated_take_the_time_of_those_that_are(layers, m
     plan = ParallelPlan(strategy="zero3", dp_shard=16)
     steps = []
     for blocks in (3, layers):
-        monkeypatch.setattr("shardwise.planner.time._SIMULATED", blocks)
+        monkeypatch.setattr("shardwise.planner.timing._SIMULATED", blocks)
         for gbits in (50, 3200):
             cluster = dataclasses.replace(CLUSTER, inter_gbits_per_s_per_node=gbits)
             steps.append(estimate(shape, plan, cluster, WORKLOAD).step_time_s)

@@ -15,7 +15,7 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.software import find_software
 from shardwise.cost.workload import Workload
 from shardwise.planner.candidate import Candidate
-from shardwise.planner.time import Timing
+from shardwise.planner.timing import Timing
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.shape import ModelShape
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardwise.cost.software import find_software
-from shardwise.planner.calibrated import calibrated_step
 from shardwise.planner.estimate import Estimate
-from shardwise.planner.time import Timing
+from shardwise.planner.time import timing
 from shardwise.sim.pipeline import SimulatedPipeline
 from shardwise.sim.step import SimulatedStep
 
@@ -17,11 +15,8 @@ MOST_MICROBATCHES = 32
 
 def simulated(made: Estimate) -> SimulatedStep | SimulatedPipeline:
     """The step of an estimate; of a pipeline with many microbatches the first :data:`MOST_MICROBATCHES`."""
-    shape, plan, cluster, workload = made.shape, made.plan, made.cluster, made.workload
-    if cluster.device.measured is not None:
-        return calibrated_step(shape, plan, cluster, workload)
-    timing = Timing(shape, plan, cluster, workload, find_software(made.software))
-    return timing.step() if plan.pp == 1 else timing.pipeline(MOST_MICROBATCHES)
+    step = timing(made.shape, made.plan, made.cluster, made.workload, made.software)
+    return step.step() if made.plan.pp == 1 else step.pipeline(MOST_MICROBATCHES)
 
 
 class Span(NamedTuple):
