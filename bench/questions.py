@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.planner import Cluster, Estimate, Workload, search
-from shardwise.planner.explain import num_microbatches, seconds, title
+from shardwise.planner.explain import seconds, title
+from shardwise.planner.memory import num_microbatches
 from shardwise.spec.shape import find_shape
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
@@ -221,7 +222,7 @@ def table(found: list[tuple[Question, Estimate, bool]]) -> str:
     ]
     for question, made, is_one in found:
         name, url = SOURCES[question.source]
-        batch = f"{made.workload.micro_batch} x {num_microbatches(made)}"
+        batch = f"{made.workload.micro_batch} x {num_microbatches(made.plan, made.workload)}"
         cells = (question.words, f"`{title(made)}`", batch, str(made.workload.recompute), seconds(made.step_time_s))
         lines.append(f"| {' | '.join(cells)} | {question.expert} | [{name}]({url}) | {'yes' if is_one else '**no**'} |")
     return "\n".join(lines)

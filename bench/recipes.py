@@ -14,8 +14,9 @@ import yaml
 
 from shardwise.cli.plan_file import configuration
 from shardwise.planner import Cluster, Estimate, Workload, search
-from shardwise.planner.explain import gib, num_microbatches, seconds, title
+from shardwise.planner.explain import gib, seconds, title
 from shardwise.planner.fit import first_fit
+from shardwise.planner.memory import num_microbatches
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.shape.gpt import PRESETS
 
@@ -69,7 +70,7 @@ def figures(made: Estimate) -> tuple[str, ...]:
     recompute = made.workload.recompute
     return (
         f"`{title(made)}`" + (f", recompute {recompute}" if recompute != "none" else ""),
-        f"{made.workload.micro_batch} x {num_microbatches(made)}",
+        f"{made.workload.micro_batch} x {num_microbatches(made.plan, made.workload)}",
         seconds(made.step_time_s),
         f"{tokens_per_s:,.0f}",
         f"{tokens_per_s * 86400 / 1e9:,.1f} billion",

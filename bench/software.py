@@ -63,6 +63,6 @@ SOFTWARE.update(
         ),
         # Its stages are balanced by cost (``divides_evenly=False`` in its pipeline's configuration).
         # What its host takes besides launches nobody has measured.
-        replace(PYTORCH, name="nanotron", p2p_blocks=True, launch_s=8e-6, unit_launches=0),
+        replace(PYTORCH, name="nanotron", p2p_blocks=True, launch_s=8e-6, unit_launches=(0, 0)),
     )
 )

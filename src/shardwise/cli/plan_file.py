@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.output import write
-from shardwise.planner.explain import gib, num_microbatches, seconds, title
+from shardwise.planner.explain import gib, seconds, title
+from shardwise.planner.memory import num_microbatches
 from shardwise.planner.screen import plan_fields_of
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def write_plan(path: Path, made: Estimate, model: dict[str, Any], base: dict[str
     lines = [
         (
             f"# {made.shape.name} on {cluster.num_gpus} x {cluster.gpu}: {title(made)},"
-            f" {num_microbatches(made)} microbatches a step"
+            f" {num_microbatches(made.plan, made.workload)} microbatches a step"
         ),
         (
             f"# predicted: {seconds(made.step_time_s)} a step, {gib(made.memory.device_bytes)} of"

@@ -103,8 +103,7 @@ def unit_seconds(work: UnitWork, gpu: Gpu, software: Software, workload: Workloa
 
 def launch_seconds(work: UnitWork, software: Software, workload: Workload) -> float:
     """The host's time for a unit's forward, however fast the device is."""
-    rest = software.compiled_launches if workload.compile else software.unit_launches
-    return (work.num_kernels + rest) * software.launch_s
+    return (work.num_kernels + software.unit_launches[workload.compile]) * software.launch_s
 
 
 def product_seconds(product: Product, gpu: Gpu, software: Software, precision: str) -> tuple[float, float]:

@@ -25,7 +25,7 @@ OF_PRODUCTS = 0.46
 #: Eager PyTorch: 12 to 20 us a launch fit unseen runs (planner.md). No published row depends on what a unit takes
 #: besides: it follows from the 66.4 ms in which the host of one H100 issued a step of 64 tokens of GPT-2-medium, and
 #: the 346 us of each of its units that are this library's hooks (bench/results/2026-11-26-gpu.md).
-LAUNCH_S, UNIT_LAUNCHES, COMPILED_LAUNCHES = 16e-6, 42, 7
+LAUNCH_S, UNIT_LAUNCHES = 16e-6, (42, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class Software:
         is_fused: Element-wise work is fused whatever the workload says.
         fp8: How much faster products are in fp8 than in bf16, scaling and casts included.
         launch_s: The host's time to launch one kernel; the host is never late where it is 0.
-        unit_launches: The host's time for the rest of a unit's forward (modules, views, autograd, hooks), in launches.
-        compiled_launches: The same where units are compiled.
+        unit_launches: The host's time for the rest of a unit's forward, in launches: modules, views, autograd and hooks
+            of an eager unit; the hooks of a compiled one.
         tp_hidden: Share of the collectives of ``tp`` that products hide.
         p2p_blocks: Stages wait for messages to and from their neighbours.
         scatters_messages: Each rank of ``tp`` sends a part of what goes to the next stage (Narayanan et al., SC'21,
@@ -65,8 +65,7 @@ class Software:
     is_fused: bool = False
     fp8: float = 1.77
     launch_s: float = 0.0
-    unit_launches: int = UNIT_LAUNCHES
-    compiled_launches: int = COMPILED_LAUNCHES
+    unit_launches: tuple[int, int] = UNIT_LAUNCHES
     tp_hidden: float = 0.0
     p2p_blocks: bool = False
     scatters_messages: bool = False

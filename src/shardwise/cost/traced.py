@@ -123,14 +123,8 @@ def _scaled_unit(unit: UnitWork, ratio: float) -> UnitWork:
         products=tuple(dataclasses.replace(p, rows=p.rows * ratio) for p in unit.products),
         attention=tuple(dataclasses.replace(a, queries=a.queries * ratio) for a in unit.attention),
         parts=tuple(
-            Part(
-                part.name,
-                part.forward_bytes * ratio,
-                part.backward_bytes * ratio,
-                part.saved_bytes * ratio,
-                part.num_kernels,
-            )
-            for part in unit.parts
+            Part(p.name, p.forward_bytes * ratio, p.backward_bytes * ratio, p.saved_bytes * ratio, p.num_kernels)
+            for p in unit.parts
         ),
         **{name: getattr(unit, name) * ratio for name in bytes_fields},
     )

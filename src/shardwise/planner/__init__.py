@@ -2,7 +2,9 @@
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.estimate import Estimate, MemoryEstimate, Plans, TimeEstimate, estimate
+from shardwise.planner.estimate import Estimate, Plans, estimate
+from shardwise.planner.memory import MemoryEstimate
 from shardwise.planner.search import search
+from shardwise.planner.timing import TimeEstimate
 
 __all__ = ["Cluster", "Estimate", "MemoryEstimate", "Plans", "TimeEstimate", "Workload", "estimate", "search"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from shardwise.cost.kernels import UnitSeconds, launch_seconds
 from shardwise.cost.links import Link
@@ -53,6 +54,8 @@ class CalibratedTiming(Timing):
         ConfigError: The file has no times of this dtype, or of a collective that the plan needs.
     """
 
+    adds_gradients: ClassVar[bool] = False  # the measured copies of gradients include it
+
     @property
     def _measured(self) -> Measured:
         measured = self.cluster.device.measured
@@ -70,9 +73,6 @@ class CalibratedTiming(Timing):
     @property
     def _slowdown(self) -> Slowdown:
         return Slowdown(shared=self._measured.shared) if self._measured.shared else NO_SLOWDOWN
-
-    def _sum_s(self, work: UnitWork) -> float:
-        return 0.0  # the measured copies of gradients include it
 
     def _transfers(self, work: UnitWork) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[Transfer, ...]]:
         gathers, reduces, sums = super()._transfers(work)
@@ -101,7 +101,8 @@ class CalibratedTiming(Timing):
         sizes = ((short, long, short), (short, short, short), (short, short, long))
         return NS_STEPS * sum(self._measured.product_s(*size, dtype)[0] for size in sizes)
 
-    def _exchange_s(self, num_ranks: int) -> float:
+    def _exchange_s(self) -> float:
+        num_ranks = self.plan.dp_replicate * self.plan.dp_shard * self.plan.cp * self.plan.tp
         whole = [num_bytes * num_ranks / max(num_ranks - 1, 1) for num_bytes in self._exchanged_bytes]
         return sum(self._measured.link_s("all_gather", num_ranks, num_bytes) for num_bytes in whole)
 

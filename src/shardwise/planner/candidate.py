@@ -167,25 +167,11 @@ def bases(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mappin
                     yield Candidate(layout, strategy, schedule, stages, micro, count)
 
 
-#: Values of ``offload``, ``recompute``, ``in_backward`` and ``releases_units``.
-Way = tuple[str, str | int, bool, bool]
-
-
 def savings(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> list[Candidate]:
     """What a base becomes by trading time for memory, the least of it first, the most last."""
-    return [saved(base, way) for way in ways_to_save(base, workload, fixed)]
-
-
-def saved(base: Candidate, way: Way) -> Candidate:
-    """A base that trades time for memory in one way."""
-    return Candidate(*base[:6], *way)
-
-
-def ways_to_save(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> tuple[Way, ...]:
-    """Ways to trade time for memory, the least of it first, the most last."""
     is_pipeline, shards = base.layout.pp > 1, PRESETS[base.strategy].shards_parameters
     is_on_host = offload_policy(fixed.get("offload_policy") or "none") is not None
-    return _ways(
+    ways = _ways(
         (fixed["recompute"],) if "recompute" in fixed else None,
         in_backward=fixed.get("in_backward"),
         is_compiled=workload.compile or bool(fixed.get("compile")),
@@ -195,6 +181,7 @@ def ways_to_save(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) 
         can_update=not is_pipeline and (base.accumulation == 1 or is_on_host) and workload.precision != "fp16",
         can_release=is_pipeline and shards and "reshard_after_forward" not in fixed,
     )
+    return [Candidate(*base[:6], *way) for way in ways]
 
 
 @functools.cache
@@ -208,12 +195,12 @@ def _ways(
     shards: bool,
     can_update: bool,
     can_release: bool,
-) -> tuple[Way, ...]:
-    """As :func:`ways_to_save`."""
+) -> tuple[tuple[str, str | int, bool, bool], ...]:
+    """Values of ``offload``, ``recompute``, ``in_backward`` and ``releases_units``, as :func:`savings` orders them."""
     values = recompute or [r for r in RECOMPUTE if not (is_compiled and r == "selective")]
     kept = [o for o in OFFLOADS if shards or o != "optimizer"] if offloads else ["none"]
     kept = ["cpu"] if must_offload and offloads else kept
-    found: list[Way] = []
+    found = []
     for offload in kept:
         # On the host it saves no memory of the device, and costs clipping: taken where it is asked for.
         may_update = can_update and (in_backward is not None or (offload == "none" and offloads))

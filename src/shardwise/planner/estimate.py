@@ -8,15 +8,11 @@ from typing import Any
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner import screen
-from shardwise.planner.memory import MemoryEstimate
 from shardwise.planner.planned import Planned
-from shardwise.planner.time import TimeEstimate
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.shown import Page, Shown
-
-__all__ = ["Estimate", "MemoryEstimate", "Plans", "TimeEstimate", "check_positions", "estimate"]
 
 #: Families whose positions are learned, one vector each.
 _LEARNED = frozenset({"gpt", "gpt2", "opt", "bert", "vit"})

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from shardwise.cost.hardware import GIB
 from shardwise.planner.band import BANDS, regime
 from shardwise.planner.candidate import divisors, kind_of
-from shardwise.planner.memory import estimate_memory
+from shardwise.planner.memory import estimate_memory, num_microbatches
 from shardwise.planner.planned import MARGIN, Made, Planned, fastest_of
 from shardwise.spec.plan import ParallelPlan
 
@@ -59,11 +59,6 @@ def title(made: Planned) -> str:
     if made.workload.chunked_loss:
         words.append("chunked-loss")
     return " ".join(words)
-
-
-def num_microbatches(made: Planned) -> int:
-    """Microbatches of a step."""
-    return made.workload.global_batch // (made.workload.micro_batch * made.plan.dp_replicate * made.plan.dp_shard)
 
 
 def table_rows(plans: Sequence[Made], most: int = 12) -> list[Made]:
@@ -201,14 +196,14 @@ def _remedies_of_time(made: Planned) -> Iterator[str]:
             )
     elif name == "pp bubble":
         larger = dataclasses.replace(made.workload, global_batch=2 * made.workload.global_batch)
-        policy = made.plan.pipeline_policy
+        policy, count = made.plan.pipeline_policy, num_microbatches(made.plan, made.workload)
         assert policy is not None
-        pipeline = dataclasses.replace(policy, num_microbatches=2 * num_microbatches(made))
+        pipeline = dataclasses.replace(policy, num_microbatches=2 * count)
         plan = dataclasses.replace(made.plan, pipeline=pipeline)
         other = made.again(workload=larger, plan=plan)
         share = other.time.by_category.get(name, 0.0) / other.step_time_s
         yield (
-            f"{num_microbatches(made)} microbatches pass through {made.plan.pp} stages; a global batch of"
+            f"{count} microbatches pass through {made.plan.pp} stages; a global batch of"
             f" {larger.global_batch:,} would lower the bubble from {spent / made.step_time_s:.0%} to {share:.0%}."
         )
 

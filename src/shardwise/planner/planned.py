@@ -27,17 +27,7 @@ HOST_BYTES = 2 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a step of one plan needs, and how long it takes.
-
-    Attributes:
-        shape: The model.
-        plan: The plan, with every degree filled in.
-        cluster: Where it runs.
-        workload: What it trains.
-        memory: Bytes of the fullest rank.
-        time: Seconds of a step.
-        software: Whose speed of kernels and overlap is assumed (``cost.software``).
-    """
+    """As :class:`planner.estimate.Estimate`, which adds what people read."""
 
     shape: ModelShape
     plan: ParallelPlan

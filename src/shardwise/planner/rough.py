@@ -22,7 +22,6 @@ from shardwise.spec.shape import ModelShape
 #: Share of the bubble ``(pp - 1) / m`` that remains, by schedule; interleaving divides it by the stages of a rank.
 _BUBBLE = {"zb-h1": 0.5, "zb-v": 0.5}
 
-
 #: Collectives over the network may take this many times as long as predicted: ZeRO-3 on Azure reached 36 to 79 of
 #: 200 GB/s a node (planner.md). This share of what a step would lose by that counts as its risk.
 _SLOWER, _SLOWER_SHARE = 2.0, 0.5

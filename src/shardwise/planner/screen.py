@@ -9,7 +9,8 @@ from typing import Any
 
 from shardwise.cost.hardware import GIB, Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.explain import gib, misfits, num_microbatches, recommendation, seconds, table_rows, title, why
+from shardwise.planner.explain import gib, misfits, recommendation, seconds, table_rows, title, why
+from shardwise.planner.memory import num_microbatches
 from shardwise.planner.planned import Largest, Planned, Remedy, fastest_of
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import FULL_PRECISION
@@ -77,7 +78,7 @@ def cells(plans: Sequence[Planned]) -> list[list[str]]:
     for place, made in enumerate(plans, 1):
         mfu = "n/a" if made.mfu is None else f"{made.mfu:.0%}"
         speed = [seconds(made.step_time_s), f"{made.tflops_per_gpu:.0f}", mfu]
-        batch = f"{made.workload.micro_batch}x{num_microbatches(made)}"
+        batch = f"{made.workload.micro_batch}x{num_microbatches(made.plan, made.workload)}"
         needed = f"{made.memory.device_bytes / GIB:.1f}"
         rows.append(
             [
@@ -237,7 +238,7 @@ def plan_as_json(made: Planned) -> dict[str, Any]:
         "title": title(made),
         "plan": plan_fields_of(made.plan),
         "micro_batch": made.workload.micro_batch,
-        "accumulation_steps": num_microbatches(made),
+        "accumulation_steps": num_microbatches(made.plan, made.workload),
         "recompute": made.workload.recompute,
         "in_backward": made.workload.in_backward,
         "chunked_loss": made.workload.chunked_loss,

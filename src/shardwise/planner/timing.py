@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.kernels import UnitSeconds, copy_seconds, product_seconds, unit_seconds
@@ -81,6 +82,7 @@ class Timing:
         cluster: Where it runs.
         workload: What it trains.
         software: By what.
+        adds_gradients: Gradients of a microbatch are added to those before in a step of its own.
     """
 
     shape: ModelShape
@@ -88,6 +90,7 @@ class Timing:
     cluster: Cluster
     workload: Workload
     software: Software
+    adds_gradients: ClassVar[bool] = True
 
     @functools.cached_property
     def links(self) -> Mapping[str, Link]:
@@ -153,8 +156,8 @@ class Timing:
         spent = self._seconds(work)
         selective = spent.elementwise_s + self.software.selective_products * spent.products_s
         again = {"none": 0.0, "selective": selective, "full": spent.forward_s}[recomputes]
-        if self.num_microbatches > 1:  # the sum of gradients over microbatches, read and written in fp32
-            again += self._sum_s(work)
+        if self.num_microbatches > 1 and self.adds_gradients:  # over microbatches, read and written in fp32
+            again += copy_seconds(8 * self._held(work, is_sharded=self._accumulation == "sharded"), self.cluster.device)
         ahead = self._exchanges(work, is_forward=True)
         back = self._exchanges(work, is_forward=False)
         gather, reduce, replicate = ((), (), ()) if self.is_waited_for else self._transfers(work)
@@ -180,10 +183,6 @@ class Timing:
             updates_on_host=self.plan.offload is not None,
             is_trained=work.num_trained > 0,
         )
-
-    def _sum_s(self, work: UnitWork) -> float:
-        """Seconds to add a microbatch's gradients to those of the microbatches before."""
-        return copy_seconds(8 * self._held(work, is_sharded=self._accumulation == "sharded"), self.cluster.device)
 
     def _transfers(self, work: UnitWork) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[Transfer, ...]]:
         """All-gathers, reductions on ``dp_shard``, and what follows on ``dp_replicate``."""
@@ -285,10 +284,10 @@ class Timing:
         ]
         ranks = self.plan.dp_replicate * self.plan.dp_shard * self.plan.cp * self.plan.tp
         total, longest = sum(count * spent for count, spent in each), max((spent for _, spent in each), default=0.0)
-        return self._exchange_s(ranks) + max(total / self.plan.pp / ranks, longest)
+        return self._exchange_s() + max(total / self.plan.pp / ranks, longest)
 
-    def _exchange_s(self, num_ranks: int) -> float:
-        """Seconds in which so many ranks exchange matrices before they are orthogonalized, and results after it."""
+    def _exchange_s(self) -> float:
+        """Seconds in which ranks exchange matrices before they are orthogonalized, and results after it."""
         joined = [self.links[axis] for axis in ("tp", "dp_shard", "dp_replicate") if self.links[axis].kind_size > 1]
         slowest = min(joined, key=lambda link: link.bandwidth, default=None)
         return sum(self._exchanged_bytes) / slowest.bandwidth + 2 * slowest.latency_s if slowest is not None else 0.0
@@ -360,7 +359,7 @@ class Timing:
             units.append(made[key])
         root = self._root()
         if len(made) == 1 and len(units) > _SIMULATED + 2:
-            short, longer = (self._simulate([root, *units[:n]]) for n in (_SIMULATED, _SIMULATED + 2))
+            short, longer = (self._simulated([root, *units[:n]]).by_category for n in (_SIMULATED, _SIMULATED + 2))
             more = (len(units) - _SIMULATED) / 2
             names = {*short, *longer}
             found = {
@@ -368,12 +367,9 @@ class Timing:
             }
             found = {name: max(spent, 0.0) for name, spent in found.items()}
         else:
-            found = self._simulate([root, *units])
+            found = dict(self._simulated([root, *units]).by_category)
         found["optimizer"] = found.get("optimizer", 0.0) + self._last_update_s
         return self._with_waits(found)
-
-    def _simulate(self, units: Sequence[StepUnit]) -> dict[str, float]:
-        return dict(self._simulated(units).by_category)
 
     def _simulated(self, units: Sequence[StepUnit]) -> SimulatedStep:
         return simulate_step(

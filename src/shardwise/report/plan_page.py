@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 from shardwise.planner import Estimate
-from shardwise.planner.explain import gib, num_microbatches, seconds, title, why
+from shardwise.planner.explain import gib, seconds, title, why
+from shardwise.planner.memory import num_microbatches
 from shardwise.planner.simulated import simulated, simulated_spans
 from shardwise.report.chart import Stack
 from shardwise.report.page import page
@@ -48,7 +49,7 @@ def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) 
         times=_times(estimates[:BARS]),
         memory=_memory(estimates[:BARS]),
         over_a_step=memory_timeline(best.memory.timeline, shown=gib),
-        num_microbatches=num_microbatches(best),
+        num_microbatches=num_microbatches(best.plan, best.workload),
         mesh=mesh_of({axis: getattr(best.plan, axis) for axis in AXES}, best.plan.ep),
         asked={name: flat(dataclasses.asdict(getattr(best, name))) for name in ("workload", "cluster", "plan")},
         **_step(best),
