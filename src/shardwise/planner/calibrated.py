@@ -95,16 +95,15 @@ class CalibratedTiming(Timing):
         )
 
     def _orthogonalization_s(self, product: Product) -> float:
-        dtypes = {row.dtype for row in self._measured.products}
-        dtype = "bf16" if "bf16" in dtypes else self.workload.precision
+        dtype = "bf16" if any(row.dtype == "bf16" for row in self._measured.products) else self.workload.precision
         short, long = sorted((product.inner, product.columns / product.parts))
         sizes = ((short, long, short), (short, short, short), (short, short, long))
         return NS_STEPS * sum(self._measured.product_s(*size, dtype)[0] for size in sizes)
 
     def _exchange_s(self) -> float:
         num_ranks = self.plan.dp_replicate * self.plan.dp_shard * self.plan.cp * self.plan.tp
-        whole = [num_bytes * num_ranks / max(num_ranks - 1, 1) for num_bytes in self._exchanged_bytes]
-        return sum(self._measured.link_s("all_gather", num_ranks, num_bytes) for num_bytes in whole)
+        whole = num_ranks / max(num_ranks - 1, 1)
+        return sum(self._measured.link_s("all_gather", num_ranks, whole * sent) for sent in self._exchanged_bytes)
 
     def _messages(self, num_stages: int) -> list[float]:
         tokens = self.workload.micro_batch * self.workload.seq_len / self.plan.cp
