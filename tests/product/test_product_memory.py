@@ -165,7 +165,7 @@ class Onlooker:
         # What is sent may also be the end of a stage's activations, or what gradients of weights are made of.
         stays = [output for tape in step._saved.values() for output in tape.outputs]
         terms = [pair for held in step._store._terms.values() for _, pairs in held.values() for pair in pairs]
-        stays += [tensor for pair in terms for tensor in pair]
+        stays += [tensor for pair in terms for tensor in pair if tensor is not None]
         for tensor in stays:
             keys.pop(tensor.untyped_storage()._cdata, None)
         return sum(size for key, size in keys.items() if key not in self._before)
