@@ -41,6 +41,13 @@ def place_on(scheme, request, tmp_path):
     return tmp_path / "other" if scheme == "folder" else place_of(f"{scheme}://bucket/{name}/run")
 
 
+@pytest.mark.long
+def test_a_later_server_is_found_at_its_own_port():
+    for _ in range(2):
+        with s3_server():
+            assert find_latest("s3://bucket/later/run").path is None
+
+
 @pytest.fixture(params=[ON_S3, "memory", "folder"])
 def place(request, tmp_path):
     return place_on(request.param, request, tmp_path)

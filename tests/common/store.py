@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 
+from shardwise.checkpoint import storage
+
 #: Values that must be found nowhere.
 SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAFORTESTSONLY", "AWS_SECRET_ACCESS_KEY": "never-to-be-seen-in-any-file"}
 NEEDS = "needs moto, flask, flask-cors and s3fs (part of shardwise[dev])"
@@ -19,6 +21,7 @@ NEEDS = "needs moto, flask, flask-cors and s3fs (part of shardwise[dev])"
 def s3_server() -> Iterator[dict[str, str]]:
     """Serve the bucket ``bucket``, which all servers of a process share. The environment, which is yielded, names it.
 
+    Each server has a port of its own, so the file systems of this process that remember another server's are dropped.
     Skips where a package is missing.
     """
     for name in ("moto", "flask_cors", "s3fs"):
@@ -34,6 +37,8 @@ def s3_server() -> Iterator[dict[str, str]]:
         with mock.patch.dict(os.environ, env):
             import s3fs
 
+            s3fs.S3FileSystem.clear_instance_cache()
+            storage._objects.cache_clear()
             s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
             yield env
     finally:

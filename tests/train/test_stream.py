@@ -248,7 +248,6 @@ def test_files_of_an_object_store_are_read_line_by_line(tmp_path: Path) -> None:
     with s3_server():
         import s3fs
 
-        s3fs.S3FileSystem.clear_instance_cache()  # of another server
         for file in tmp_path.iterdir():
             s3fs.S3FileSystem().pipe(f"bucket/rows/{file.name}/{file.name}", file.read_bytes())
             source = find_source(f"s3://bucket/rows/{file.name}")
