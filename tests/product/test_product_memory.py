@@ -141,6 +141,7 @@ class Onlooker:
 
     def watch(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
         do = ScheduleRunner.do
+        self._seen.free_gradients()
         gc.collect()
         self._count.see_all_objects()
         self._before = {key for key, size in self._count._sizes.items() if size}
@@ -160,7 +161,6 @@ class Onlooker:
         travels = [*step._received.values(), *step._sends]
         found = [tensor for messages in travels for _, tensor in messages]
         found += [tensor for tensors in step._input_gradients.values() for tensor in tensors]
-        found += [shard.whole.grad for shard in self._seen.shards if shard.whole.grad is not None]
         keys = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
         # What is sent may also be the end of a stage's activations, or what gradients of weights are made of.
         stays = [output for tape in step._saved.values() for output in tape.outputs]
@@ -168,7 +168,8 @@ class Onlooker:
         stays += [tensor for pair in terms for tensor in pair if tensor is not None]
         for tensor in stays:
             keys.pop(tensor.untyped_storage()._cdata, None)
-        return sum(size for key, size in keys.items() if key not in self._before)
+        travelling = sum(size for key, size in keys.items() if key not in self._before)
+        return travelling + self._seen.held_bytes()["gradients"]
 
 
 def watch(schedules: tuple[str, ...], pp: int, tp: int = 1) -> dict[str, tuple[list[tuple[str, int, int]], int]]:
