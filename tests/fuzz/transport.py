@@ -3,7 +3,8 @@
 What a collective writes may be there as soon as it has been issued, or only when it is waited for; what it sends may be
 read until then. So some are finished at once, and others work on copies: their buffers hold NaN until they are waited
 for, and what they have been given to send must not have changed by then. Which ones is drawn from a seed, as are short
-pauses that bring ranks out of step. An engine that reads or writes a buffer too early computes something else.
+pauses that bring ranks out of step. A rank that finishes a sum early waits until the others go on with it, which their
+hosts must do: what is finished at once is the same on all ranks, the rest is each rank's own. An engine that reads or writes a buffer too early computes something else.
 """
 
 from __future__ import annotations
@@ -48,21 +49,19 @@ class _Late(Handle):
 class _Transport:
     """What stands for three methods of ``GlooComm``."""
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, seed: int, rank: int) -> None:
+        self._shared, self._random = random.Random(seed), random.Random(f"{seed} {rank}")
         self._gather, self._scatter, self._reduce = GlooComm.all_gather, GlooComm.reduce_scatter, GlooComm.all_reduce
 
     def _run(self, issue: Callable[[], Handle], issue_late: Callable[[], Handle]) -> Handle:
         if self._random.random() < 0.02:
             time.sleep(self._random.choice([0.0005, 0.002, 0.005]))
-        how = self._random.choice(["as it is", "early", "late", "late"])
-        if how == "late":
-            return issue_late()
-        handle = issue()
-        if how == "early":
+        if self._shared.random() < 0.25:
+            handle = issue()
             while handle.advance():
                 pass
-        return handle
+            return handle
+        return self._random.choice([issue, issue_late, issue_late])()
 
     def all_gather(self, comm: GlooComm, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         def issue_late() -> Handle:
@@ -125,9 +124,9 @@ def _check(tensor: Tensor, sent: Tensor, what: str) -> None:
 
 
 @contextlib.contextmanager
-def delayed(seed: int) -> Iterator[None]:
+def delayed(seed: int, rank: int) -> Iterator[None]:
     """Inside, messages are early or late as ``seed`` says."""
-    transport = _Transport(seed)
+    transport = _Transport(seed, rank)
 
     def method(name: str) -> Callable[..., Handle]:
         def issue(comm: GlooComm, *args: Any, **kwargs: Any) -> Handle:  # a function: a method gets no Comm

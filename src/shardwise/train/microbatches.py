@@ -41,14 +41,19 @@ class Microbatches:
             everyones: Indices of the samples of all ranks: the loss is a mean over the targets of all of them.
             count: How many samples ``everyones`` names.
         """
+        if isinstance(part, GivenSamples):
+            return self.timed(part.microbatches([[(index, index) for index in each] for each in samples], self.device))
         learned = part.num_targets(everyones)
         share = None if learned is None else learned * self.batch.micro / count
-        for each in samples:
+        return self.timed(to_tensors(part, each, self.device, share) for each in samples)
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield ``batches``, and count the time that they are waited for."""
+        while True:
             heartbeat.move()
             started = time.perf_counter()
-            if isinstance(part, GivenSamples):
-                batch = part.batch(each, self.device)
-            else:
-                batch = to_tensors(part, each, self.device, share)
+            batch = next(batches, self)
             self.data_s += time.perf_counter() - started
+            if batch is self:
+                return
             yield batch

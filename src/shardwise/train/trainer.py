@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
+from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.sampler import Sampler
@@ -114,6 +115,7 @@ class Trainer:
         stops = config.train.non_finite == "stop"
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
         self.microbatches = Microbatches(batch, device)
+        self._given: Iterator[Any] | None = None  # microbatches of a user's data set, from the first step on
         self.evaluation = Evaluation(
             resolved, self.model, self.data.held_out, reader, self.microbatches, control, self.loop.must_stop
         )
@@ -300,6 +302,8 @@ class Trainer:
         set_lr(self.optimizer, config.optimizer, ratio)  # before the backward, which may be what updates
         scale = scaler.get_scale() if scaler.is_enabled() else None
         loop.fault_at("before_backward", step + 1)
+        if self._given is None and isinstance(part := self.data.train, GivenSamples):
+            self._given = part.microbatches(self.sampler.upcoming(), self.device)
         everyones = self.sampler.whole_step()
         samples = self.sampler.next_step()
         loss = self._forward_backward(samples, everyones)
@@ -351,7 +355,7 @@ class Trainer:
         self.microbatches.data_s = 0.0
         sw.train_step(
             self.model,
-            self.microbatches.read(self.data.train, samples, everyones, self.resolved.batch.total),
+            self._microbatches(samples, everyones),
             loss_fn,
             self.resolved.batch.accumulation,
             scaler=self.loop.parts.scaler,
@@ -367,6 +371,11 @@ class Trainer:
             if (grad := parameter.grad) is not None:  # in fp32: a tensor without dimensions does not change the dtype
                 grad.mul_(factors.setdefault(grad.device, factor.to(grad.device)))
         return None if loss is None else loss * factor
+
+    def _microbatches(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Iterator[Any]:
+        if self._given is not None:
+            return self.microbatches.timed(islice(self._given, len(samples)))
+        return self.microbatches.read(self.data.train, samples, everyones, self.resolved.batch.total)
 
     def _factor(self, counts: Sequence[Tensor | float], *, has_loss: bool) -> Tensor:
         """What makes the mean over microbatches and ranks of sums the mean by what they count; 1 where none counts.

@@ -175,7 +175,8 @@ def data_of(resolved: RunConfig) -> Data:
 
         batch = resolved.batch
         most, least = config.train.eval_batches * batch.total, batch.micro * batch.data_parallel_size
-        return given_data(spec.data, spec.eval_data, spec.collate, most, least)
+        how = {"seed": config.train.seed, "workers": config.data.workers}
+        return given_data(spec.data, spec.eval_data, spec.collate, most, least, **how)
     return open_data(
         source,
         seq_len=resolved.seq_len,
@@ -358,6 +359,11 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
             for key in sorted(keys):
                 raw.fail(section, key, f"the spec brings the {section}; take it out")
     has_loss, of_tokens = spec.loss is not None, spec.data is None
+    if config.data.workers and (of_tokens or not is_indexed(spec.data)):
+        why = (
+            "tokens are read from files as they lie there" if of_tokens else "the spec's iterable is read in its order"
+        )
+        raw.fail("data", "workers", f"{why}; leave it out, or give the spec a data set with len and items")
     chunked = config.train.chunked_cross_entropy and (has_loss or spec.model is not None or not of_tokens)
     whole = of_tokens and (has_loss or spec.model is not None or bool(spec.metrics))
     for section, key, holds, why in (

@@ -153,6 +153,9 @@ class DataSection(OneSource):
         description="tokenize texts while training goes on, some files at a time, instead of all before it begins; the"
         " last files are held out",
     )
+    workers: Annotated[int, Field(ge=0, le=256)] = Field(
+        0, description="processes of each rank that read the samples of a spec ahead of training; 0: the rank itself"
+    )
 
     @property
     def sources(self) -> Sequence[MixedSection | DataSection]:

@@ -21,12 +21,16 @@ Permutations are never materialised: a keyed Feistel network on ``2k`` bits, wal
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
+
+#: A global position, and the sample that is read there.
+Draw = tuple[int, int]
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
@@ -38,6 +42,11 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+def mixed_seed(seed: int, position: int) -> int:
+    """A seed of 63 bits for what a sample draws, of a run's seed and the sample's position."""
+    return _mix(_mix(seed & _MASK) + position) >> 1
 
 
 class Permutation:
@@ -124,6 +133,15 @@ class Sampler:
         self.position += self.global_batch_size
         size = self.micro_batch_size
         return [samples[m * size : (m + 1) * size] for m in range(self.accumulation)]
+
+    def upcoming(self) -> Iterator[list[Draw]]:
+        """This rank's microbatches of the steps to come, without end. Moves nothing on."""
+        ahead = dataclasses.replace(self)
+        while True:
+            first = ahead.position + self.data_parallel_rank * self.micro_batch_size * self.accumulation
+            for samples in ahead.next_step():
+                yield list(enumerate(samples, first))
+                first += self.micro_batch_size
 
     def state(self) -> dict[str, int]:
         """What a checkpoint holds."""

@@ -23,7 +23,7 @@ from shardwise.spec.errors import CheckpointError
 from shardwise.train.data.form import Form
 from shardwise.train.data.records import read_rows
 from shardwise.train.data.rows import Rows, shifted
-from shardwise.train.data.sampler import Permutation, Sampler, natural
+from shardwise.train.data.sampler import Draw, Permutation, Sampler, natural
 from shardwise.train.data.token_files import DataError
 
 #: Tokens of a window at least, unless an epoch ends before.
@@ -51,6 +51,7 @@ class IterableSampler(Sampler):
     data: Any = field(kw_only=True)
     _items: Iterator[Any] = field(default=iter(()), init=False)
     _held: dict[int, Any] = field(default_factory=dict, init=False)
+    _own: list[list[int]] = field(default_factory=list, init=False)
 
     def for_reader(self, micro: int, accumulation: int, reader: int, readers: int) -> IterableSampler:
         """Itself, that gives the items of one reader."""
@@ -65,9 +66,15 @@ class IterableSampler(Sampler):
     def next_step(self) -> list[list[int]]:
         """This rank's items of the next global batch, by microbatch; they can be read until the next call."""
         items = {place: self._next() for place in range(self.position, self.position + self.global_batch_size)}
-        own = Sampler.next_step(self)
-        self._held = {place: items[place] for each in own for place in each}
-        return own
+        self._own = Sampler.next_step(self)
+        self._held = {place: items[place] for each in self._own for place in each}
+        return self._own
+
+    def upcoming(self) -> Iterator[list[Draw]]:
+        """This rank's microbatches of the step that :meth:`next_step` has begun, and of those that it will begin."""
+        while True:
+            for places in self._own:
+                yield [(place, place) for place in places]
 
     def _next(self) -> Any:
         for _ in range(2):

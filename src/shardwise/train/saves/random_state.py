@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +17,28 @@ from shardwise.spec.errors import CheckpointError
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  users' models and data may draw from the global generator
+    """Seed Python, numpy and torch: users' models and data may draw from the global generators."""
+    seed_host(seed)
     torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators of the host: Python's, numpy's and torch's for CPUs."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - as users' code does
+    torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Whatever is drawn, or seeded, on the host inside: the generators are afterwards what they were."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - as users' code does
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002 - as users' code does
+        torch.set_rng_state(cpu)
 
 
 def rank_seed(seed: int, reader: int, step: int = 0) -> int:
@@ -39,7 +59,7 @@ class Generators:
 def take(device: torch.device) -> Generators:
     """The states of all generators now."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return Generators(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002  see seed_all
+    return Generators(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002 - as users' code does
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -79,7 +99,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
             f"the checkpoint's random state is damaged: {error}.\n  Resume from another checkpoint."
         ) from None
     random.setstate(python)
-    np.random.set_state(numpy_state)  # noqa: NPY002  see seed_all
+    np.random.set_state(numpy_state)  # noqa: NPY002 - as users' code does
     if cuda is not None:
         torch.cuda.set_rng_state(cuda, device)
 
