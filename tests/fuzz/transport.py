@@ -3,8 +3,9 @@
 What a collective writes may be there as soon as it has been issued, or only when it is waited for; what it sends may be
 read until then. So some are finished at once, and others work on copies: their buffers hold NaN until they are waited
 for, and what they have been given to send must not have changed by then. Which ones is drawn from a seed, as are short
-pauses that bring ranks out of step. A rank that finishes a sum early waits until the others go on with it, which their
-hosts must do: what is finished at once is the same on all ranks, the rest is each rank's own. An engine that reads or writes a buffer too early computes something else.
+pauses that bring ranks out of step. A rank that finishes a sum early waits until the hosts of the others go on with it;
+so what is finished at once is the same on all ranks, and the rest is each rank's own. An engine that reads or writes a
+buffer too early computes something else.
 """
 
 from __future__ import annotations

@@ -269,6 +269,42 @@ def alone(folder: str) -> list[str]:
     return said
 
 
+class Place:
+    """A loader that knows where it is; the ranks read streams of different lengths."""
+
+    def __init__(self, rank: int) -> None:
+        self.at = 100 * rank
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def read_apart(folder: str, until: int) -> list[int]:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model, optimizer, _ = build()
+    rank = torch.distributed.get_rank()
+    place, found = Place(rank), []
+    with sw.Run(f"{folder}/run", model=model, optimizer=optimizer, steps=4, sampler=place) as run:
+        for step in run.steps():
+            found.append(place.at)
+            place.at += 1 + rank
+            sw.train_step(model, default_collate([Pairs(4, 0)[0]]), mean)
+            optimizer.step()
+            if step + 1 == until:
+                break
+    return found
+
+
+def test_each_rank_s_loader_goes_on_at_its_own_place(tmp_path: Path) -> None:
+    assert run_on_ranks(read_apart, 2, str(tmp_path), 2, timeout_s=100) == [[0, 1], [100, 102]]
+    with pytest.raises(RankFailure, match="was that of each of 2 ranks, and this run has 3"):
+        run_on_ranks(read_apart, 3, str(tmp_path), 4, timeout_s=100)
+    assert run_on_ranks(read_apart, 2, str(tmp_path), 4, timeout_s=100) == [[2, 3], [104, 106]]
+
+
 def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
     (said,) = run_on_ranks(alone, 1, str(tmp_path))
     for text, words in zip(

@@ -114,11 +114,16 @@ def test_workers_change_no_number_nor_does_a_resume(tmp_path: Path) -> None:
         (*cut, "--resume", *sets("train.steps=8", "data.workers=1")),
     )
     assert [code for code, _ in results] == [0] * 4, results
-    expected = metrics(tmp_path / "here")
+    expected = numbers(tmp_path / "here")
     assert len({line["loss"] for line in expected}) == 8
-    assert metrics(tmp_path / "workers") == expected
-    assert metrics(tmp_path / "cut")[:4] == expected[:4]
-    assert metrics(tmp_path / "cut")[-3:] == expected[-3:]
+    assert numbers(tmp_path / "workers") == expected
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in numbers(tmp_path / "cut")] == [line[name] for line in expected]
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    """Records without memory: several runs share these processes."""
+    return [{key: value for key, value in line.items() if key != "peak_memory_bytes"} for line in metrics(run)]
 
 
 def drawn(readers: int, micro: int, workers: int = 0, position: int = 0) -> Tensor:

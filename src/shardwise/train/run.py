@@ -30,6 +30,7 @@ from shardwise.spec.text import printable
 from shardwise.train.callback import Callback
 from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
+from shardwise.train.control import Control
 from shardwise.train.differences import differences
 from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
@@ -43,6 +44,8 @@ from shardwise.train.steps.unread import TOKENS
 
 #: What :meth:`Run.log` takes by itself.
 _KNOWN = ("loss", "grad_norm", "tokens")
+#: Marks the states of a loader of which each rank has one of its own.
+_BY_RANK = "of each rank"
 
 
 class Stateful(Protocol):
@@ -174,7 +177,7 @@ class Run:
                 callbacks=self._callbacks,
                 is_own_loop=True,
             )
-            held.control.check_same(self.state(), "state of sampler and scheduler")
+            held.control.check_same(self._shared(), "state of sampler and scheduler")
             stack.enter_context(loop.running(held.resume))
             self._stack = stack.pop_all()
         return self
@@ -317,11 +320,29 @@ class Run:
 
     # --- what the loop asks its owner --------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """What checkpoints hold beside tensors."""
-        kept = {name: as_json(held.state_dict(), name) for name, held in self._kept.items() if held is not None}
+    def _shared(self) -> dict[str, Any]:
+        """What is the same on every rank; a loader's place may be each rank's own."""
+        kept = {
+            name: as_json(held.state_dict(), name)
+            for name, held in self._kept.items()
+            if name == "scheduler" or isinstance(held, sw.DistributedSampler)
+            if held is not None
+        }
         settings = {"loop": "sw.Run", **self._config.model_dump(mode="json"), "own": self._own_config}
         return {"kept": kept, "config": settings, "mesh": sw.summary(self._parts.model).mesh}
+
+    def state(self) -> dict[str, Any]:
+        """What checkpoints hold beside tensors. A loader's state is one for all ranks, or that of each rank, in order.
+
+        Collective:
+            One all-gather of small JSON where ``sampler`` is no ``sw.DistributedSampler``.
+        """
+        state, held = self._shared(), self._kept["sampler"]
+        if held is not None and "sampler" not in state["kept"]:
+            everyones = self._running.control.all_json(as_json(held.state_dict(), "sampler"))
+            is_one = all(each == everyones[0] for each in everyones)
+            state["kept"]["sampler"] = everyones[0] if is_one else {_BY_RANK: everyones}
+        return state
 
     def check(self, path: Path) -> list[str]:
         """Refuse a checkpoint of a trainer's run; returns what differs of one's own settings. Small JSON."""
@@ -348,7 +369,7 @@ class Run:
                     "  Leave it out to begin it anew, or begin a new run in another folder."
                 )
             if held is not None:
-                held.load_state_dict(from_json(saved[name]))
+                held.load_state_dict(from_json(_own_state(saved[name], self._running.control)))
         return resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
 
     def evaluate(self) -> dict[str, float] | None:
@@ -379,6 +400,23 @@ class Run:
             units=[],
             predicted_step=PredictedStep(None, "of a loop of one's own no time is predicted"),
         )
+
+
+def _own_state(saved: Any, control: Control) -> Any:
+    """This rank's state of what each rank may have one of its own of.
+
+    Raises:
+        CheckpointError: Each of another number of ranks had one.
+    """
+    if not (isinstance(saved, dict) and saved.keys() == {_BY_RANK}):
+        return saved
+    if len(saved[_BY_RANK]) != control.size:
+        raise CheckpointError(
+            f"the place of sw.Run(sampler=...) was that of each of {len(saved[_BY_RANK])} ranks, and this run has"
+            f" {control.size}.\n  Continue on as many ranks, or read by an sw.DistributedSampler: its place is one for any"
+            " number of ranks."
+        )
+    return saved[_BY_RANK][control.rank]
 
 
 def _checked(

@@ -135,13 +135,8 @@ class Sampler:
         return [samples[m * size : (m + 1) * size] for m in range(self.accumulation)]
 
     def upcoming(self) -> Iterator[list[Draw]]:
-        """This rank's microbatches of the steps to come, without end. Moves nothing on."""
-        ahead = dataclasses.replace(self)
-        while True:
-            first = ahead.position + self.data_parallel_rank * self.micro_batch_size * self.accumulation
-            for samples in ahead.next_step():
-                yield list(enumerate(samples, first))
-                first += self.micro_batch_size
+        """This rank's microbatches from the next step on, without end. Moves nothing on."""
+        return _without_end(dataclasses.replace(self))
 
     def state(self) -> dict[str, int]:
         """What a checkpoint holds."""
@@ -155,6 +150,14 @@ class Sampler:
         """
         _check_same(state, self)
         self.position = natural(state, "position")
+
+
+def _without_end(sampler: Sampler) -> Iterator[list[Draw]]:
+    while True:
+        first = sampler.position + sampler.data_parallel_rank * sampler.micro_batch_size * sampler.accumulation
+        for samples in sampler.next_step():
+            yield list(enumerate(samples, first))
+            first += sampler.micro_batch_size
 
 
 class DistributedSampler:

@@ -44,6 +44,7 @@ _FREE = (
     "train.max_skipped_steps",
     "train.step_timeout_s",
     "train.grace_s",
+    "data.workers",
     "log",
     "checkpoint",
     "parallel",
