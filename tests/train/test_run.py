@@ -269,28 +269,31 @@ def alone(folder: str) -> list[str]:
     return said
 
 
-class Place:
-    """A loader that knows where it is; the ranks read streams of different lengths."""
+class Loader:
+    """A loader that knows where it is, and shuffles by a generator of its own; the ranks read streams of their own."""
 
     def __init__(self, rank: int) -> None:
-        self.at = 100 * rank
+        self.at, self.generator = 100 * rank, torch.Generator().manual_seed(rank)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
+    def next(self, step: int) -> int:
+        self.at += step + int(torch.randint(7, (), generator=self.generator))
+        return self.at
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
+        self.generator.set_state(state["generator"])
 
 
 def read_apart(folder: str, until: int) -> list[int]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     model, optimizer, _ = build()
-    rank = torch.distributed.get_rank()
-    place, found = Place(rank), []
-    with sw.Run(f"{folder}/run", model=model, optimizer=optimizer, steps=4, sampler=place) as run:
+    loader, found = Loader(torch.distributed.get_rank()), []
+    with sw.Run(f"{folder}/run", model=model, optimizer=optimizer, steps=4, sampler=loader) as run:
         for step in run.steps():
-            found.append(place.at)
-            place.at += 1 + rank
+            found.append(loader.next(step))
             sw.train_step(model, default_collate([Pairs(4, 0)[0]]), mean)
             optimizer.step()
             if step + 1 == until:
@@ -299,10 +302,12 @@ def read_apart(folder: str, until: int) -> list[int]:
 
 
 def test_each_rank_s_loader_goes_on_at_its_own_place(tmp_path: Path) -> None:
-    assert run_on_ranks(read_apart, 2, str(tmp_path), 2, timeout_s=100) == [[0, 1], [100, 102]]
+    loaders = [Loader(0), Loader(1)]
+    expected = [[loader.next(step) for step in range(4)] for loader in loaders]
+    assert run_on_ranks(read_apart, 2, str(tmp_path), 2, timeout_s=100) == [each[:2] for each in expected]
     with pytest.raises(RankFailure, match="was that of each of 2 ranks, and this run has 3"):
         run_on_ranks(read_apart, 3, str(tmp_path), 4, timeout_s=100)
-    assert run_on_ranks(read_apart, 2, str(tmp_path), 4, timeout_s=100) == [[2, 3], [104, 106]]
+    assert run_on_ranks(read_apart, 2, str(tmp_path), 4, timeout_s=100) == [each[2:] for each in expected]
 
 
 def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:

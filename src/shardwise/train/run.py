@@ -413,8 +413,8 @@ def _own_state(saved: Any, control: Control) -> Any:
     if len(saved[_BY_RANK]) != control.size:
         raise CheckpointError(
             f"the place of sw.Run(sampler=...) was that of each of {len(saved[_BY_RANK])} ranks, and this run has"
-            f" {control.size}.\n  Continue on as many ranks, or read by an sw.DistributedSampler: its place is one for any"
-            " number of ranks."
+            f" {control.size}.\n  Continue on as many ranks, or read by an sw.DistributedSampler, which has one place"
+            " for any number of ranks."
         )
     return saved[_BY_RANK][control.rank]
 

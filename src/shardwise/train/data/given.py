@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardwise.spec.errors import StateError
+from shardwise.train.data.draws import apart, seed_host
 from shardwise.train.data.rows import Rows
 from shardwise.train.data.sampler import Draw, mixed_seed
 from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.stream import IterableSampler
 from shardwise.train.data.token_files import DataError
-from shardwise.train.saves.random_state import apart, seed_host
 
 Collate = Callable[[list[Any]], Any]
 

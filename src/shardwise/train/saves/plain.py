@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from shardwise.spec.errors import ConfigError
 
-#: Marks what JSON does not hold by itself: mappings with keys that are no text, and infinity.
-_PAIRS, _FLOAT = "pairs of a mapping", "float"
+#: Marks what JSON does not hold by itself: mappings with keys that are no text, infinity, and bytes of a generator.
+_PAIRS, _FLOAT, _BYTES = "pairs of a mapping", "float", "bytes of a tensor"
+#: Bytes of a tensor at most; the state of a generator of torch has about 5,000.
+_MOST_BYTES = 1 << 16
 
 
 def as_json(value: Any, what: str) -> Any:
     """``value`` with lists for tuples, and numbers as keys (``MultiStepLR``) and infinity in words.
 
+    A tensor of bytes is the state of a generator, by which loaders shuffle.
+
     Raises:
-        ConfigError: It holds a tensor, or another object.
+        ConfigError: It holds another tensor, or another object.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -28,6 +35,8 @@ def as_json(value: Any, what: str) -> Any:
         if all(isinstance(key, str) for key in value):
             return {key: as_json(each, what) for key, each in value.items()}
         return {_PAIRS: [[as_json(key, what), as_json(each, what)] for key, each in value.items()]}
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel() <= _MOST_BYTES:
+        return {_BYTES: base64.b64encode(value.numpy(force=True).tobytes()).decode()}
     raise ConfigError(
         f"sw.Run({what}=...): its state_dict() holds a {type(value).__name__}, and checkpoints hold numbers, texts,"
         " lists and mappings beside tensors.\n  Wrap it: return plain values from state_dict()."
@@ -43,5 +52,7 @@ def from_json(value: Any) -> Any:
             return {from_json(key): from_json(each) for key, each in value[_PAIRS]}
         if value.keys() == {_FLOAT}:
             return float(value[_FLOAT])
+        if value.keys() == {_BYTES}:
+            return torch.frombuffer(bytearray(base64.b64decode(value[_BYTES])), dtype=torch.uint8)
         return {key: from_json(each) for key, each in value.items()}
     return value

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,31 +12,13 @@ import numpy as np
 import torch
 
 from shardwise.spec.errors import CheckpointError
+from shardwise.train.data.draws import seed_host
 
 
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch: users' models and data may draw from the global generators."""
     seed_host(seed)
     torch.manual_seed(seed)
-
-
-def seed_host(seed: int) -> None:
-    """Seed the generators of the host: Python's, numpy's and torch's for CPUs."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - as users' code does
-    torch.default_generator.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Whatever is drawn, or seeded, on the host inside: the generators are afterwards what they were."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - as users' code does
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002 - as users' code does
-        torch.set_rng_state(cpu)
 
 
 def rank_seed(seed: int, reader: int, step: int = 0) -> int:
