@@ -96,17 +96,17 @@ class GivenSamples(Dataset[Any]):
                 "  Where the machine's memory was at its end, lower data.workers."
             ) from error
 
-    def __getitem__(self, draws: Sequence[Draw]) -> Any:
-        """A microbatch, made in this process, or why it could not be."""
+    def __getitem__(self, index: Sequence[Draw]) -> Any:
+        """The microbatch of these draws, made in this process, or why it could not be."""
         try:
             items = []
-            for position, index in draws:
+            for position, item in index:
                 seed_host(mixed_seed(self.seed, position))
-                items.append(self.data[index])
+                items.append(self.data[item])
             return self.collate(items)
         except Exception as error:  # noqa: BLE001 - of the user's code, also in a worker
             return _Unread(
-                f"samples {', '.join(str(index) for _, index in draws)} of {type(self.data).__name__} could not be"
+                f"samples {', '.join(str(item) for _, item in index)} of {type(self.data).__name__} could not be"
                 f" read: {type(error).__name__}: {error}\n  Look at these items, and at TrainSpec(collate=...).",
                 error if self.workers == 0 else None,
             )
