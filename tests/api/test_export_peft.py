@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -99,8 +100,10 @@ def save_each(folder, methods):
                         "Use sw.full_state_dict(model) or sw.save(path, model, optimizer)."
                     )
             state = sw.full_state_dict(model, trainable_only=True)
-            if rank == 0:
-                model.save_pretrained(f"{place}-saved", state_dict=state)
+            computes = method == "prompt"  # what peft saves
+            with sw.full_parameters(model.prompt_encoder) if computes else contextlib.nullcontext(), torch.no_grad():
+                if rank == 0:
+                    model.save_pretrained(f"{place}-saved", state_dict=state)
             written = ["saved"]
             for form in ("adapter", "merged"):
                 try:
@@ -138,5 +141,6 @@ def test_peft_loads_what_was_trained_on_shards_with_and_without_whole_modules(me
         assert method != "lora"
         if "of kind" in text:  # what it says has just been done, and is right
             assert "model.save_pretrained(folder, state_dict=state)" in text
+            assert ("inside of sw.full_parameters(model.prompt_encoder)" in text) == (method == "prompt")
         else:
             assert (form, method) in {("merged", each) for each in ("dora", "lora embedding", "lora tokens")}

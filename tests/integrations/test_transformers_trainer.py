@@ -202,6 +202,27 @@ def test_trl_fine_tunes_by_the_mixin_with_adapters_too(tmp_path: Path, is_adapte
                    for name, value in held.items())  # fmt: skip
 
 
+def tune_prompts_on_rank(folder: str) -> dict[str, Tensor]:
+    import peft
+    from transformers import TrainingArguments
+
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    model = peft.get_peft_model(build(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    args = TrainingArguments(**settings(folder, 2))
+    trainer = ShardwiseTrainer(model, args, train_dataset=Texts(8, 1), eval_dataset=Texts(8, 2), plan="zero3")
+    trainer.save_model(folder)
+    return sw.full_state_dict(model, trainable_only=True)
+
+
+def test_prompts_that_peft_computes_when_it_saves_are_saved(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    (trained,) = run_on_ranks(tune_prompts_on_rank, 2, str(tmp_path), timeout_s=100)[0].values()
+    (saved,) = load_file(tmp_path / "adapter_model.safetensors").values()
+    assert torch.equal(saved, trained)
+
+
 def refuse_on_rank(folder: str) -> None:
     from transformers import Trainer, TrainingArguments
 

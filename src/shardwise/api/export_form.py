@@ -104,11 +104,14 @@ def _only_adapter(model: Any) -> str:
             f"of the adapters {', '.join(names)} there are {len(active)} active.\n"
             "  Choose one with model.set_adapter(name), and export it."
         )
-    kind = model.peft_config[active[0]].peft_type
-    if kind != "LORA":
+    config = model.peft_config[active[0]]
+    if config.peft_type != "LORA":
+        # peft computes the prompts that it saves, with the encoder's parameters
+        inside = ", inside of sw.full_parameters(model.prompt_encoder) and torch.no_grad() on every rank,"
         raise ConfigError(
-            f"adapter {active[0]} is of kind {kind}.\n  Save it with peft: state = sw.full_state_dict(model,"
-            " trainable_only=True) on every rank, and on rank 0 model.save_pretrained(folder, state_dict=state)."
+            f"adapter {active[0]} is of kind {config.peft_type}.\n  Save it with peft: state = sw.full_state_dict("
+            f"model, trainable_only=True) on every rank, and{inside if config.is_prompt_learning else ''} on rank 0"
+            " model.save_pretrained(folder, state_dict=state)."
         )
     return active[0]
 
@@ -118,7 +121,7 @@ def _active_adapters(model: Any) -> list[str]:
         held = getattr(module, "active_adapters", None)
         if isinstance(held, list) and hasattr(module, "base_layer"):
             return held
-    return []
+    return [model.active_adapter] if hasattr(model, "prompt_encoder") else []
 
 
 class Adapter:

@@ -185,8 +185,10 @@ class ShardwiseTrainerMixin(_Any):
             write_weights(folder, self.model)
         else:
             whole = sw.full_state_dict(self.model, trainable_only=True) if state_dict is None else state_dict
-            if self.args.should_save:
-                self.model.save_pretrained(folder, state_dict=whole)
+            encoder = getattr(self.model, "prompt_encoder", None)  # peft computes the prompts that it saves
+            with contextlib.nullcontext() if encoder is None else sw.full_parameters(encoder), torch.no_grad():
+                if self.args.should_save:
+                    self.model.save_pretrained(folder, state_dict=whole)
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
