@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,12 @@ class Slow(Noisy):
         return super().__getitem__(index)
 
 
+class Idle(Noisy):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.2)
+        return super().__getitem__(index)
+
+
 class Broken(Noisy):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if index == 7:
@@ -88,6 +95,7 @@ def masked(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 noisy = sw.TrainSpec(model=Line, data=Noisy(), eval_data=Noisy(), collate=masked)
 slow = sw.TrainSpec(model=Line, data=Slow())
+idle = sw.TrainSpec(model=Line, data=Idle())
 broken = sw.TrainSpec(model=Line, data=Broken())
 lost = sw.TrainSpec(model=Line, data=Lost())
 
@@ -162,6 +170,14 @@ def test_what_a_worker_could_not_read_ends_the_run_with_its_name(tmp_path: Path,
     ((code, text),) = train_on(1, tmp_path, arguments, config=CONFIG.replace("eval_every: 4, ", ""))
     assert code != 0
     assert words in text
+
+
+@pytest.mark.parametrize(("workers", "advice"), [(0, "; data.workers=4 reads ahead"), (1, "")])
+def test_a_run_that_waits_for_data_says_so(tmp_path: Path, workers: int, advice: str) -> None:
+    arguments = (f"{HERE}:idle", "--run-dir", "run", *sets("train.steps=6", f"data.workers={workers}"))
+    ((code, text),) = train_on(1, tmp_path, arguments, config="log: {tensorboard: false}\n")
+    assert code == 0, text
+    assert re.search(rf"^  of it \d+% was spent on data{re.escape(advice)}$", text, re.MULTILINE), text
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])

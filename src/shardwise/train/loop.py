@@ -492,6 +492,7 @@ class Loop:
         if made_steps > self.speed.timed_from:
             self.speed.tokens += tokens
             self.speed.seconds += step_s
+            self.speed.data_s += step.data_s
             self.speed.timed_steps += 1
         of_token = self.report.mfu_of_token
         return Record(

@@ -28,6 +28,7 @@ from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.sampler import Sampler
+from shardwise.train.data.source import is_indexed
 from shardwise.train.data.stream import ENDLESS, IterableSampler
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, find_tokenizer
@@ -146,6 +147,7 @@ class Trainer:
     def _report(self, directory: Path, average: sw.ExponentialMovingAverage | None) -> Report:
         resolved, control, config, batch = self.resolved, self.control, self.config, self.resolved.batch
         model, step = str(sw.summary(self.model)), predict_step(resolved, self.device, control.size)
+        may_read_ahead = is_indexed(resolved.spec.data) and not config.data.workers
         return Report(
             directory,
             self.device,
@@ -163,6 +165,7 @@ class Trainer:
             units=owned_units(self.model, resolved.mesh, control),
             predicted_step=step,
             mfu_of_token=mfu_of_token(resolved, self.model, self.device, control.size),
+            data_advice="; data.workers=4 reads ahead" if may_read_ahead else "",
         )
 
     def _lines(self, directory: Path, model: str) -> list[str]:

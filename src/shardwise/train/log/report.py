@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Units that are named at the end of a run.
 _LARGEST = 4
+#: The share of a step that data takes, from which on it is said.
+_MUCH_DATA = 0.1
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Speed:
     Attributes:
         tokens: Tokens of the steps that are timed, over all ranks.
         seconds: Time of these steps.
+        data_s: Part of it that this rank's host spent on data.
         timed_steps: How many they are.
         made_steps: Steps of this process.
         timed_from: The first so many of them are not timed.
@@ -78,6 +81,7 @@ class Speed:
 
     tokens: int = 0
     seconds: float = 0.0
+    data_s: float = 0.0
     timed_steps: int = 0
     made_steps: int = 0
     timed_from: int = 0
@@ -115,6 +119,7 @@ class Report:
         units: Each unit's name, class and elements, and how many of these each rank owns.
         predicted_step: The predicted time of a step, or why there is none.
         mfu_of_token: The share of all devices' peaks that one token a second takes, where it is known.
+        data_advice: What is added where much of a step is spent on data.
     """
 
     directory: Path
@@ -128,6 +133,7 @@ class Report:
     units: list[dict[str, Any]]
     predicted_step: PredictedStep
     mfu_of_token: float | None = None
+    data_advice: str = ""
 
     @property
     def predicted_total(self) -> int:
@@ -257,3 +263,5 @@ class Report:
         if speed.step_time_s is not None:
             ratio = "" if not found.seconds else f"  {speed.step_time_s / found.seconds:.2f} of the prediction"
             progress.say(f"  measured   {speed.step_time_s * 1e3:>6,.0f} ms{ratio}")
+        if speed.data_s > _MUCH_DATA * speed.seconds:
+            progress.say(f"  of it {speed.data_s / speed.seconds:.0%} was spent on data{self.data_advice}")
