@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -275,6 +277,9 @@ class Loader:
     def __init__(self, rank: int) -> None:
         self.at, self.generator = 100 * rank, torch.Generator().manual_seed(rank)
 
+    def begin_alike(self, _rank: int) -> None:
+        self.at, self.generator = 0, torch.Generator().manual_seed(0)
+
     def next(self, step: int) -> int:
         self.at += step + int(torch.randint(7, (), generator=self.generator))
         return self.at
@@ -285,6 +290,14 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
         self.generator.set_state(state["generator"])
+
+
+def read_together(folder: str, until: int) -> str:
+    """What a run says whose ranks' loaders are all at one place."""
+    text = io.StringIO()
+    with mock.patch.object(Loader, "__init__", Loader.begin_alike), contextlib.redirect_stdout(text):
+        read_apart(folder, until)
+    return text.getvalue()
 
 
 def read_apart(folder: str, until: int) -> list[int]:
@@ -308,6 +321,12 @@ def test_each_rank_s_loader_goes_on_at_its_own_place(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="was that of each of 2 ranks, and this run has 3"):
         run_on_ranks(read_apart, 3, str(tmp_path), 4, timeout_s=100)
     assert run_on_ranks(read_apart, 2, str(tmp_path), 4, timeout_s=100) == [each[2:] for each in expected]
+
+
+def test_one_place_of_all_loaders_goes_on_on_other_ranks_with_a_warning(tmp_path: Path) -> None:
+    assert "sampler:" not in run_on_ranks(read_together, 2, str(tmp_path), 2, timeout_s=100)[0]
+    said = run_on_ranks(read_together, 1, str(tmp_path), 4, timeout_s=100)[0]
+    assert "sampler: the place of Loader is that of the ranks before; samples are left out or read twice" in said
 
 
 def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:

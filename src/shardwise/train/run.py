@@ -370,7 +370,14 @@ class Run:
                 )
             if held is not None:
                 held.load_state_dict(from_json(_own_state(saved[name], self._running.control)))
-        return resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
+        lines = resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
+        loader = self._kept["sampler"]
+        if lines and loader is not None and not isinstance(loader, sw.DistributedSampler):
+            lines.append(
+                f"sampler: the place of {type(loader).__name__} is that of the ranks before; samples are left out or"
+                " read twice unless it counts those of all ranks"
+            )
+        return lines
 
     def evaluate(self) -> dict[str, float] | None:
         """Evaluations are the loop's own."""

@@ -72,7 +72,8 @@ def _unknown_decoder(config: Config, name: str) -> ModelShape:
     if missing:
         raise ConfigError(
             f"model_type={family!r}: its shape is not known, and its configuration has no"
-            f" {', '.join(missing)}.\n  Name these, or pass the model to sw.trace_model()."
+            f" {', '.join(missing)}, without which nothing can be counted.\n  Add these fields to it, or pass the model"
+            " to sw.trace_model(), which runs it on meta tensors."
         )
     if isinstance(config.get("kv_lora_rank"), int):
         return _latent(config, f"{name} (counted as a DeepSeek-V3)")

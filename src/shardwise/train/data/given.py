@@ -28,8 +28,9 @@ Collate = Callable[[list[Any]], Any]
 class GivenSamples(Dataset[Any]):
     """Items of a data set, read by their number, here or by worker processes.
 
-    What an item or ``collate`` draws at random depends on the run's seed and the item's place in the order of the run
-    alone: it is the same in every worker, on any number of ranks, and after a resume.
+    What an item draws at random depends on the run's seed and the item's place in the order of the run alone: it is the
+    same in every worker, on any number of ranks, and after a resume. ``collate`` draws on after the last of its items:
+    what it draws is the same where microbatches hold the same items.
 
     Attributes:
         data: The data set.

@@ -20,7 +20,7 @@ _MOST_BYTES = 1 << 16
 def as_json(value: Any, what: str) -> Any:
     """``value`` with lists for tuples, and numbers as keys (``MultiStepLR``) and infinity in words.
 
-    A tensor of bytes is the state of a generator, by which loaders shuffle.
+    A tensor of bytes of one dimension is the state of a generator, by which loaders shuffle.
 
     Raises:
         ConfigError: It holds another tensor, or another object.
@@ -35,12 +35,16 @@ def as_json(value: Any, what: str) -> Any:
         if all(isinstance(key, str) for key in value):
             return {key: as_json(each, what) for key, each in value.items()}
         return {_PAIRS: [[as_json(key, what), as_json(each, what)] for key, each in value.items()]}
-    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel() <= _MOST_BYTES:
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and _is_short(value):
         return {_BYTES: base64.b64encode(value.numpy(force=True).tobytes()).decode()}
     raise ConfigError(
         f"sw.Run({what}=...): its state_dict() holds a {type(value).__name__}, and checkpoints hold numbers, texts,"
         " lists and mappings beside tensors.\n  Wrap it: return plain values from state_dict()."
     )
+
+
+def _is_short(value: torch.Tensor) -> bool:
+    return value.dim() == 1 and 0 < value.numel() <= _MOST_BYTES
 
 
 def from_json(value: Any) -> Any:
