@@ -26,13 +26,6 @@ def boot() -> str:
     return socket.gethostname()
 
 
-def pid_namespace() -> str:
-    """Where process numbers mean the same processes as here; a container has its own."""
-    with contextlib.suppress(OSError):
-        return str(Path("/proc/self/ns/pid").readlink())
-    return ""
-
-
 def began(pid: int) -> str:
     """When a process began, in clock ticks of this boot; empty where there is none, or it has ended."""
     fields = stat(pid)
