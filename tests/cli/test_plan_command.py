@@ -16,6 +16,7 @@ from shardwise.launch.elastic import num_workers
 from shardwise.launch.process import num_gpus
 from shardwise.spec.errors import ConfigError
 from shardwise.train.predicted.budget import find_device
+from tests.report.folders import write_run
 
 FIRST = ["llama-3-8b", "--gpus", "8", "--gpu", "H100-80GB-SXM", "--seq", "8192", "--global-batch", "64"]
 TINY = ["gpt-tiny", "--gpus", "2", "--gpu", "L4", "--gpus-per-node", "2", "--global-batch", "8"]
@@ -174,6 +175,71 @@ def test_the_momentum_that_was_planned_for_is_written(
     written = yaml.safe_load(Path("plan.yaml").read_text())["optimizer"]
     assert (written["name"], written.get("momentum", 0.9)) == ("sgd", momentum)  # train's own is 0.9
     assert find_subject("plan.yaml").optimizer == given
+
+
+ONE_PLAN = [*FIRST, "--strategy", "zero3", "--micro-batch", "1", "--activation-checkpointing", "selective"]
+
+
+def test_a_measured_run_is_the_first_plan_and_moves_the_times_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    before = as_json(capsys, *ONE_PLAN)["plans"]
+    held = as_json(capsys, *ONE_PLAN, "--measured", "41000", "--save-hardware", "mine.json")
+    tokens = 64 * 8192
+    assert held["plans"][0]["step_time_s"] == pytest.approx(tokens / 41000, rel=1e-5)
+    assert held["measured"]["speeds"] == {"products": pytest.approx(0.78, abs=0.01)}
+    assert held["cluster"]["gpu"] == "H100-80GB-SXM"
+    out = " ".join(run(capsys, *ONE_PLAN, "--measured", "41000")[1].split())
+    assert "Measured: 12.8 s a step of zero3 (1x8, recompute selective), predicted 10.6 s." in out
+    assert "Plan 1 stays zero3 (1x8, recompute selective): 12.8 s a step, before 10.6 s." in out
+    saved = as_json(capsys, *[word.replace("H100-80GB-SXM", "mine.json") for word in ONE_PLAN])["plans"]
+    assert [made["step_time_s"] for made in saved] == [made["step_time_s"] for made in held["plans"]]
+    assert saved[0]["step_time_s"] > 1.2 * before[0]["step_time_s"]
+
+
+def test_a_measured_run_may_be_of_another_plan_batch_and_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    other = [*FIRST[:1], "--gpus", "16", *FIRST[3:], "--strategy", "zero3", "--fix", "cp=1", "--tp", "1", "--pp", "1"]
+    found = as_json(capsys, *other, "--measured", "41000,gpus=8,micro_batch=1,recompute=selective")
+    assert "12.8 s a step of zero3 (1x8, recompute selective), predicted 10.6 s" in found["measured"]["lines"][0]
+    two = [
+        *ONE_PLAN,
+        "--measured",
+        "41000",
+        "--measured",
+        "40000,micro_batch=2,recompute=full,seq=4096,global_batch=16",
+    ]
+    code, _, err = run(capsys, *two)
+    assert code != 0
+    assert "the two measured runs depend on the same constants" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("fast", "'fast' is no number of tokens/s, and no folder of a run"),
+        ("410000", "products and attention at 0.803 of the card's peak do not explain that"),
+        ("4100", "those of all GPUs"),
+        ("41000,micro_bach=1", "Did you mean 'micro_batch'?"),
+        ("0", "tokens/s above 0"),
+    ],
+)
+def test_what_no_run_measures_is_refused(capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
+    code, _, err = run(capsys, *ONE_PLAN, "--measured", given)
+    assert code != 0
+    assert message in " ".join(err.split())
+
+
+def test_the_folder_of_a_run_says_its_plan_batch_and_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = "model: {preset: gpt-tiny}\ndata: {source: random, seq_len: 64}\nparallel: {strategy: zero2}\n"
+    config += "train: {micro_batch_size: 2, global_batch_size: 8}\n"
+    folder = write_run(tmp_path / "runs" / "mine", step_time_s=0.011)
+    (folder / "config.yaml").write_text(config)
+    predicted = as_json(capsys, str(folder / "config.yaml"), "--gpus", "2", "--gpu", "L4")["plans"][0]["step_time_s"]
+    (folder / "summary.json").write_text(json.dumps({"step_time_s": 1.2 * predicted}))
+    held = as_json(capsys, *TINY, "--measured", str(folder))["measured"]
+    assert f"{1200 * predicted:.3g} ms a step of zero2 (2x2), predicted {1000 * predicted:.3g} ms." in held["lines"][0]
+    assert list(held["speeds"]) == ["launch"]
+    code, _, err = run(capsys, *TINY, "--measured", str(tmp_path))
+    assert code != 0
+    assert "holds no run" in err
 
 
 def test_where_nothing_fits_the_page_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,6 +235,12 @@ def test_screens_of_the_plan_are_what_the_command_prints(capsys: pytest.CaptureF
     assert screens["docs/planning.md"] == printed
     rest = iter(printed)
     assert all(line in rest for line in screens["README.md"] if line != "...")  # these lines, in this order
+    command, *shown = blocks("console", (ROOT / "docs/planning.md").read_text().partition("<!-- measured -->")[2])[
+        0
+    ].splitlines()
+    assert main(command.removeprefix("$ shardwise ").split()) == 0
+    rest = iter(capsys.readouterr().out.splitlines())
+    assert all(line in rest for line in shown if line != "...")
 
 
 def loops() -> tuple[str, str]:

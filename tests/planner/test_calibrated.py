@@ -18,7 +18,7 @@ from shardwise.cost.measured import (
     UpdateTime,
 )
 from shardwise.cost.software import PYTORCH, SOFTWARE
-from shardwise.planner import Cluster, Workload, estimate
+from shardwise.planner import Cluster, Workload, estimate, rescale
 from shardwise.spec.traffic.matrices import orthogonalization_flops
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 64, 128, 32, 2
@@ -127,6 +127,19 @@ def test_a_core_that_both_share_computes_and_sends_one_after_the_other(tmp_path)
     made = step(machine(tmp_path, shared=1.0), strategy="ddp")
     sent = LINK * 4 * SHAPE.num_parameters
     assert made.step_time_s == pytest.approx(computation() + sent + UPDATE * SHAPE.num_parameters)
+
+
+def test_measured_runs_scale_what_was_calibrated(tmp_path):
+    alone = step(machine(tmp_path), strategy="ddp", world=1, batch=BATCH)
+    sending = step(machine(tmp_path), strategy="zero3")
+    gpu, lines = rescale(
+        (sending, 2 * TOKENS / (1.2 * sending.step_time_s)), (alone, TOKENS / (1.1 * alone.step_time_s))
+    )
+    assert set(gpu.speeds) == {"link", "products"}
+    assert f"Products and attention: {gpu.speeds['products']:.3g} of what was calibrated, before 1." in lines[1]
+    for made, factor in ((sending, 1.2), (alone, 1.1)):
+        again = made.again(cluster=dataclasses.replace(made.cluster, gpu=gpu))
+        assert again.step_time_s == pytest.approx(factor * made.step_time_s)
 
 
 def test_zero3_gathers_all_but_the_root_and_the_last_block_twice_and_updates_a_half(tmp_path):

@@ -220,13 +220,14 @@ def test_a_card_without_rows_reaches_a_share_of_its_best_measured_product() -> N
     mi300x, a100 = (find_gpu(name) for name in ("MI300X", "A100-80GB-SXM"))
     assert (mi300x.best_product, a100.best_product) == (0.514, 0.869)  # hardware.csv, mamf_pct
     product = Product(1 << 16, 1 << 14, 1 << 14, is_trained=False)
-    forward, _ = product_seconds(product, mi300x, find_software("pytorch"), "bf16")
+    forward, _ = product_seconds(product, mi300x, find_software("pytorch", mi300x), "bf16")
     assert product.flops / forward / mi300x.peaks["bf16"] == pytest.approx(0.79 * 0.514, rel=0.05)
 
 
 def test_a_mesh_of_links_gives_few_ranks_their_own_links_only() -> None:
     """Eight MI300X: 448 GB/s to all the others together, 64 GB/s to each."""
-    cluster, software = Cluster(gpu="MI300X", num_gpus=8), find_software("pytorch")
+    cluster = Cluster(gpu="MI300X", num_gpus=8)
+    software = find_software("pytorch", cluster.device)
     rates = {
         tp: axis_links(ParallelPlan(tp=tp, dp_shard=8 // tp), cluster, software)["tp"].bandwidth / software.link
         for tp in (2, 4, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,8 @@ Examples:
   shardwise plan llama-3-8b --gpus 8 --gpu H100-80GB-SXM --seq 8192 --global-batch 64
 
   shardwise plan gpt-175b --gpus 128 --gpu A100-40GB-SXM --global-batch 1024 --fix strategy=zero3 --out plan.yaml
+
+  shardwise plan llama-3-8b --gpus 8 --gpu H100-80GB-SXM --measured 41000,strategy=zero3,micro_batch=1,recompute=full
 
   shardwise plan --largest --gpus 8 --gpu A100-40GB-SXM
 """
@@ -83,6 +86,18 @@ def plan(  # noqa: PLR0917  typer's form
     fix: Annotated[
         list[str] | None, typer.Option(help="field=value of the plan that every proposal has; repeatable.")
     ] = None,
+    measured: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENS/S[,FIELD=VALUE...]|FOLDER",
+            help="A run of your own that the predictions are scaled by: tokens/s of all GPUs, and where it was another"
+            " plan than the first one, its fields as for --fix, gpus, seq or global_batch; or the folder of a run of"
+            " `train`. Once or twice.",
+        ),
+    ] = None,
+    save_hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write what --measured found, for --gpu and log.hardware.")
+    ] = None,
     largest: Annotated[bool, typer.Option("--largest", help="The largest model that each strategy holds.")] = False,  # noqa: FBT002  typer's form
     out: Annotated[Path | None, typer.Option(help="Write the best plan as a configuration for `train`.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one page of HTML that compares the plans.")] = None,
@@ -99,6 +114,7 @@ def plan(  # noqa: PLR0917  typer's form
     check_writable(out)
     check_writable(report)
     check_writable(trace)
+    check_writable(save_hardware)
     cluster = _cluster(gpu, gpus, gpus_per_node, network)
     subject = find_subject(model or _LARGEST if largest else model, spec)
     rank = subject.lora_rank if lora is None else lora
@@ -135,7 +151,8 @@ def plan(  # noqa: PLR0917  typer's form
     if largest:
         _show_largest(subject.shape, cluster, workload, fixed, is_json=json_output)
     else:
-        _show_plans(subject, cluster, workload, fixed, out=out, report=report, trace=trace, is_json=json_output)
+        files = {"out": out, "report": report, "trace": trace, "save_hardware": save_hardware}
+        _show_plans(subject, cluster, workload, fixed, measured or [], is_json=json_output, **files)
 
 
 def _samples_of(tokens: int) -> int:
@@ -148,16 +165,19 @@ def _show_plans(
     cluster: Cluster,
     workload: Workload,
     fixed: dict[str, Any],
+    measured: list[str],
     *,
     out: Path | None,
     report: Path | None,
     trace: Path | None,
+    save_hardware: Path | None,
     is_json: bool,
 ) -> None:
-    from shardwise.cli import plan_file
+    from shardwise.cli import measured_run, plan_file
     from shardwise.planner import screen
     from shardwise.planner.explain import table_rows
     from shardwise.planner.fit import remedies
+    from shardwise.planner.rescale import ranking
     from shardwise.planner.search import search
     from shardwise.planner.simulated import simulated
     from shardwise.report import plan_report
@@ -166,12 +186,19 @@ def _show_plans(
     shape = subject.shape
     with without_collection():
         plans = search(shape, cluster, workload, **fixed)
+        lines: list[str] = []
+        if measured:
+            cluster, lines = measured_run.rescaled(measured, plans[0], workload, fixed)
+            first, plans = plans[0], search(shape, cluster, workload, **fixed)
+            lines.append(ranking(first, plans[0]))
         best = plans[0]
         found = [] if best.fits else remedies(shape, cluster, workload, fixed)
     if report is not None:
         write(report, plan_report(table_rows(plans), remedies=[remedy.change for remedy in found]))
     if trace is not None:
         write(trace, step_trace(simulated(best)))
+    if save_hardware is not None:
+        write(save_hardware, json.dumps(cluster.device.as_dict(), indent=1) + "\n")
     line = ""
     if best.fits and out is not None:
         plan_file.write_plan(out, best, subject.written(out), subject.base)
@@ -182,9 +209,10 @@ def _show_plans(
     if is_json:
         content = screen.as_json(shape, cluster, workload, plans, found)
         content["command"] = plan_file.command(best, str(out or "plan.yaml")) if line else None
+        content |= {"measured": {"speeds": dict(cluster.device.speeds), "lines": lines}} if lines else {}
         show(json.dumps(content, indent=1))
         return
-    show(screen.screen(shape, cluster, workload, plans, found=found, command=line))
+    show(screen.screen(shape, cluster, workload, plans, found=found, command=line, measured=lines))
 
 
 def _show_largest(
@@ -344,7 +372,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     }
     if "in_backward" in raw.given("optimizer"):
         fixed["in_backward"] = config.optimizer.in_backward
-    policy = (fixed.get("mp_policy") or {}).get("param_dtype", "bf16") if "mp_policy" in fixed else None
+    policy = fixed["mp_policy"].get("param_dtype", "bf16") if fixed.get("mp_policy") else None
     computed = policy or (stored if stored is not None and item_bytes(stored) == 2 else "fp32")
     return Subject(
         shape,
@@ -360,8 +388,8 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     )
 
 
-def read_fixed(given: list[str]) -> dict[str, Any]:
-    """``field=value`` each, the value written as in YAML.
+def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:
+    """``field=value`` each, the value written as in YAML; ``others`` are names beside those of a plan's fields.
 
     Raises:
         ConfigError: One is not of that form, or names no field.
@@ -379,7 +407,7 @@ def read_fixed(given: list[str]) -> dict[str, Any]:
             fixed[name.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ConfigError(f"--fix {text}: {value!r} is no value.\n  Write it as in a configuration file.") from None
-    check_fixed(fixed)
+    check_fixed({name: value for name, value in fixed.items() if name not in others})
     return fixed
 
 

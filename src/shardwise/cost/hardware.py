@@ -11,10 +11,12 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from shardwise.cost.measured import Measured, read
+from shardwise.cost.measured import FORMAT, Measured, read
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean, printable
 
@@ -45,6 +47,8 @@ class Gpu:
         source: Where the figures are from.
         device_type: ``cuda``, or ``cpu`` of a calibrated file.
         measured: What ``shardwise calibrate`` measured; ``None``: nothing.
+        speeds: How many times as fast as ``measured`` or ``cost.software`` say ``products``, ``link``, ``network`` and
+            ``launch`` are, by measured runs (``planner.rescale``).
     """
 
     name: str
@@ -62,6 +66,15 @@ class Gpu:
     device_name: str = ""
     device_type: str = "cuda"
     measured: Measured | None = field(default=None, repr=False)
+    speeds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of a file that is taken where a name is."""
+        held = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {"format": FORMAT, **held, "measured": self.measured and self.measured.as_dict()}
 
 
 @functools.cache
@@ -151,14 +164,14 @@ class Cluster:
     """Equal GPUs in equal nodes.
 
     Attributes:
-        gpu: A name of the hardware table, or the path of a file that ``shardwise calibrate`` wrote.
+        gpu: A name of the hardware table, the path of a file that ``shardwise calibrate`` wrote, or the figures.
         num_gpus: GPUs in all.
         gpus_per_node: GPUs of one node.
         inter_gbits_per_s_per_node: Gbit/s of a node's network, all its cards together, in one direction. ``None``: what
             the table calls typical.
     """
 
-    gpu: str
+    gpu: str | Gpu
     num_gpus: int
     gpus_per_node: int = 8
     inter_gbits_per_s_per_node: float | None = None
@@ -178,12 +191,12 @@ class Cluster:
                 f"cluster: inter_gbits_per_s_per_node={gbits!r}: expected Gbit/s above 0.\n"
                 "  Set for example 400, or leave it out for what is usual with this GPU."
             )
-        find_gpu(self.gpu)
+        assert self.device  # the name is known
 
     @property
     def device(self) -> Gpu:
         """The figures of its GPU."""
-        return find_gpu(self.gpu)
+        return self.gpu if isinstance(self.gpu, Gpu) else find_gpu(self.gpu)
 
     @property
     def node_bandwidth(self) -> float:

@@ -150,7 +150,7 @@ def _aligned(size: float) -> float:
 
 def _rate(gpu: Gpu, software: Software, precision: str) -> float:
     """Operations per second of a large product."""
-    share = _share(gpu, software) * _LIMITED.get(gpu.name, 1.0)
+    share = product_share(gpu, software) * _LIMITED.get(gpu.name, 1.0)
     if precision == "fp32":
         return gpu.peaks.get("fp32", 1e12) * share  # TF32 is off unless asked for (torch.backends.cuda.matmul)
     if precision == "fp8" and "fp8" in gpu.peaks:
@@ -158,7 +158,7 @@ def _rate(gpu: Gpu, software: Software, precision: str) -> float:
     return _peak(gpu, precision) * share
 
 
-def _share(gpu: Gpu, software: Software) -> float:
+def product_share(gpu: Gpu, software: Software) -> float:
     """The share of the peak that large products reach."""
     return software.products.get(gpu.arch, OF_BEST * gpu.best_product)
 
@@ -178,7 +178,7 @@ def attention_seconds(work: AttentionWork, gpu: Gpu, software: Software, workloa
         flops = work.flops * (0.5 if work.is_causal else 1.0)
         peak = _peak(gpu, "bf16" if workload.precision == "fp8" else workload.precision)
         share = (
-            software.attention.get(gpu.arch, OF_PRODUCTS * _share(gpu, software))
+            software.attention.get(gpu.arch, OF_PRODUCTS * product_share(gpu, software))
             * work.keys
             / (work.keys + _SHORT_KEYS)
         )

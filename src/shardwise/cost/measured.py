@@ -1,6 +1,7 @@
 """What ``shardwise calibrate`` measured on a machine: tables of seconds, and how a value between two rows is found.
 
-The file is JSON: the fields of ``Gpu`` (``cost.hardware``), and beside them what has a table here::
+The file is JSON: the fields of ``Gpu`` (``cost.hardware``), and beside them what has a table here. ``measured`` is null
+in a file of ``shardwise plan --save-hardware``, whose ``speeds`` are those that runs showed::
 
     {
       "format": "shardwise hardware 1",
@@ -101,6 +102,7 @@ class Measured:
         operations: Element-wise work by kind.
         optimizers: By name.
         links: By kind of collective.
+        speeds: As ``Gpu.speeds``: products and attention, and collectives (``link``), are so many times as fast.
     """
 
     num_ranks: int = 1
@@ -111,13 +113,14 @@ class Measured:
     operations: Mapping[str, tuple[OperationTime, ...]] = field(default_factory=dict)
     optimizers: Mapping[str, tuple[UpdateTime, ...]] = field(default_factory=dict)
     links: Mapping[str, tuple[LinkTime, ...]] = field(default_factory=dict)
+    speeds: Mapping[str, float] = field(default_factory=dict)
 
     def product_s(self, rows: float, inner: float, columns: float, dtype: str) -> tuple[float, float]:
         """Seconds of forward and backward of a linear layer.
 
         Between rows of the table the time of one operation is interpolated over the logarithms of the three sizes.
         """
-        flops = 2.0 * rows * inner * columns
+        flops = 2.0 * rows * inner * columns / self.speeds.get("products", 1.0)
         table = [row for row in self.products if row.dtype == dtype]
         points = [(_logs(row.rows, row.inner, row.columns), row) for row in table]
         forward, backward = _between(
@@ -128,7 +131,7 @@ class Measured:
 
     def attention_s(self, queries: float, keys: float, heads: float, width: float, dtype: str) -> tuple[float, float]:
         """Seconds of forward and backward of causal attention."""
-        pairs = queries * keys * width
+        pairs = queries * keys * width / self.speeds.get("products", 1.0)
         forward, backward = _between(
             _logs(keys, queries / keys * heads, width / heads),
             [
@@ -167,7 +170,8 @@ class Measured:
             )
         nearest = min(known, key=lambda count: abs(count - num_ranks))
         seconds = _along([(row.num_bytes, row.seconds) for row in rows if row.num_ranks == nearest], num_bytes)
-        return seconds * ((num_ranks - 1) / num_ranks) / ((nearest - 1) / nearest)
+        share = ((num_ranks - 1) / num_ranks) / ((nearest - 1) / nearest)
+        return seconds * share / self.speeds.get("link", 1.0)
 
     def faster(self, other: Measured) -> Measured:
         """The tables of two passes over the same sizes: of each time the shorter one."""
@@ -221,7 +225,7 @@ class Measured:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The fields of a calibrated file; ``measured`` is a :class:`Measured`.
+    """The fields of a calibrated file; ``measured`` is a :class:`Measured`, or null.
 
     Raises:
         ConfigError: It cannot be read, or is no such file.
@@ -238,7 +242,7 @@ def read(path: Path) -> dict[str, Any]:
             f"  Run `shardwise calibrate --out {printable(path)}`."
         )
     try:
-        return content | {"measured": Measured.from_dict(content["measured"])}
+        return content | {"measured": content["measured"] and Measured.from_dict(content["measured"])}
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"gpu={printable(path)}: {error} is not as `shardwise calibrate` writes it.\n  Run it again."

@@ -10,8 +10,9 @@ other constants are priors; ``bench/fit.py`` gives the mean and the source of ea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from shardwise.cost.hardware import Gpu
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean
 
@@ -90,8 +91,8 @@ PYTORCH = Software(
 SOFTWARE = {PYTORCH.name: PYTORCH}
 
 
-def find_software(name: str) -> Software:
-    """The generation of that name.
+def find_software(name: str, gpu: Gpu) -> Software:
+    """The generation of that name on a GPU, as fast as its ``speeds`` say.
 
     Raises:
         ConfigError: There is none of that name.
@@ -99,4 +100,15 @@ def find_software(name: str) -> Software:
     if name not in SOFTWARE:
         hint = did_you_mean(name, SOFTWARE) or f" Known are: {', '.join(SOFTWARE)}."
         raise ConfigError(f"software={name!r} is not known.\n {hint}")
-    return SOFTWARE[name]
+    found = SOFTWARE[name]
+    if not gpu.speeds:
+        return found
+    products, link, network, launch = (gpu.speeds.get(name, 1.0) for name in ("products", "link", "network", "launch"))
+    return replace(
+        found,
+        products={gpu.arch: products * found.products.get(gpu.arch, OF_BEST * gpu.best_product)},
+        attention={arch: products * share for arch, share in found.attention.items()},
+        link=link * found.link,
+        network=network * found.network,
+        launch_s=found.launch_s / launch,
+    )

@@ -4,7 +4,18 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner.estimate import Estimate, Plans, estimate
 from shardwise.planner.memory import MemoryEstimate
+from shardwise.planner.rescale import rescale
 from shardwise.planner.search import search
 from shardwise.planner.timing import TimeEstimate
 
-__all__ = ["Cluster", "Estimate", "MemoryEstimate", "Plans", "TimeEstimate", "Workload", "estimate", "search"]
+__all__ = [
+    "Cluster",
+    "Estimate",
+    "MemoryEstimate",
+    "Plans",
+    "TimeEstimate",
+    "Workload",
+    "estimate",
+    "rescale",
+    "search",
+]

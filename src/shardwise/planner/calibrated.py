@@ -13,7 +13,7 @@ launch it comes from ``cost.software``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -56,11 +56,11 @@ class CalibratedTiming(Timing):
 
     adds_gradients: ClassVar[bool] = False  # the measured copies of gradients include it
 
-    @property
+    @cached_property
     def _measured(self) -> Measured:
-        measured = self.cluster.device.measured
-        assert measured is not None
-        return measured
+        gpu = self.cluster.device
+        assert gpu.measured is not None
+        return replace(gpu.measured, speeds=gpu.speeds) if gpu.speeds else gpu.measured
 
     @cached_property
     def links(self) -> Mapping[str, Link]:

@@ -43,7 +43,7 @@ class RoughTime:
 
     def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> None:
         self._shape, self._cluster, self._workload, self._fixed = shape, cluster, workload, fixed
-        self._software = find_software("pytorch")  # what an estimate assumes
+        self._software = find_software("pytorch", cluster.device)  # what an estimate assumes
         self._made: dict[Candidate, _Once] = {}
 
     def __call__(self, candidate: Candidate, slower: float = 1.0) -> float:

@@ -118,12 +118,13 @@ def screen(
     *,
     found: Sequence[Remedy] | None = None,
     command: str = "",
+    measured: Sequence[str] = (),
 ) -> str:
-    """The page; ``found`` is what would make a plan fit, ``None`` where nobody has looked."""
+    """The page; ``found`` is what would make a plan fit, ``None`` where nobody has looked; ``measured``, of runs."""
     rows = table_rows(plans)
     shown = [made for made in rows if made.fits] or rows
     below = [*reasons(plans, found), *(["", *command.splitlines()] if command else [])]
-    above = heading(shape, cluster, workload)
+    above = [*heading(shape, cluster, workload), *([""] if measured else []), *_wrapped(measured)]
     while len(lines := [*above, "", *table(shown), "", *below]) > HEIGHT and len(shown) > _LEAST_ROWS:
         shown = shown[:-1]
     return "\n".join(lines)
@@ -211,7 +212,7 @@ def as_json(
             "hidden": shape.hidden,
         },
         "cluster": {
-            "gpu": cluster.gpu,
+            "gpu": str(cluster.gpu),
             "gpus": cluster.num_gpus,
             "gpus_per_node": cluster.gpus_per_node,
             "memory_bytes": cluster.device.memory_bytes,

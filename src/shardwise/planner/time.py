@@ -18,7 +18,7 @@ def timing(
 ) -> Timing:
     """The step of a resolved plan."""
     kind = Timing if cluster.device.measured is None else CalibratedTiming
-    return kind(shape, plan, cluster, workload, find_software(software))
+    return kind(shape, plan, cluster, workload, find_software(software, cluster.device))
 
 
 def estimate_time(

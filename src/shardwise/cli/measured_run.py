@@ -1,0 +1,74 @@
+"""``plan --measured``: runs of one's own, from tokens per second or a run's folder, and the machine that they show."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.run_files import CONFIG
+
+if TYPE_CHECKING:
+    from shardwise.planner import Cluster, Estimate, Workload
+
+#: What a run may say beside fields of its plan: of the cluster, and of the workload.
+_OTHERS = {"gpus": "num_gpus", "seq": "seq_len", "global_batch": "global_batch"}
+
+
+def rescaled(
+    measured: list[str], first: Estimate, workload: Workload, fixed: dict[str, Any]
+) -> tuple[Cluster, list[str]]:
+    """The cluster as one run or two show it, and what they moved, in sentences.
+
+    Args:
+        measured: The values of ``--measured``.
+        first: The plan that ran where a run says no other.
+        workload: What is planned for.
+        fixed: Fields that every plan has.
+    """
+    from shardwise.planner import rescale
+
+    gpu, lines = rescale(*(_run(text, first, workload, fixed) for text in measured))
+    return replace(first.cluster, gpu=gpu), lines
+
+
+def _run(text: str, first: Estimate, workload: Workload, fixed: dict[str, Any]) -> tuple[Estimate, float]:
+    from shardwise.cli.plan import read_fixed
+    from shardwise.planner import search
+
+    speed, *fields = re.split(r",(?=[a-z_]+=)", text)
+    if Path(speed).is_dir():
+        return _of_folder(Path(speed), first.cluster)
+    try:
+        tokens_per_s = float(speed)
+    except ValueError:
+        raise ConfigError(
+            f"--measured {text}: {speed!r} is no number of tokens/s, and no folder of a run.\n"
+            "  Write for example --measured 41000, or --measured 41000,strategy=zero3,micro_batch=1."
+        ) from None
+    given = read_fixed(fields, _OTHERS)
+    others = {_OTHERS[name]: given.pop(name) for name in _OTHERS if name in given}
+    if not given and not others:
+        return first, tokens_per_s
+    cluster = replace(first.cluster, num_gpus=others.pop("num_gpus", first.cluster.num_gpus))
+    return search(first.shape, cluster, replace(workload, **others), **{**fixed, **given})[0], tokens_per_s
+
+
+def _of_folder(folder: Path, cluster: Cluster) -> tuple[Estimate, float]:
+    """A run of ``train``: the plan of its configuration, and the mean of its steps after the first ones."""
+    from shardwise.planner import estimate
+    from shardwise.report.run import read_run
+    from shardwise.train.config.resolve import resolve
+    from shardwise.train.config.sections import read_config
+    from shardwise.train.predicted.workload import resolved_plan, shape_of, workload_of
+
+    run = read_run(folder)
+    world, spent = run.plan.get("world_size"), run.step_time_s
+    if not isinstance(world, int) or not spent:
+        raise ConfigError(f"--measured {folder}: no step was timed.\n  Name the folder of a run that made a few steps.")
+    resolved = resolve(read_config(folder / CONFIG), world, min(world, cluster.gpus_per_node), checks_data=False)
+    there = replace(cluster, num_gpus=world)
+    made = estimate(shape_of(resolved), resolved_plan(resolved), there, workload_of(resolved))
+    return made, made.workload.global_batch * made.workload.seq_len / spent
