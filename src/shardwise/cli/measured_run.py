@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,6 @@ def rescaled(
 
 
 def _run(text: str, first: Estimate, workload: Workload, fixed: dict[str, Any]) -> tuple[Estimate, float]:
-    from shardwise.cli.plan import read_fixed
     from shardwise.planner import search
 
     speed, *fields = re.split(r",(?=[a-z_]+=)", text)
@@ -54,6 +54,29 @@ def _run(text: str, first: Estimate, workload: Workload, fixed: dict[str, Any]) 
         return first, tokens_per_s
     cluster = replace(first.cluster, num_gpus=others.pop("num_gpus", first.cluster.num_gpus))
     return search(first.shape, cluster, replace(workload, **others), **{**fixed, **given})[0], tokens_per_s
+
+
+def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:
+    """``field=value`` each, the value written as in YAML; ``others`` are names beside those of a plan's fields.
+
+    Raises:
+        ConfigError: One is not of that form, or names no field.
+    """
+    import yaml
+
+    from shardwise.planner.candidate import check_fixed
+
+    fixed: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--fix {text}: expected field=value.\n  Write for example --fix tp=2.")
+        try:
+            fixed[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--fix {text}: {value!r} is no value.\n  Write it as in a configuration file.") from None
+    check_fixed({name: value for name, value in fixed.items() if name not in others})
+    return fixed
 
 
 def _of_folder(folder: Path, cluster: Cluster) -> tuple[Estimate, float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.measured_run import read_fixed, rescaled
 from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show, write
 from shardwise.spec.collector import without_collection
 from shardwise.spec.errors import ConfigError
@@ -173,7 +173,7 @@ def _show_plans(
     save_hardware: Path | None,
     is_json: bool,
 ) -> None:
-    from shardwise.cli import measured_run, plan_file
+    from shardwise.cli import plan_file
     from shardwise.planner import screen
     from shardwise.planner.explain import table_rows
     from shardwise.planner.fit import remedies
@@ -188,7 +188,7 @@ def _show_plans(
         plans = search(shape, cluster, workload, **fixed)
         lines: list[str] = []
         if measured:
-            cluster, lines = measured_run.rescaled(measured, plans[0], workload, fixed)
+            cluster, lines = rescaled(measured, plans[0], workload, fixed)
             first, plans = plans[0], search(shape, cluster, workload, **fixed)
             lines.append(ranking(first, plans[0]))
         best = plans[0]
@@ -386,29 +386,6 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
         lora_rank=config.lora.rank,
         chunked_loss=config.train.chunked_cross_entropy,
     )
-
-
-def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:
-    """``field=value`` each, the value written as in YAML; ``others`` are names beside those of a plan's fields.
-
-    Raises:
-        ConfigError: One is not of that form, or names no field.
-    """
-    import yaml
-
-    from shardwise.planner.candidate import check_fixed
-
-    fixed: dict[str, Any] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--fix {text}: expected field=value.\n  Write for example --fix tp=2.")
-        try:
-            fixed[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"--fix {text}: {value!r} is no value.\n  Write it as in a configuration file.") from None
-    check_fixed({name: value for name, value in fixed.items() if name not in others})
-    return fixed
 
 
 def _given(*values: int | None) -> int:
