@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def installed(environment: Path, wheel: Path) -> None:
     train = ("train", "--nproc", "2", *(word for setting in settings for word in ("--set", setting)))
     assert "finished 2 steps" in run(bin_ / "shardwise", *train, cwd=folder)
     assert (folder / "runs" / "demo" / "report.html").is_file()
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+    held = set(zipfile.ZipFile(wheel).namelist())
+    files = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/shardwise").rglob("*.*")}
+    assert {name for name in files if not name.endswith(".pyc")} <= held
+    assert "shardwise/launch/jobs/slurm.sh.jinja" in held
 
 
 @pytest.mark.slow

@@ -127,20 +127,19 @@ def _check_options(
 def _written(
     job: Job, scheduler: str, *, time: str | None, image: str | None, volume: str | None, gpu: str | None
 ) -> str:
-    from shardwise.launch.jobs import kubernetes, skypilot, slurm
-    from shardwise.launch.jobs.job import Volume
+    from shardwise.launch.jobs.job import Volume, kubernetes, skypilot, slurm
 
     if scheduler == "--slurm":
         place = Volume.parse(volume) if volume is not None else None
-        return slurm.script(job, folder=str(Path.cwd()), time=time or "24:00:00", image=image, volume=place)
+        return slurm(job, folder=str(Path.cwd()), time=time or "24:00:00", image=image, volume=place)
     missing = {"--image registry/shardwise": image is None, "--volume runs:/runs": volume is None}
     missing["--gpu H100"] = scheduler == "--skypilot" and gpu is None and job.has_gpus
     if image is None or volume is None or any(missing.values()):
         words = " ".join(word for word, is_missing in missing.items() if is_missing)
         raise ConfigError(f"launch {scheduler}: something of the cluster is not known.\n  Set for example {words}.")
     if scheduler == "--kubernetes":
-        return kubernetes.manifest(job, image=image, volume=Volume.parse(volume))
-    return skypilot.task(job, gpu=gpu if job.has_gpus else None, image=image, volume=Volume.parse(volume))
+        return kubernetes(job, image=image, volume=Volume.parse(volume))
+    return skypilot(job, gpu=gpu if job.has_gpus else None, image=image, volume=Volume.parse(volume))
 
 
 def num_ranks_of(raw: RawConfig, gpus: int | None) -> int:

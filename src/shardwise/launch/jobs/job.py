@@ -1,22 +1,26 @@
-"""What every scheduler is told: how many machines, how many ranks on each, and what each of them runs."""
+"""A run as a scheduler sees it, and the files for Slurm, Kubernetes and SkyPilot, from the templates in this folder."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from shardwise.launch.cause import RESTARTABLE
+from shardwise.launch.stop_request import INTERRUPTED, STOPPED
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.run_files import CONFIG
 from shardwise.spec.text import printable
 
-__all__ = ["GRACE_S", "Job", "Volume", "goes_on", "machines", "text_of_yaml"]
-
 #: ``train.grace_s`` of a job whose configuration leaves it open: what a large checkpoint takes.
 GRACE_S = 120
+#: The longest name of a pod's host is 63 characters, and Kubeflow's operator adds ``-worker-`` and a number.
+_LONGEST_NAME = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,28 +123,109 @@ class Job:
         }
 
 
-def goes_on(folder: str) -> str:
+def slurm(job: Job, *, folder: str, time: str, image: str | None = None, volume: Volume | None = None) -> str:
+    """A batch script for ``sbatch``.
+
+    Args:
+        job: The run.
+        folder: Where it runs, on a disk that all nodes share; relative paths begin there.
+        time: Slurm's time limit of one stay in the cluster, such as ``24:00:00``.
+        image: The container image of the ranks, for pyxis; shardwise is installed in it. ``None``: no container.
+        volume: A folder of the nodes that the container has in addition to ``folder``.
+
+    Raises:
+        ConfigError: ``time`` is none of Slurm's, or too short; or the container would lose the run's folder.
+    """
+    saves_s = max(300, job.grace_s + 60)  # before the limit: a step, a save, and Slurm's minute of inaccuracy
+    _check_time(time, saves_s)
+    places = {folder: folder, **({volume.name: volume.path} if volume is not None else {})}
+    held = tuple(f"{place.rstrip('/')}/" for place in places.values())
+    if image and job.run_dir and job.run_dir.startswith("/") and not f"{job.run_dir}/".startswith(held):
+        where = printable(job.run_dir)
+        raise ConfigError(
+            f"--run-dir {where} is not in the container, and would be lost with it.\n"
+            f"  Name a folder in {printable(folder)}, or add --volume {where}:{where}."
+        )
+    codes = {"STOPPED": STOPPED, "INTERRUPTED": INTERRUPTED, "RESTARTABLE": RESTARTABLE}
+    mounts = ",".join(f"{name}:{path}" for name, path in places.items())
+    return _written("slurm.sh", job, folder=folder, time=time, saves_s=saves_s, image=image, mounts=mounts, **codes)
+
+
+def kubernetes(job: Job, *, image: str, volume: Volume) -> str:
+    """A manifest for ``kubectl apply``.
+
+    Args:
+        job: The run.
+        image: The container image; shardwise is installed in it.
+        volume: A persistent volume claim that many pods can write (ReadWriteMany), and where pods find it.
+
+    Raises:
+        ConfigError: The run's name cannot be made one of Kubernetes.
+    """
+    name = re.sub(r"[._]", "-", job.name.lower()).strip("-")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or len(name) > _LONGEST_NAME:
+        raise ConfigError(
+            f"name={printable(job.name)} is no name for Kubernetes: expected a letter, then letters, digits and dashes,"
+            f" at most {_LONGEST_NAME}.\n  Add --set name=run-1."
+        )
+    return _written("kubernetes.yaml", job, name=name, image=image, volume=volume, begin=_begin(job, volume))
+
+
+def skypilot(job: Job, *, gpu: str | None, image: str, volume: Volume) -> str:
+    """A task for ``sky jobs launch``.
+
+    Args:
+        job: The run.
+        gpu: SkyPilot's name of the GPU, such as ``H100``; ``None`` for CPUs.
+        image: The container image; shardwise is installed in it.
+        volume: A volume of SkyPilot, and where the nodes find it.
+    """
+    return _written("skypilot.yaml", job, gpu=gpu, image=image, volume=volume, begin=_begin(job, volume))
+
+
+def _written(template: str, job: Job, **facts: Any) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(  # noqa: S701  shell scripts and YAML, not HTML: values are quoted by the two filters
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"quote": shlex.quote, "yaml": _yaml}
+    return environment.get_template(f"{template}.jinja").render(job=job, **facts)
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120).removesuffix("...\n").rstrip("\n")
+
+
+def _begin(job: Job, volume: Volume) -> str:
     """Lines for the shell: ``run_dir``, and ``again`` with what continues the run that is there already, if one is."""
     return (
-        f"run_dir={shlex.quote(folder)}\n"
+        f"run_dir={shlex.quote(job.folder_in(volume))}\n"
         "again=\n"
-        f'[ ! -e "$run_dir/{CONFIG}" ] || again="--resume --take-over"  # started again: the run goes on\n'
+        f'[ ! -e "$run_dir/{CONFIG}" ] || again="--resume --take-over"  # started again: the run goes on'
     )
 
 
-class _Dumper(yaml.SafeDumper):
-    """Texts of several lines are written as such."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
-)
-
-
-def text_of_yaml(content: Mapping[str, Any]) -> str:
-    """One document, keys in the order in which they are given."""
-    return yaml.dump(dict(content), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+def _check_time(time: str, saves_s: int) -> None:
+    """Refuse what is none of Slurm's times, and one that is over before the ranks can save."""
+    if time.upper() in {"INFINITE", "UNLIMITED"}:
+        return
+    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+(?::[0-9]+){0,2})", time)
+    if match is None:
+        raise ConfigError(
+            f"--time {printable(time)}: expected minutes, hours:minutes:seconds or days-hours, as for sbatch.\n"
+            "  Set for example --time 24:00:00."
+        )
+    days, fields = match[1], [int(field) for field in match[2].split(":")]
+    if days is None and len(fields) < 3:
+        fields = [0, *fields]  # minutes, or minutes and seconds
+    hours, minutes, seconds = [*fields, 0, 0][:3]
+    if ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds <= saves_s:
+        raise ConfigError(
+            f"--time {time}: the ranks are asked to save {saves_s} s before the limit, so that nothing would be"
+            " trained.\n  Set for example --time 1:00:00."
+        )
 
 
 def machines(num_ranks: int, most_on_one: int) -> tuple[int, int]:
