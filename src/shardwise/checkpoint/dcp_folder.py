@@ -36,7 +36,6 @@ class DcpFolder:
     Attributes:
         path: The folder.
         tensors: The tensors by their key: the path in the state dict, joined by dots.
-        values: Keys of what is no tensor.
         paths: The path in the state dict that was saved, for each key.
 
     Raises:
@@ -59,26 +58,17 @@ class DcpFolder:
                 for key, held in stored.items()
                 if isinstance(held, TensorStorageMetadata)
             }
-        self.values = [key for key in stored if key not in self.tensors]
         known = found.planner_data if isinstance(found.planner_data, dict) else {}
         self.paths: dict[str, tuple[str | int, ...]] = {key: tuple(known.get(key, (key,))) for key in stored}
 
     def read_tensor(self, key: str) -> Tensor:
-        """A whole tensor on the CPU; beside it one of its shards is held.
-
-        Raises:
-            CheckpointError: A file cannot be read.
-        """
+        """A full tensor on the CPU. One of its shards is held at the same time."""
         held = self._metadata.state_dict_metadata[key]
         assert isinstance(held, TensorStorageMetadata)
         return self._read(key, torch.empty(held.size, dtype=held.properties.dtype))
 
     def read_value(self, key: str) -> Any:
-        """What was saved under ``key``; a tensor without dimensions as its number. Unpickles it.
-
-        Raises:
-            CheckpointError: A file cannot be read.
-        """
+        """The value that was saved under ``key``; a tensor without dimensions as its number. Unpickles it."""
         if key in self.tensors:
             tensor = self.read_tensor(key)
             return tensor.item() if tensor.dim() == 0 else tensor

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.alone import write_alone
@@ -98,32 +99,23 @@ def import_dcp(
     if content.optimizer is not None:
         data["optimizer"] = content.optimizer
     wanted = content.dtypes(dtype)
+    held = [
+        Extent(name, found.shape, wanted[name], 0, math.prod(found.shape))
+        for name, (_, found) in content.tensors.items()
+    ]
 
     def read(name: str) -> Tensor:
         return folder.read_tensor(content.tensors[name][0]).to(torch_dtype(wanted[name]))
 
-    write_alone(
-        target,
-        [
-            Extent(name, held.shape, wanted[name], 0, math.prod(held.shape))
-            for name, (_, held) in content.tensors.items()
-        ],
-        read,
-        data,
-        step=content.step,
-        max_file_bytes=max_file_bytes,
-    )
+    write_alone(target, held, read, data, step=content.step, max_file_bytes=max_file_bytes)
     found = None if content.optimizer is None else content.optimizer["class"]
     return Imported(content.num_model, found, content.step, left_out)
 
 
 def _of_optimizer(folder: DcpFolder, wanted: str | None, *, is_one: bool) -> dict[str, str]:
-    """The keys of optimizer state and settings, each with what follows the optimizer's own key.
+    """The keys of optimizer state and settings, each with what follows the optimizer's own key ``wanted``.
 
-    Args:
-        folder: The folder.
-        wanted: The optimizer's own key. ``None``: where it is found.
-        is_one: Several optimizers are refused.
+    Where ``is_one``, several optimizers are refused.
     """
     if wanted is None:
         prefixes = sorted({match["prefix"] for key in folder.paths if (match := _OPTIMIZER.match(key)) is not None})
@@ -177,15 +169,12 @@ def _describe(folder: DcpFolder) -> str:
 
 @dataclass
 class _Content:
-    """What a checkpoint gets from a folder.
+    """A checkpoint's content from a folder.
 
     Attributes:
-        folder: The folder.
         tensors: Key in the folder, dtype and shape of each tensor, by its name in the checkpoint.
         num_model: How many of these are the model's.
-        optimizer: What the checkpoint says of the optimizer.
-        state: What ``sw.load`` returns.
-        step: Number of updates.
+        state: The value that ``sw.load`` returns.
         taken: Keys that the checkpoint holds.
     """
 
@@ -219,15 +208,7 @@ class _Content:
         self.taken.add(key)
 
     def add_optimizer(self, names: Mapping[str, str], cls: str | None) -> None:
-        """Take the optimizer's state.
-
-        Args:
-            names: Keys, with what follows the optimizer's own key.
-            cls: Its class, where it is known.
-
-        Raises:
-            CheckpointError: The folder does not say whose state it is, or of which class.
-        """
+        """Take the optimizer's state, of the class ``cls`` where it is known: keys, with what follows its own key."""
         shapes = {name: held.shape for name, (_, held) in self.tensors.items()}
         scalars: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         state_keys: set[str] = set()
@@ -285,11 +266,8 @@ class _Content:
         return [{key: _plain(value) for key, value in group.items()} for group in groups], members
 
     def _nested_groups(self, keys: Iterable[str]) -> list[dict[str, Any]]:
-        nested: dict[str, Any] = {}
-        for key in keys:
-            path = self.folder.paths[key]
-            _put(nested, path[path.index("param_groups") :], self.folder.read_value(key))
-        return _listed(nested).get("param_groups", [])
+        paths = {key: path[path.index("param_groups") :] for key in keys for path in (self.folder.paths[key],)}
+        return unflatten_state_dict({key: self.folder.read_value(key) for key in keys}, paths).get("param_groups", [])
 
     def _flat_groups(self, names: Mapping[str, str]) -> list[dict[str, Any]]:
         """Groups of the parameters whose settings are equal, in the order in which the folder has their first."""
@@ -320,7 +298,7 @@ class _Content:
     def add_rest(self, keys: Iterable[str]) -> list[str]:
         """Take what is neither the model's nor the optimizer's; returns the keys of what cannot be taken."""
         left_out = []
-        nested: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for key in keys:
             if key in self.folder.tensors:
                 left_out.append(key)
@@ -331,27 +309,11 @@ class _Content:
             except (CheckpointError, ValueError):  # of a class that is not here, or no value that JSON can hold
                 left_out.append(key)
             else:
-                _put(nested, self.folder.paths[key], value)
-        self.state = _listed(nested)
+                found[key] = value
+        self.state = unflatten_state_dict(found, self.folder.paths)
         return left_out
 
 
 def _plain(value: Any) -> Any:
     """A setting; a number in a tensor as the number."""
     return value.item() if hasattr(value, "item") and callable(value.item) else value
-
-
-def _put(nested: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
-    """Set a value in nested dicts, in which lists are dicts by number."""
-    for part in path[:-1]:
-        nested = nested.setdefault(part, {})
-    nested[path[-1]] = value
-
-
-def _listed(nested: Any) -> Any:
-    """Nested dicts with the lists that they stand for."""
-    if not isinstance(nested, dict):
-        return nested
-    if nested and set(nested) == set(range(len(nested))):
-        return [_listed(nested[place]) for place in range(len(nested))]
-    return {str(key): _listed(value) for key, value in nested.items()}
