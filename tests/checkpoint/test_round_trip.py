@@ -20,6 +20,7 @@ from shardwise.spec.precision import ITEM_BYTES
 from tests.checkpoint.threads import alone, cut, even, run_in_threads, sample, whole
 
 DATA = {
+    "scores": {3: 0.1, -1: (2,)},
     "strategy": "zero3",
     "lr": 1e-4,
     "betas": (0.9, 0.95),
@@ -125,7 +126,6 @@ def test_nan_in_state_survives(tmp_path):
     ("data", "message"),
     [
         ({"a": {"b": torch.zeros(1)}}, "data.a.b is a Tensor"),
-        ({"a": {1: 2}}, "data.a has the key 1, which is not a string"),
         ({"a": [{"__bytes__": "x"}]}, r"data.a\[0\] has the key '__bytes__', which is reserved"),
         ({"a": 1 << 5000}, "data.a is an integer of 5001 bits"),
     ],

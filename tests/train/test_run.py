@@ -342,7 +342,7 @@ def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
             "the checkpoint has no state of the sampler",
             "run.log(loss=...): expected a number or a tensor of one element, got a tensor of shape [2]",
             "run.log(mfu=...): the record has this already",
-            "sw.Run(scheduler=...): its state_dict() holds a Tensor",
+            "sw.Run(scheduler=...): state_dict() cannot be kept: it.",
             "enough",
         ),
         strict=True,

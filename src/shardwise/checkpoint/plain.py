@@ -1,13 +1,14 @@
 """State as plain JSON, read strictly: a text that two parsers could understand differently is refused.
 
-``pack`` turns tuples, bytes and non-finite floats into tagged objects, so that JSON holds them, and ``unpack`` turns
-them back. Nothing else than plain values passes: no class is named in a file, and none is looked up.
+``pack`` turns tuples, bytes, non-finite floats and dicts with keys that are no strings into tagged objects, so that
+JSON holds them, and ``unpack`` turns them back. Nothing else than plain values passes: no class is named in a file, and
+none is looked up.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import itertools
 import json
 import math
@@ -16,8 +17,8 @@ from typing import Any
 #: Deepest nesting of lists and objects that is written or read.
 MAX_DEPTH = 64
 _MAX_INT_BITS = 4096
-_TUPLE, _BYTES, _FLOAT = "__tuple__", "__bytes__", "__float__"
-_TAGS = frozenset({_TUPLE, _BYTES, _FLOAT})
+_TUPLE, _BYTES, _FLOAT, _PAIRS = "__tuple__", "__bytes__", "__float__", "__pairs__"
+_TAGS = frozenset({_TUPLE, _BYTES, _FLOAT, _PAIRS})
 _CONTAINERS = frozenset({list, dict})
 
 
@@ -25,7 +26,7 @@ def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
     """``value`` as something that JSON can hold without loss.
 
     Args:
-        value: ``None``, bool, int, float, str, bytes, and lists, tuples and dicts (keys: str) of these.
+        value: ``None``, bool, int, float, str, bytes, and lists, tuples and dicts of these.
         where: Place of the value, for messages.
         depth: Nesting depth of ``value`` itself.
 
@@ -44,6 +45,8 @@ def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
         inner = depth + (2 if isinstance(value, tuple) else 1)
         items = [pack(item, f"{where}[{i}]", depth=inner) for i, item in enumerate(value)]
         return {_TUPLE: items} if isinstance(value, tuple) else items
+    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+        return {_PAIRS: pack([list(item) for item in value.items()], where, depth=depth)}
     if isinstance(value, dict):
         return {_key(key, where): pack(item, f"{where}.{key}", depth=depth + 1) for key, item in value.items()}
     raise ValueError(
@@ -59,9 +62,7 @@ def _pack_number(value: float, where: str) -> Any:
     return int(value)
 
 
-def _key(key: object, where: str) -> str:
-    if not isinstance(key, str):
-        raise ValueError(f"{where} has the key {key!r}, which is not a string")  # noqa: TRY004 - one kind for callers
+def _key(key: str, where: str) -> str:
     if key in _TAGS:
         raise ValueError(f"{where} has the key {key!r}, which is reserved")
     return key
@@ -80,18 +81,21 @@ def unpack(value: Any) -> Any:
     tags = _TAGS & value.keys()
     if not tags:
         return {key: unpack(item) for key, item in value.items()}
-    tag, content = next(iter(tags)), value[next(iter(tags))]
+    tag = next(iter(tags))
     if len(value) == 1:
-        if tag == _TUPLE and isinstance(content, list):
-            return tuple(unpack(item) for item in content)
-        if tag == _FLOAT and content in {"nan", "inf", "-inf"}:
-            return float(content)
-        if tag == _BYTES and isinstance(content, str):
-            try:
-                return base64.b64decode(content, validate=True)
-            except (binascii.Error, ValueError):
-                pass
+        with contextlib.suppress(TypeError, ValueError):
+            return _untagged(tag, value[tag])
     raise ValueError(f"an object with the key {tag!r} is malformed")
+
+
+def _untagged(tag: str, content: Any) -> Any:
+    if tag == _BYTES:
+        return base64.b64decode(content, validate=True)
+    if tag == _FLOAT and content in {"nan", "inf", "-inf"}:
+        return float(content)
+    if tag != _FLOAT and isinstance(content, list):
+        return tuple(unpack(content)) if tag == _TUPLE else dict(unpack(content))
+    raise ValueError(tag)
 
 
 def dumps(value: Any) -> bytes:

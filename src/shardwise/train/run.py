@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import shardwise as sw
 from shardwise.api.dry_run import DryRun
 from shardwise.api.model import data_parallel_rank, data_parallel_size
+from shardwise.checkpoint import plain
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch import heartbeat
 from shardwise.launch.error_file import reported
@@ -38,7 +40,6 @@ from shardwise.train.predicted.time import PredictedStep
 from shardwise.train.rank import Session, session
 from shardwise.train.record import Record
 from shardwise.train.saves.checkpoints import resharded, saved_config
-from shardwise.train.saves.plain import as_json, from_json
 from shardwise.train.spec import Mean
 from shardwise.train.steps.unread import TOKENS
 
@@ -46,6 +47,8 @@ from shardwise.train.steps.unread import TOKENS
 _KNOWN = ("loss", "grad_norm", "tokens")
 #: Marks the states of a loader of which each rank has one of its own.
 _BY_RANK = "of each rank"
+#: Bytes of a tensor at most in the state of a sampler; the state of a generator of torch has about 5,000.
+_MOST_BYTES = 1 << 16
 
 
 class Stateful(Protocol):
@@ -323,7 +326,7 @@ class Run:
     def _shared(self) -> dict[str, Any]:
         """What is the same on every rank; a loader's place may be each rank's own."""
         kept = {
-            name: as_json(held.state_dict(), name)
+            name: _packed(held.state_dict(), name)
             for name, held in self._kept.items()
             if name == "scheduler" or isinstance(held, sw.DistributedSampler)
             if held is not None
@@ -339,10 +342,10 @@ class Run:
         """
         state, held = self._shared(), self._kept["sampler"]
         if held is not None and "sampler" not in state["kept"]:
-            everyones = self._running.control.all_json(as_json(held.state_dict(), "sampler"))
+            everyones = self._running.control.all_json(_packed(held.state_dict(), "sampler"))
             is_one = all(each == everyones[0] for each in everyones)
             state["kept"]["sampler"] = everyones[0] if is_one else {_BY_RANK: everyones}
-        return state
+        return state | {"kept": plain.unpack(state["kept"])}
 
     def check(self, path: Path) -> list[str]:
         """Refuse a checkpoint of a trainer's run; returns what differs of one's own settings. Small JSON."""
@@ -369,7 +372,8 @@ class Run:
                     "  Leave it out to begin it anew, or begin a new run in another folder."
                 )
             if held is not None:
-                held.load_state_dict(from_json(_own_state(saved[name], self._running.control)))
+                own = _own_state(saved[name], self._running.control)
+                held.load_state_dict(tree_map_only(bytes, _tensor_of, own))
         lines = resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
         loader = self._kept["sampler"]
         if lines and loader is not None and not isinstance(loader, sw.DistributedSampler):
@@ -407,6 +411,30 @@ class Run:
             units=[],
             predicted_step=PredictedStep(None, "of a loop of one's own no time is predicted"),
         )
+
+
+def _packed(state: Any, name: str) -> Any:
+    """The state of a sampler or a schedule as JSON; the state of a generator, by which loaders shuffle, as bytes.
+
+    Raises:
+        ConfigError: It holds another tensor, or another object.
+    """
+    try:
+        return plain.pack(tree_map_only(Tensor, _bytes_of, state), "it")
+    except ValueError as error:
+        raise ConfigError(
+            f"sw.Run({name}=...): state_dict() cannot be kept: {error}.\n"
+            "  Wrap it: return plain values from state_dict()."
+        ) from None
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    is_generator = tensor.dtype == torch.uint8 and tensor.dim() == 1 and 0 < tensor.numel() <= _MOST_BYTES
+    return tensor.numpy(force=True).tobytes() if is_generator else tensor
+
+
+def _tensor_of(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def _own_state(saved: Any, control: Control) -> Any:

@@ -6,8 +6,9 @@ whose memory is not known, are not judged.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,6 @@ from shardwise.train.predicted.workload import resolved_plan, shape_of, workload
 
 #: Bytes of a process on a CPU besides tensors: 240 MiB are resident once torch (2.13) and the trainer are loaded.
 PROCESS_BYTES = 240 << 20
-
-#: More ranks that are tried, as a multiple of those of the run.
-MOST_TIMES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,73 +116,66 @@ def _needed(found: MemoryEstimate, device: Device) -> int:
     return found.device_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What is written differently, and what that is to the plan and the workload."""
-
-    words: str
-    plan: dict[str, Any]
-    work: dict[str, Any]
-
-
-def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device: Device) -> Iterator[tuple[str, int]]:
+def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device: Device) -> list[tuple[str, int]]:
     """Changes with which the run fits, and what it then needs: of the plan on these ranks, then more ranks."""
     plan = resolved_plan(resolved)
+    attempt = functools.partial(_attempt, shape, plan, workload, device)
     zero3: dict[str, Any] = {} if plan.placements.shards_parameters else {"strategy": "zero3"}
     least: dict[str, Any] = {"recompute": "full", "micro_batch": 1}
     together = "zero3, activation_checkpointing=full and micro_batch_size=1"
-    changes = [
-        _Change("parallel.strategy=zero3", zero3, {}),
-        _Change("train.micro_batch_size=1", {}, {"micro_batch": 1}),
-        _Change("parallel.activation_checkpointing=full", {}, {"recompute": "full"}),
-        _Change("parallel.offload_policy=cpu", {"offload_policy": "cpu"}, {}),
-        _Change("parallel.offload_activations=true", {"offload_activations": True}, {}),
-        _Change(f"{together} together", zero3, least),
+    changes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("parallel.strategy=zero3", zero3, {}),
+        ("train.micro_batch_size=1", {}, {"micro_batch": 1}),
+        ("parallel.activation_checkpointing=full", {}, {"recompute": "full"}),
+        ("parallel.offload_policy=cpu", {"offload_policy": "cpu"}, {}),
+        ("parallel.offload_activations=true", {"offload_activations": True}, {}),
+        (f"{together} together", zero3, least),
     ]
-    fits = False
-    for change in changes:
-        if not change.plan and all(getattr(workload, name) == value for name, value in change.work.items()):
-            continue
-        needed = _attempt(replace(workload, **change.work), plan, change.plan, shape, device)
-        if needed is not None and needed <= device.memory_bytes:
-            fits = True
-            yield change.words, needed
-    if not fits:
-        yield from _last_resort(plan, zero3, replace(workload, **least), shape, device)
-    times = 2
-    while device.device_type == "cuda" and times <= MOST_TIMES:
-        for change in (_Change("", {}, {}), _Change(f" with {together}", zero3, least)):
-            larger = replace(workload, global_batch=workload.global_batch * times, **change.work)
-            options = {"dp_shard": plan.dp_shard * times, **change.plan}
-            needed = _attempt(larger, plan, options, shape, device)
-            if needed is not None and needed <= device.memory_bytes:
-                yield f"{resolved.mesh.world_size * times} ranks{change.words}", needed
-                return
-        times *= 2
-
-
-_NO_PREFETCH = {"forward_prefetch": 0, "backward_prefetch": 0}
-
-
-def _last_resort(
-    plan: ParallelPlan, options: dict[str, Any], workload: Workload, shape: ModelShape, device: Device
-) -> Iterator[tuple[str, int]]:
-    """What fits with everything that saves memory and goes to the host, the least of it that is enough."""
-    words = "zero3, activation_checkpointing=full, micro_batch_size=1"
-    for fields in ({"offload_policy": "cpu"}, {"offload_activations": True}, _NO_PREFETCH):
+    found = [
+        (words, needed)
+        for words, options, work in changes
+        if options or any(getattr(workload, name) != value for name, value in work.items())
+        if (needed := attempt(options, **work)) is not None
+    ]
+    options, words = zero3, "zero3, activation_checkpointing=full, micro_batch_size=1"
+    for fields in _HOST if not found else ():  # what saves memory and goes to the host, the least that is enough
         options = {**options, **fields}
         written = " and ".join(f"{field}={str(value).lower()}" for field, value in fields.items())
-        needed = _attempt(workload, plan, options, shape, device)
-        if needed is not None and needed <= device.memory_bytes:
-            yield f"{words} and {written} together", needed
-            return
+        if (needed := attempt(options, **least)) is not None:
+            found.append((f"{words} and {written} together", needed))
+            break
         words += f", {written}"
+    tried = itertools.product(
+        [1 << power for power in range(1, 7)], (("", {}, {}), (f" with {together}", zero3, least))
+    )
+    for times, (words, options, work) in tried if device.device_type == "cuda" else ():
+        needed = attempt({"dp_shard": plan.dp_shard * times, **options}, times=times, **work)
+        if needed is not None:
+            return [*found, (f"{resolved.mesh.world_size * times} ranks{words}", needed)]
+    return found
+
+
+_HOST: tuple[dict[str, Any], ...] = (
+    {"offload_policy": "cpu"},
+    {"offload_activations": True},
+    {"forward_prefetch": 0, "backward_prefetch": 0},
+)
 
 
 def _attempt(
-    workload: Workload, plan: ParallelPlan, options: dict[str, Any], shape: ModelShape, device: Device
+    shape: ModelShape,
+    plan: ParallelPlan,
+    workload: Workload,
+    device: Device,
+    options: dict[str, Any],
+    *,
+    times: int = 1,
+    **work: Any,
 ) -> int | None:
+    """Bytes with other options of the plan, on ``times`` as many ranks; ``None`` where that does not fit either."""
+    changed = replace(workload, global_batch=workload.global_batch * times, **work)
     try:
-        return _needed(memory_on(device.device_type, shape, replace(plan, **options), workload), device)
+        needed = _needed(memory_on(device.device_type, shape, replace(plan, **options), changed), device)
     except ShardwiseError:
         return None
+    return needed if needed <= device.memory_bytes else None
