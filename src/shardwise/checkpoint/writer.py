@@ -173,18 +173,8 @@ def begin_write(
 ) -> Saving:
     """:func:`write`, which returns as soon as this rank's tensors have been copied (as much memory again).
 
-    Args:
-        directory: As of :func:`write`, and so are
-        comm: the ranks,
-        tensors: the pieces,
-        data: the other state,
-        step: the step,
-        run_id: the run, and
-        frozen: the frozen names.
-        background: This rank's process that writes. The save before must have been finished.
-        keep: Remove older checkpoints when this one is published and its files have been read again and compared.
-        known_good: Checkpoints that were verified before.
-        allow_non_finite: As of :func:`write`.
+    The save before of ``background`` must have been finished. With ``keep`` older checkpoints are removed when this one
+    is published and its files have been read again and compared; ``known_good`` were verified before.
 
     Raises:
         CheckpointError, StorageError, NonFiniteError: As :func:`write`, but for what is found later, which

@@ -29,11 +29,6 @@ def reported(work: Callable[[], int], world: World, next_words: str) -> Callable
     """``work``, which tells torchrun why where it raises.
 
     The traceback of an error that is not ours goes to ``logs/rank-RANK.log`` of the run's folder, whoever started it.
-
-    Args:
-        work: This rank's part of a command.
-        world: This rank among the others.
-        next_words: What a user can do after a failure.
     """
 
     def run() -> int:

@@ -95,14 +95,7 @@ def is_consequence(code: int, reason: str) -> bool:
 
 
 def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool = False) -> None:
-    """Write this rank's exit note. The first note of an attempt stays; without a launcher of ours nothing is written.
-
-    Args:
-        code: The exit code that the process is about to leave with.
-        reason: One line.
-        step: The step at which it ends.
-        is_shown: Whether the reason has been printed on the terminal already (by rank 0).
-    """
+    """Write this rank's exit note (:class:`ExitNote`), under a launcher of ours. An attempt's first note stays."""
     directory = os.environ.get(LOG_DIR)
     if not directory:
         return

@@ -117,11 +117,6 @@ _FAULTS = _armed()
 def at(point: str, step: int | None = None, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
     """A place where a fault can strike.
 
-    Args:
-        point: Its name.
-        step: The step of the run, where there is one.
-        tensors: Gives what ``nan`` and ``flip`` can damage.
-
     Raises:
         InjectedError, OSError: The fault asks for it.
     """

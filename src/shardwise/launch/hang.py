@@ -97,13 +97,7 @@ class HangWatch:
 
 
 def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
-    """Have the ranks write their stacks and flight recorders, and say which rank the others wait for.
-
-    Args:
-        directory: Where the heartbeats are.
-        ranks: All ranks of the run.
-        late: The record of a rank that is overdue.
-    """
+    """Have the ranks write their stacks and flight recorders, and say which rank the others wait for."""
     beats = [beat for rank in ranks if (beat := heartbeat.read(directory, rank)) is not None] or [late]
     here = [beat for beat in beats if beat.host == socket.gethostname()]
     before = {beat.pid: _main_thread(beat.pid) for beat in here}
@@ -157,12 +151,6 @@ def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], 
 
     For worlds that our launcher has not started. The first rank that gets there prints the message, and ends processes
     of its machine that are stopped, which would not end by themselves.
-
-    Args:
-        directory: Where the heartbeats of all ranks are.
-        rank: This rank.
-        size: Number of ranks.
-        safe: Says which checkpoint is safe.
 
     Returns:
         What ends the watch when it is set.

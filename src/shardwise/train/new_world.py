@@ -36,13 +36,7 @@ def note_starters(directory: Path, names: Collection[str | None]) -> None:
 
 
 def is_started_again(directory: Path, names: Collection[str | None], world: World) -> bool:
-    """Whether those who start the run now have started the one in ``directory``, so that it goes on.
-
-    Args:
-        directory: The run's folder.
-        names: ``launch.starter.starter`` of every rank.
-        world: This world.
-    """
+    """Whether those who start the run now have started the one in ``directory``, so that it goes on."""
     if world.source == "torchrun":
         return not set(_starters(directory)).isdisjoint(names)
     if world.source == "slurm":

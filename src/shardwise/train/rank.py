@@ -137,17 +137,9 @@ def train(
     profiled: range = range(0),
     found: dict[str, Any] | None = None,
 ) -> int:
-    """Train on this rank and return the exit code.
+    """Train on this rank and return the exit code. ``found`` gets the values of summary.json, and ``directory``.
 
-    Args:
-        resolved: The checked configuration, the same on every rank.
-        world: This rank among the others.
-        run_dir: The run's folder; chosen from the run's name where it is ``None``.
-        resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
-        takes_over: Take the folder of a run on another machine that gives no sign of life.
-        is_demo: Compare with one process after training.
-        profiled: Steps of which a trace is written.
-        found: Gets what summary.json says, and ``directory``.
+    The other arguments are as of :func:`session`.
 
     Raises:
         ShardwiseError: Its ``exit_code`` is what the process should leave with.
@@ -202,15 +194,7 @@ def open_directory(
 ) -> tuple[str, bool, str | None]:
     """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again.
 
-    Args:
-        name: The run's.
-        run_dir: The folder that was asked for.
-        resume: The checkpoint that was asked for.
-        world: This world.
-        names: Who has started each rank (``launch.starter``).
-        takes_over: Whether the folder of a run that gives no sign of life may be taken.
-        goes_on: A folder that was asked for and holds a run is resumed from its newest checkpoint.
-        upload_to: Where the run's checkpoints are copied to.
+    Arguments are as of :func:`session`; ``names`` says who has started each rank (``launch.starter``).
 
     Returns:
         The folder, whether the run in it was started again by its launcher and goes on by itself, and the checkpoint.

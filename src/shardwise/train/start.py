@@ -95,17 +95,7 @@ def launch_training(
 ) -> int:
     """Check everything that can be checked here, choose the run's folder, start the workers and wait for them.
 
-    Args:
-        raw: The configuration.
-        num_ranks: How many workers.
-        arguments: The command line, which every worker reads again, with the run's folder.
-        run_dir: The run's folder; ``None``: by its name.
-        resume: Which checkpoint to continue from; ``None``: a new run.
-        takes_over: Take the folder of a run on another machine that gives no sign of life.
-        max_restarts: How often all workers are started again after one was lost.
-        say: Called with a line before work that takes time.
-        spec: What replaces parts of the run, where no file of the user's has it.
-        spec_file: Where the workers find it.
+    Every worker reads the command line ``arguments`` again, and ``spec`` from ``spec_file``.
 
     Returns:
         The exit code.
@@ -207,12 +197,6 @@ def _resuming(words: Sequence[str], lr: float | None = None) -> str:
 
 def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, strategies: Sequence[str]) -> int:
     """Check everything that can be checked here, start the workers that compare, and wait for them.
-
-    Args:
-        raw: The configuration.
-        num_ranks: How many workers.
-        arguments: The command line, which every worker reads again.
-        strategies: What they compare with one process.
 
     Returns:
         The exit code.

@@ -141,13 +141,6 @@ class Trained:
     ) -> Iterator[Sequence[int | None]]:
         """Join the world, load the model under ``resolved``'s plan and continue ``rows`` by ``sw.generate_stream``.
 
-        Args:
-            resolved: The configuration.
-            world: This rank among the others.
-            rows: The prompts' token ids.
-            is_averaged: Use the run's averaged weights.
-            **settings: Of ``sw.generate_stream``.
-
         Collective:
             Those of ``sw.parallelize``, ``sw.load`` and ``sw.generate_stream``. All ranks must iterate to the end.
         """
@@ -159,11 +152,6 @@ class Trained:
     @contextlib.contextmanager
     def opened(self, resolved: RunConfig, world: World, *, is_averaged: bool) -> Iterator[nn.Module]:
         """Join the world, load the model under a plan for continuing texts, and leave the world at the end.
-
-        Args:
-            resolved: The configuration.
-            world: This rank among the others.
-            is_averaged: Use the run's averaged weights.
 
         Collective:
             Those of ``sw.parallelize`` and ``sw.load``. All ranks must enter.

@@ -33,11 +33,6 @@ _MOST_CHARACTERS = 1 << 26
 def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
     """The column that a data set is trained on: the one that was asked for, or the first that is known.
 
-    Args:
-        columns: All of them.
-        wanted: ``data.column``.
-        name: Of the source, for messages.
-
     Raises:
         ConfigError: There is none.
     """

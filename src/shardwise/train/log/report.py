@@ -196,14 +196,7 @@ class Report:
     def write_memory(
         self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int], by_unit: Mapping[str, int]
     ) -> None:
-        """Write memory.json: the bytes of tensors of this rank over one step, and what the engine holds all the time.
-
-        Args:
-            step: Its number.
-            history: Moments and bytes.
-            held: Bytes by category at its end.
-            by_unit: Bytes at its peak of what it had made, by the unit whose forward made it.
-        """
+        """Write memory.json: this rank's bytes of tensors over one step, at its end, and of its peak by unit."""
         begin = history[0][0]
         points = thin([moment - begin for moment, _ in history], [held for _, held in history], columns=150)
         kept = [point for point in points if point is not None]

@@ -84,10 +84,6 @@ def fingerprint(base: Path) -> str:
 def check_base(base: Path, saved: object) -> None:
     """Refuse an adapter's checkpoint whose base is another one now.
 
-    Args:
-        base: The folder of the base.
-        saved: The fingerprint that the checkpoint has.
-
     Raises:
         CheckpointError: The folder's weights are not those that the adapter was trained on.
     """
@@ -99,13 +95,7 @@ def check_base(base: Path, saved: object) -> None:
 
 
 def renamed(files: WeightFiles, before: Mapping[str, nn.Parameter], model: nn.Module) -> WeightFiles:
-    """Files of the base by the names that its parameters have inside an adapted model.
-
-    Args:
-        files: By the names of the plain model.
-        before: The plain model's parameters.
-        model: The adapted one, with the same parameters.
-    """
+    """Files of the base by the names that its parameters have inside an adapted model."""
     now: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         now.setdefault(id(parameter), []).append(name)  # a tied one has several

@@ -44,10 +44,6 @@ class Device:
 def check_budget(resolved: RunConfig, device: Device | None) -> None:
     """Refuse a run that its devices cannot hold; ``train.check_memory: false`` lets it try.
 
-    Args:
-        resolved: The run.
-        device: Its devices; ``None``: not known.
-
     Raises:
         MemoryBudgetError: It cannot fit. The message has the largest category, and changes with which the run fits.
     """

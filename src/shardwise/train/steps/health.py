@@ -35,11 +35,6 @@ class Health:
     def warnings(self, step: int, values: ReadStep, *, safe: str) -> list[str]:
         """What has to be said of a step.
 
-        Args:
-            step: Its number, as in ``metrics.jsonl``.
-            values: What was read of it.
-            safe: Which checkpoint holds the run, for the message of the error.
-
         Raises:
             NonFiniteError: A loss or a norm is not finite, and such steps are not skipped, or too many of them were.
         """
@@ -124,13 +119,6 @@ def _write_bundle(directory: Path, rank: int, step: int, problem: str, values: R
 
     It holds the samples of each of this rank's microbatches, the losses of all ranks, and the states of this rank's
     random number generators before the step.
-
-    Args:
-        directory: The run's folder.
-        rank: This rank.
-        step: The step, as ``metrics.jsonl`` numbers it.
-        problem: What is odd about it.
-        values: What was read of the step.
     """
     content: dict[str, Any] = {
         "step": step,

@@ -165,10 +165,6 @@ class UnreadSteps:
     def read(self, *, own_peak_bytes: int, own_signal: int) -> list[ReadStep]:
         """Exchange and read what the steps have left.
 
-        Args:
-            own_peak_bytes: The most bytes of tensors that this rank has held.
-            own_signal: The signal that this rank has got; 0 for none.
-
         Collective:
             One all-gather of 24 bytes per step and rank, and 40 more; where there are other values one of small JSON
             before it, and 16 bytes per value. All ranks must call after the same step. The host waits for the device.
