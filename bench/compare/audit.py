@@ -17,8 +17,7 @@ from bench.compare.engine import Engine, Workload
 from bench.compare.request import OURS, Entrant, parse
 from shardwise.api import summary
 from shardwise.engine.storage.attachment import engine_of
-from shardwise.measure.storage import StorageCount, measure_activations
-from shardwise.spec.memory.activations import Activations
+from shardwise.measure.storage import StorageCount
 from shardwise.train.model.build import TokenBatch
 
 
@@ -57,7 +56,6 @@ def audit(entrant: Entrant, workload: Workload, batches: Sequence[tuple[Tensor, 
     """
     device = workload.device
     result: dict[str, Any] = {"collectives": None, "predicted": None, "activation_bytes": None}
-    activations = _activations(workload, batches[0]) if entrant.engine == OURS and not entrant.is_threaded else None
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with TensorCount("cpu") if device.type == "cpu" else contextlib.nullcontext() as count:
@@ -78,14 +76,14 @@ def audit(entrant: Entrant, workload: Workload, batches: Sequence[tuple[Tensor, 
     if entrant.is_threaded:
         result |= _of_replicas(engine, batches[0])
     elif entrant.engine == OURS:
-        result |= _of_ours(engine, batches[0], activations)
+        result |= _of_ours(engine, batches[0])
         result |= _run_dry(entrant, workload, batches[0])
     del engine
     gc.collect()
     return result
 
 
-def _of_ours(engine: Engine, batch: tuple[Tensor, Tensor], activations: Activations | None) -> dict[str, Any]:
+def _of_ours(engine: Engine, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Collectives of one step, and what follows from the layout alone."""
     with sw.record_collectives(engine.model) as events:
         engine.step(batch)
@@ -98,7 +96,6 @@ def _of_ours(engine: Engine, batch: tuple[Tensor, Tensor], activations: Activati
         "predicted_collectives": _by_kind((kind, sent) for kind, _, sent, _ in trace),
         "trace_is_predicted": recorded == trace,
         "predicted": found.footprint.as_dict(),
-        "activation_bytes": None if activations is None else summary.predict_activations(runtime, activations),
         "num_units": len(found.units) - 1,
     }
 
@@ -133,15 +130,3 @@ def _by_kind(events: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
         entry["count"] += 1
         entry["sent_bytes"] += num_bytes
     return sent
-
-
-def _activations(workload: Workload, batch: tuple[Tensor, Tensor]) -> Activations | None:
-    """What forward and backward of the plain model hold beside parameters and gradients."""
-    if workload.device.type != "cpu":
-        return None
-    with TensorCount("cpu") as count:
-        model = workload.model()
-        model.train()
-        activations = measure_activations(model, count, lambda: workload.loss(model, *batch).backward())
-        count.forget()
-    return activations

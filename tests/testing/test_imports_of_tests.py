@@ -56,7 +56,7 @@ ABOUT = {
     "train/test_train_fp16.py": "checkpoint",
     "train/test_train_lora.py": "checkpoint",
     "train/test_train_tokenizer.py": "train.saves.checkpoints train.data.tokenizer",
-    "train/test_peak.py": "engine.storage.attachment train.config train.model train.predicted",
+    "train/test_peak.py": "engine.storage.attachment train.config train.predicted",
     "docs/test_migrating.py": "cli.convert.tables",
     "spec/test_shown.py": "planner.explain report.read_run",
     "train/test_spec.py": "train.config train.data launch.world train.proof train.saves.random_state train.spec",
@@ -87,9 +87,7 @@ ABOUT = {
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",
     "engine/test_memory.py": "engine.engine engine.gradient",
-    "parallel/tensor/test_tensor_memory.py": (
-        "engine.extensions.recompute engine.extensions.wrap measure.meta measure.storage"
-    ),
+    "parallel/tensor/test_tensor_memory.py": ("engine.extensions.recompute engine.extensions.wrap measure.meta"),
     "generation/test_generate.py": "parallel.context.apply generation.sample",
     "parallel/pipeline/test_pipeline_steps.py": "parallel.pipeline.batch parallel.pipeline.pipelined",
     # faults that are injected, and steps that are watched from within

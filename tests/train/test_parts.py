@@ -20,7 +20,6 @@ from shardwise.spec.text import printable, size
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import OptimizerSection, read_config
 from shardwise.train.model.build import TokenBatch, build_model, build_optimizer, objective_of, parameter_groups, set_lr
-from shardwise.train.predicted.memory import measure_replicas
 from shardwise.train.saves import random_state
 from shardwise.train.steps.mfu import peak_flops
 from shardwise.train.steps.update import needs_host
@@ -172,4 +171,3 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     loss = objective_of(resolved).loss(model, TokenBatch(tokens[:, :-1], tokens[:, 1:]))
     assert 4.0 < loss.item() < 7.0  # about ln 256
-    assert measure_replicas(resolved, CPU)

@@ -25,7 +25,6 @@ from shardwise.spec.extent import describe_cuts, list_alike
 from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
-from shardwise.spec.memory.activations import Activations, backward_bytes
 from shardwise.spec.memory.footprint import Footprint, Replicas, StateBytes, footprint
 from shardwise.spec.order import units_in
 from shardwise.spec.shown import Page, Shown
@@ -322,11 +321,6 @@ def unit_facts(engine: Engine) -> dict[int, UnitFacts]:
         unit.index: UnitFacts(unit.name, unit.family, facts.get(unit.index, []), unit.recomputed_in, unit.ahead)
         for unit in engine.units
     }
-
-
-def predict_activations(engine: Engine, activations: Activations) -> int:
-    """What is held at the peak besides :func:`predict`'s bytes, gradients that wait for their unit included."""
-    return backward_bytes(activations, unit_facts(engine).values())
 
 
 def predict(

@@ -6,12 +6,11 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -22,7 +21,6 @@ from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.host import Transfers
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.packed import packed_pool
-from shardwise.spec.memory.activations import Activations
 
 
 class StorageCount(TorchDispatchMode):
@@ -153,37 +151,6 @@ class StorageCount(TorchDispatchMode):
         self._change(key, -self._sizes.pop(key, 0))
         self._owners.pop(key, None)
         self._mark()
-
-
-def measure_activations(model: nn.Module, count: StorageCount, forward_and_backward: Callable[[], None]) -> Activations:
-    """Measure what a model without an engine holds in forward and backward besides its parameters.
-
-    Each gradient is dropped as soon as it is complete.
-
-    Args:
-        model: A plain model. Hooks stay on its parameters: it cannot be used for anything else afterwards.
-        count: An open count; what it counts already is not counted again.
-        forward_and_backward: Computes one microbatch.
-    """
-    arrivals: list[tuple[str, int]] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(partial(_let_go, name, count, arrivals, count.live_bytes))
-    held_bytes = count.live_bytes
-    count.begin_peak()
-    forward_and_backward()
-    return Activations(tuple(arrivals), count.peak_bytes - held_bytes)
-
-
-def _let_go(
-    name: str, count: StorageCount, arrivals: list[tuple[str, int]], held_bytes: int, parameter: Tensor
-) -> None:
-    """A gradient is complete."""
-    if parameter.grad is None:  # torch calls this for an undefined gradient, too
-        return
-    arrivals.append((name, count.peak_bytes - held_bytes))
-    parameter.grad = None
-    count.begin_peak()
 
 
 def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:

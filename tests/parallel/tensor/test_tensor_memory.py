@@ -13,8 +13,6 @@ import shardwise as sw
 from shardwise.engine.extensions import recompute
 from shardwise.engine.extensions.wrap import find_units
 from shardwise.measure.meta import cut_alone
-from shardwise.measure.storage import measure_activations
-from shardwise.spec.memory.activations import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.engine.test_memory import SEQ, VOCAB, Storages, build, everything_alive, train
 
@@ -39,8 +37,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens_BT, tokens_BT.clone()
 
 
-def activations_of(plan: sw.ParallelPlan, rank: int) -> Activations:
-    """Of one rank of ``tp``, alone."""
+def activations_of(plan: sw.ParallelPlan, rank: int) -> int:
+    """The most bytes that forward and backward of one rank of ``tp`` hold, alone, each gradient freed at once."""
     model, inputs = build(), batch()
     units = find_units(model, plan.wrap_policy)
     cut_alone(model, plan, rank=rank, device=torch.device("cpu"))
@@ -48,10 +46,13 @@ def activations_of(plan: sw.ParallelPlan, rank: int) -> Activations:
     gc.collect()
     count = StorageCount("cpu")
     count.see_all_objects()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda held: setattr(held, "grad", None))
     with count:
-        activations = measure_activations(model, count, lambda: model(*inputs).backward())
+        before = count.live_bytes
+        model(*inputs).backward()
     count.forget()
-    return activations
+    return count.peak_bytes - before
 
 
 def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
@@ -72,11 +73,11 @@ def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
     held = everything_alive().without(before, Storages().see(inputs)).num_bytes
     part = activations_of(plan, plan.mesh(get_world_size()).coordinate(get_rank())["tp"])
     kept = {name: size for name, size in probe(model).predicted_bytes().items() if name not in {"gathered", "reduce"}}
-    return {"held": held, "held, predicted": sum(kept.values()), "peak": peak, "activations": part.peak_bytes}
+    return {"held": held, "held, predicted": sum(kept.values()), "peak": peak, "activations": part}
 
 
 def measure_peaks(plans: dict[str, sw.ParallelPlan]) -> dict[str, dict[str, int]]:
-    whole = {"activations of the whole": activations_of(sw.ParallelPlan(), 0).peak_bytes}
+    whole = {"activations of the whole": activations_of(sw.ParallelPlan(), 0)}
     return {name: measure_peak(plan) | whole for name, plan in plans.items()}
 
 

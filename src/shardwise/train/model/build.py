@@ -54,21 +54,15 @@ class TokenBatch(NamedTuple):
     mask: Tensor | None = None
 
 
-def build_model(resolved: RunConfig, device: torch.device, *, reads_weights: bool = True) -> nn.Module:
-    """The whole model, on ``device``, with the weights that its folder has, or that the current random state draws.
-
-    Args:
-        resolved: Says which model.
-        device: Where it is built.
-        reads_weights: False draws weights even where the folder has some. On meta there are none either way.
-    """
+def build_model(resolved: RunConfig, device: torch.device) -> nn.Module:
+    """The whole model, on ``device``, with the weights that its folder has, or that the current random state draws."""
     section, lora = resolved.config.model, resolved.config.lora
     if resolved.spec.model is not None:
         with device:
             return resolved.spec.model()
     if section.hf is not None:
         folder = Path(section.hf).expanduser()
-        model = model_from_folder(folder, reads_weights=reads_weights and device.type != "meta")
+        model = model_from_folder(folder, reads_weights=device.type != "meta")
         if lora.is_used:
             model = adapt(model, lora, folder, draws=device.type != "meta")
         model = _with_loss(resolved, model)

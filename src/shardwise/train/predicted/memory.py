@@ -15,20 +15,15 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-
-# Fake tensors are documented (docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but have no public name.
-# Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.hooks import RemovableHandle
 
 import shardwise as sw
-from shardwise.api import data_parallel, summary
+from shardwise.api import summary
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.ignored import ignored_of
-from shardwise.measure.storage import StorageCount, measure_activations
+from shardwise.measure.storage import StorageCount
 from shardwise.spec.errors import ShardwiseError
-from shardwise.spec.memory.activations import Activations
 from shardwise.spec.memory.eight_bit import eight_bit_bytes
 from shardwise.spec.memory.footprint import StateBytes
 from shardwise.train.config.resolve import RunConfig
@@ -150,7 +145,7 @@ def predict(
     """Bytes by category on the rank that will hold most; their sum is the predicted peak.
 
     What is offloaded (``host``) is in the peak only where device and host are one. ``activations`` is left out where
-    the model cannot run without values.
+    the model cannot run without values, and of the replicas of ``data_parallel``, which no dry run knows.
 
     Collective:
         One all-gather of small JSON.
@@ -165,9 +160,7 @@ def predict(
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
     try:
-        if resolved.plan.placements.is_threaded:
-            held["activations"] = summary.predict_activations(engine, measure_replicas(resolved, device))
-        else:
+        if not resolved.plan.placements.is_threaded:
             held |= _run_dry(resolved, control, device)
     except (ShardwiseError, RuntimeError, NotImplementedError, TypeError, AssertionError):
         pass  # a model that cannot run without values
@@ -234,25 +227,3 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
             else min(batch.accumulation, 2),  # those between are alike
         )
     return {name: found.bytes_by_category[name] for name in ("gradients", "gathered", "reduce", "activations")}
-
-
-def measure_replicas(resolved: RunConfig, device: torch.device) -> Activations:
-    """Activations and passing values of one microbatch, of all replicas under ``data_parallel``, on fake tensors.
-
-    ``sw.dry_run`` runs one rank of a world, and so cannot run the replicas of one process.
-    """
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-        model, count = build_model(resolved, device, reads_weights=False), StorageCount(device.type)
-        if resolved.plan.placements.is_threaded:
-            data_parallel.install(model)  # what the replicas compute, and the gradients of each
-        for tensor in [*model.parameters(), *model.buffers()]:
-            count.see(tensor)
-
-        def forward_and_backward() -> None:
-            batch = blank_batch(resolved, device)  # held until backward is over, as a step's is
-            (objective_of(resolved).loss(model, batch) / 1).backward()
-
-        with count:
-            activations = measure_activations(model, count, forward_and_backward)
-        count.forget()
-    return activations
