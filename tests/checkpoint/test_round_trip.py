@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import describe_summary, open_checkpoint, write
+from shardwise.checkpoint import describe_summary, open_checkpoint, plain, write
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
@@ -115,6 +115,25 @@ def test_state_comes_back_with_its_types(tmp_path):
     assert found.tensors["layer.weight"] == Extent("layer.weight", (7, 5), "fp32", 0, 35)
 
 
+def test_tensors_in_state_come_back(tmp_path):
+    generator = torch.Generator().get_state()
+    held = {"generator": generator, "scale": torch.tensor(0.5, dtype=torch.bfloat16), "none": torch.zeros(2, 0)}
+    write(tmp_path / "s", alone(), [], held, step=0, run_id="r")
+    found = open_checkpoint(tmp_path / "s").data
+    assert {name: (each.dtype, each.shape) for name, each in found.items()} == {
+        name: (each.dtype, each.shape) for name, each in held.items()
+    }
+    assert all(torch.equal(found[name], each) for name, each in held.items())
+
+
+@pytest.mark.parametrize(
+    "held", [["fp32", [2], "AAAA"], ["fp32", "x", ""], ["none", [0], ""], [], "x", ["fp32", [0], "?"], {"a": 1}]
+)
+def test_a_damaged_tensor_in_state_is_refused(held):
+    with pytest.raises(ValueError, match="'__tensor__' is malformed"):
+        plain.unpack({"__tensor__": held})
+
+
 def test_nan_in_state_survives(tmp_path):
     write(tmp_path / "s", alone(), [], {"loss": math.nan, "low": -math.inf}, step=0, run_id="r")
     found = open_checkpoint(tmp_path / "s").data
@@ -125,7 +144,9 @@ def test_nan_in_state_survives(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"a": {"b": torch.zeros(1)}}, "data.a.b is a Tensor"),
+        ({"a": {"b": object()}}, "data.a.b is a object"),
+        ({"a": torch.zeros(1, dtype=torch.uint16)}, "unknown dtype 'torch.uint16'"),
+        ({"a": torch.zeros(1 << 23)}, "data.a is a tensor of 33.6 MB; at most 16.8 MB are kept"),
         ({"a": [{"__bytes__": "x"}]}, r"data.a\[0\] has the key '__bytes__', which is reserved"),
         ({"a": 1 << 5000}, "data.a is an integer of 5001 bits"),
     ],

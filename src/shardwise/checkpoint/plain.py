@@ -1,8 +1,8 @@
 """State as plain JSON, read strictly: a text that two parsers could understand differently is refused.
 
-``pack`` turns tuples, bytes, non-finite floats and dicts with keys that are no strings into tagged objects, so that
-JSON holds them, and ``unpack`` turns them back. Nothing else than plain values passes: no class is named in a file, and
-none is looked up.
+``pack`` turns tuples, bytes, tensors, non-finite floats and dicts with keys that are no strings into tagged objects, so
+that JSON holds them, and ``unpack`` turns them back. Nothing else than plain values passes: no class is named in a
+file, and none is looked up.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ import json
 import math
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.spec.text import size
+
 #: Deepest nesting of lists and objects that is written or read.
 MAX_DEPTH = 64
 _MAX_INT_BITS = 4096
-_TUPLE, _BYTES, _FLOAT, _PAIRS = "__tuple__", "__bytes__", "__float__", "__pairs__"
-_TAGS = frozenset({_TUPLE, _BYTES, _FLOAT, _PAIRS})
+#: Bytes of a tensor at most: of such data as generators of random numbers have.
+_MAX_TENSOR_BYTES = 16 * 2**20
+_TUPLE, _BYTES, _FLOAT, _PAIRS, _TENSOR = "__tuple__", "__bytes__", "__float__", "__pairs__", "__tensor__"
+_TAGS = frozenset({_TUPLE, _BYTES, _FLOAT, _PAIRS, _TENSOR})
 _CONTAINERS = frozenset({list, dict})
 
 
@@ -26,7 +34,7 @@ def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
     """``value`` as something that JSON can hold without loss.
 
     Args:
-        value: ``None``, bool, int, float, str, bytes, and lists, tuples and dicts of these.
+        value: ``None``, bool, int, float, str, bytes, small tensors, and lists, tuples and dicts of these.
         where: Place of the value, for messages.
         depth: Nesting depth of ``value`` itself.
 
@@ -39,8 +47,8 @@ def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
         return value
     if isinstance(value, int | float):
         return _pack_number(value, where)
-    if isinstance(value, bytes | bytearray):
-        return {_BYTES: base64.b64encode(value).decode("ascii")}
+    if isinstance(value, bytes | bytearray | Tensor):
+        return _pack_bytes(value, where)
     if isinstance(value, list | tuple):
         inner = depth + (2 if isinstance(value, tuple) else 1)
         items = [pack(item, f"{where}[{i}]", depth=inner) for i, item in enumerate(value)]
@@ -50,7 +58,8 @@ def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return {_key(key, where): pack(item, f"{where}.{key}", depth=depth + 1) for key, item in value.items()}
     raise ValueError(
-        f"{where} is a {type(value).__name__}; only None, bool, int, float, str, bytes, list, tuple and dict are kept"
+        f"{where} is a {type(value).__name__}; only None, bool, int, float, str, bytes, tensor, list, tuple and dict"
+        " are kept"
     )
 
 
@@ -60,6 +69,16 @@ def _pack_number(value: float, where: str) -> Any:
     if value.bit_length() > _MAX_INT_BITS:
         raise ValueError(f"{where} is an integer of {value.bit_length()} bits, more than {_MAX_INT_BITS}")
     return int(value)
+
+
+def _pack_bytes(value: bytes | bytearray | Tensor, where: str) -> Any:
+    if not isinstance(value, Tensor):
+        return {_BYTES: base64.b64encode(value).decode("ascii")}
+    if value.nbytes > _MAX_TENSOR_BYTES:
+        raise ValueError(f"{where} is a tensor of {size(value.nbytes)}; at most {size(_MAX_TENSOR_BYTES)} are kept")
+    flat = value.detach().cpu().contiguous().view(-1)
+    raw = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return {_TENSOR: [dtype_name(value.dtype), list(value.shape), base64.b64encode(raw).decode("ascii")]}
 
 
 def _key(key: str, where: str) -> str:
@@ -83,7 +102,7 @@ def unpack(value: Any) -> Any:
         return {key: unpack(item) for key, item in value.items()}
     tag = next(iter(tags))
     if len(value) == 1:
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError):
             return _untagged(tag, value[tag])
     raise ValueError(f"an object with the key {tag!r} is malformed")
 
@@ -93,6 +112,11 @@ def _untagged(tag: str, content: Any) -> Any:
         return base64.b64decode(content, validate=True)
     if tag == _FLOAT and content in {"nan", "inf", "-inf"}:
         return float(content)
+    if tag == _TENSOR:
+        dtype, shape, text = content
+        raw = bytearray(base64.b64decode(text, validate=True))
+        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        return flat.view(torch_dtype(dtype)).view(shape)
     if tag != _FLOAT and isinstance(content, list):
         return tuple(unpack(content)) if tag == _TUPLE else dict(unpack(content))
     raise ValueError(tag)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 import shardwise as sw
 from shardwise.api.dry_run import DryRun
@@ -47,8 +46,6 @@ from shardwise.train.steps.unread import TOKENS
 _KNOWN = ("loss", "grad_norm", "tokens")
 #: Marks the states of a loader of which each rank has one of its own.
 _BY_RANK = "of each rank"
-#: Bytes of a tensor at most in the state of a sampler; the state of a generator of torch has about 5,000.
-_MOST_BYTES = 1 << 16
 
 
 class Stateful(Protocol):
@@ -372,8 +369,7 @@ class Run:
                     "  Leave it out to begin it anew, or begin a new run in another folder."
                 )
             if held is not None:
-                own = _own_state(saved[name], self._running.control)
-                held.load_state_dict(tree_map_only(bytes, _tensor_of, own))
+                held.load_state_dict(_own_state(saved[name], self._running.control))
         lines = resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
         loader = self._kept["sampler"]
         if lines and loader is not None and not isinstance(loader, sw.DistributedSampler):
@@ -414,27 +410,18 @@ class Run:
 
 
 def _packed(state: Any, name: str) -> Any:
-    """The state of a sampler or a schedule as JSON; the state of a generator, by which loaders shuffle, as bytes.
+    """The state of a sampler or a schedule as JSON.
 
     Raises:
-        ConfigError: It holds another tensor, or another object.
+        ConfigError: It holds an object that no checkpoint keeps.
     """
     try:
-        return plain.pack(tree_map_only(Tensor, _bytes_of, state), "it")
+        return plain.pack(state, "it")
     except ValueError as error:
         raise ConfigError(
             f"sw.Run({name}=...): state_dict() cannot be kept: {error}.\n"
             "  Wrap it: return plain values from state_dict()."
         ) from None
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    is_generator = tensor.dtype == torch.uint8 and tensor.dim() == 1 and 0 < tensor.numel() <= _MOST_BYTES
-    return tensor.numpy(force=True).tobytes() if is_generator else tensor
-
-
-def _tensor_of(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 
 def _own_state(saved: Any, control: Control) -> Any:
