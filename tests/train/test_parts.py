@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.checkpoint import plain
 from shardwise.cost.hardware import gpus
 from shardwise.launch.stop_request import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.spec.errors import CheckpointError
@@ -66,7 +67,7 @@ def draw() -> tuple[float, float, float, float]:
 def test_random_states_go_through_json_and_continue_where_they_were() -> None:
     random_state.seed_all(3)
     draw()
-    state = json.loads(json.dumps(random_state.capture(CPU)))
+    state = json.loads(json.dumps(plain.pack(random_state.capture(CPU))))
     first = [draw() for _ in range(3)]
     random_state.restore(state, CPU)
     assert [draw() for _ in range(3)] == first
@@ -81,9 +82,9 @@ def numpy_state(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     "damage",
     [
-        *({"torch": "!"}, {"torch": "AAAA"}, {"python": [3, "AAAA", None]}, {"numpy": []}),
+        *({"torch": "!"}, {"torch": b"AAA"}, {"python": [3, bytes(8), None]}, {"numpy": []}),
         {"python": [*random_state.capture(CPU)["python"][:2], "x"]},
-        *(numpy_state(place=10**9), numpy_state(place=-1), numpy_state(keys="AAAA"), numpy_state(name="PCG64")),
+        *(numpy_state(place=10**9), numpy_state(place=-1), numpy_state(keys=bytes(4)), numpy_state(name="PCG64")),
     ],
 )
 def test_a_damaged_random_state_is_refused_and_no_generator_changed(damage: dict[str, object]) -> None:

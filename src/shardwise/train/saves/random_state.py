@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import random
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.checkpoint import plain
 from shardwise.spec.errors import CheckpointError
 from shardwise.train.data.draws import seed_host
 
@@ -43,31 +43,32 @@ def take(device: torch.device) -> Generators:
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of all generators: JSON values only."""
+    """The state of all generators, as plain values."""
     return described(take(device))
 
 
 def described(held: Generators) -> dict[str, Any]:
-    """States of generators as JSON values, for :func:`restore`."""
+    """States of generators as plain values, for :func:`restore`."""
     version, words, gauss = held.python
     name, keys, place, has_gauss, cached = held.numpy
     state: dict[str, Any] = {
-        "python": [version, _text(np.array(words, np.uint64).tobytes()), gauss],
-        "numpy": [str(name), _text(np.asarray(keys, np.uint32).tobytes()), int(place), int(has_gauss), float(cached)],
-        "torch": _text(held.torch.numpy().tobytes()),
+        "python": [version, np.array(words, np.uint64).tobytes(), gauss],
+        "numpy": [str(name), np.asarray(keys, np.uint32).tobytes(), int(place), int(has_gauss), float(cached)],
+        "torch": held.torch.numpy().tobytes(),
     }
     if held.cuda is not None:
-        state["cuda"] = _text(held.cuda.numpy().tobytes())
+        state["cuda"] = held.cuda.numpy().tobytes()
     return state
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back where :func:`capture` found it.
+    """Put every generator back where :func:`capture` found it; ``state`` may be packed as JSON.
 
     Raises:
         CheckpointError: The state is damaged. No generator has been changed then.
     """
     try:
+        state = plain.unpack(state)
         python, numpy_state = _python_state(*state["python"]), _numpy_state(*state["numpy"])
         cpu = _tensor(state["torch"], like=torch.get_rng_state())
         cuda = None
@@ -90,14 +91,14 @@ _WORDS = 624
 
 
 def _python_state(version: Any, words: Any, gauss: Any) -> tuple[Any, ...]:
-    found = tuple(int(word) for word in np.frombuffer(_bytes(words), np.uint64))
+    found = tuple(int(word) for word in np.frombuffer(words, np.uint64))
     if version != 3 or len(found) != _WORDS + 1 or found[-1] > _WORDS or max(found) >= 2**32:
         raise ValueError("it is none of Python's generator")
     return version, found, None if gauss is None else _finite(gauss)
 
 
 def _numpy_state(name: Any, keys: Any, place: Any, has_gauss: Any, cached: Any) -> tuple[Any, ...]:
-    found = np.frombuffer(_bytes(keys), np.uint32)
+    found = np.frombuffer(keys, np.uint32)
     is_place = isinstance(place, int) and not isinstance(place, bool) and 0 <= place <= _WORDS
     if name != "MT19937" or found.size != _WORDS or not is_place or has_gauss not in {0, 1}:
         raise ValueError("it is none of numpy's generator")
@@ -110,16 +111,8 @@ def _finite(value: Any) -> float:
     return value
 
 
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode("ascii")
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _tensor(text: str, *, like: torch.Tensor) -> torch.Tensor:
-    found = torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+def _tensor(raw: bytes, *, like: torch.Tensor) -> torch.Tensor:
+    found = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     if found.shape != like.shape:
         raise ValueError(f"it has {found.numel()} bytes of torch's generator, expected {like.numel()}")
     return found

@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint import plain
 from shardwise.spec.errors import NonFiniteError, StorageError
 from shardwise.spec.run_files import ODD_STEPS
 from shardwise.spec.text import printable
@@ -128,7 +129,7 @@ def _write_bundle(directory: Path, rank: int, step: int, problem: str, values: R
         "grad_norm": str(values.norm),
         "lr": values.step.lr,
         "samples": values.step.samples,
-        "random": random_state.described(values.step.generators),
+        "random": plain.pack(random_state.described(values.step.generators)),
     }
     folder = _bundle_folder(directory, step)
     with contextlib.suppress(StorageError, OSError):
