@@ -61,6 +61,7 @@ ABOUT = {
     "spec/test_shown.py": "planner.explain report.read_run",
     "train/test_spec.py": "train.config train.data launch.world train.proof train.saves.random_state train.spec",
     "train/test_spec_data.py": "train.config train.data",
+    "train/test_spec_loaders.py": "train.saves.random_state",
     "train/test_train_unread.py": "train.loop train.trainer train.steps.mfu train.steps.unread",
     # one part of the engine, or a count of what it does
     "engine/test_device_calls.py": "optim.clip",

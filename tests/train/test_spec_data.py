@@ -208,7 +208,7 @@ def test_workers_are_refused_where_nothing_is_read_by_its_number() -> None:
     with pytest.raises(ConfigError, match=r"data\.workers: tokens are read from files as they lie there"):
         resolve(read_config(None, base=config), 1)
     endless = sw.TrainSpec(model=Line, data=Endless())
-    with pytest.raises(ConfigError, match=r"data\.workers: the spec's iterable is read in its order"):
+    with pytest.raises(ConfigError, match=r"data\.workers: the spec's iterable or loader reads itself"):
         resolve(read_config(None, base=config), 1, spec=endless)
 
 

@@ -31,7 +31,6 @@ from shardwise.spec.text import printable
 from shardwise.train.callback import Callback
 from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
-from shardwise.train.control import Control
 from shardwise.train.differences import differences
 from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
@@ -39,6 +38,7 @@ from shardwise.train.predicted.time import PredictedStep
 from shardwise.train.rank import Session, session
 from shardwise.train.record import Record
 from shardwise.train.saves.checkpoints import resharded, saved_config
+from shardwise.train.saves.own_state import of_reader, packed
 from shardwise.train.spec import Mean
 from shardwise.train.steps.unread import TOKENS
 
@@ -323,7 +323,7 @@ class Run:
     def _shared(self) -> dict[str, Any]:
         """What is the same on every rank; a loader's place may be each rank's own."""
         kept = {
-            name: _packed(held.state_dict(), name)
+            name: packed(held.state_dict(), f"sw.Run({name}=...)")
             for name, held in self._kept.items()
             if name == "scheduler" or isinstance(held, sw.DistributedSampler)
             if held is not None
@@ -339,7 +339,7 @@ class Run:
         """
         state, held = self._shared(), self._kept["sampler"]
         if held is not None and "sampler" not in state["kept"]:
-            everyones = self._running.control.all_json(_packed(held.state_dict(), "sampler"))
+            everyones = self._running.control.all_json(packed(held.state_dict(), "sw.Run(sampler=...)"))
             is_one = all(each == everyones[0] for each in everyones)
             state["kept"]["sampler"] = everyones[0] if is_one else {_BY_RANK: everyones}
         return state | {"kept": plain.unpack(state["kept"])}
@@ -369,7 +369,11 @@ class Run:
                     "  Leave it out to begin it anew, or begin a new run in another folder."
                 )
             if held is not None:
-                held.load_state_dict(_own_state(saved[name], self._running.control))
+                own, control = saved[name], self._running.control
+                if isinstance(own, dict) and own.keys() == {_BY_RANK}:
+                    what = "sw.Run(sampler=...) was that of each of {} ranks"
+                    own = of_reader(own[_BY_RANK], control.rank, control.size, what, "read by an sw.DistributedSampler")
+                held.load_state_dict(own)
         lines = resharded(state.get("mesh") or {}, sw.summary(self._parts.model).mesh)
         loader = self._kept["sampler"]
         if lines and loader is not None and not isinstance(loader, sw.DistributedSampler):
@@ -407,38 +411,6 @@ class Run:
             units=[],
             predicted_step=PredictedStep(None, "of a loop of one's own no time is predicted"),
         )
-
-
-def _packed(state: Any, name: str) -> Any:
-    """The state of a sampler or a schedule as JSON.
-
-    Raises:
-        ConfigError: It holds an object that no checkpoint keeps.
-    """
-    try:
-        return plain.pack(state, "it")
-    except ValueError as error:
-        raise ConfigError(
-            f"sw.Run({name}=...): state_dict() cannot be kept: {error}.\n"
-            "  Wrap it: return plain values from state_dict()."
-        ) from None
-
-
-def _own_state(saved: Any, control: Control) -> Any:
-    """This rank's state of what each rank may have one of its own of.
-
-    Raises:
-        CheckpointError: Each of another number of ranks had one.
-    """
-    if not (isinstance(saved, dict) and saved.keys() == {_BY_RANK}):
-        return saved
-    if len(saved[_BY_RANK]) != control.size:
-        raise CheckpointError(
-            f"the place of sw.Run(sampler=...) was that of each of {len(saved[_BY_RANK])} ranks, and this run has"
-            f" {control.size}.\n  Continue on as many ranks, or read by an sw.DistributedSampler, which has one place"
-            " for any number of ranks."
-        )
-    return saved[_BY_RANK][control.rank]
 
 
 def _checked(

@@ -21,7 +21,7 @@ from shardwise.launch.function import unpacked
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean, printable
 from shardwise.train.callback import Callback
-from shardwise.train.data.source import is_indexed
+from shardwise.train.data.source import is_indexed, is_loader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,9 +59,11 @@ class TrainSpec:
     Attributes:
         model: Returns the model, or is its class; built deferred, so that every rank makes only what it owns.
         data: Samples to train on: a data set with ``len`` and items (a ``torch.utils.data.Dataset``, a
-            ``datasets.Dataset``, a list), in one order on every world and resumed at the sample; or an iterable, of
-            which every reader takes its share of each global batch, resumed by reading up to the place.
-        eval_data: Held-out samples, of either kind. Without them nothing is evaluated.
+            ``datasets.Dataset``, a list), in one order on every world and resumed at the sample; an iterable, of which
+            every reader takes its share of each global batch, resumed by its ``state_dict`` or by reading up to the
+            place; or a function ``data(reader, readers)``, which returns an iterable of microbatches, such as a
+            ``DataLoader``, for one of the ranks that read different samples, resumed in the same way.
+        eval_data: Held-out samples, of any of these kinds. Without them nothing is evaluated.
         collate: Makes a microbatch of a list of samples: a tensor, or a tuple or dict of tensors.
             ``torch.utils.data.default_collate`` by default.
         forward: ``forward(model, batch)`` gives the output. By default a dict is called ``model(**batch)``, a tuple
@@ -115,6 +117,8 @@ class TrainSpec:
         ]
         if self.eval_data is not None and self.data is None:
             wrong.append("eval_data without data: samples of both are collated alike; give both")
+        if self.collate is not None and is_loader(self.data) and (self.eval_data is None or is_loader(self.eval_data)):
+            wrong.append("collate: the loaders of data make batches themselves; give it to them")
         if wrong:
             raise ConfigError("sw.TrainSpec:" + "".join(f"\n  - {each}" for each in wrong))
 
@@ -131,10 +135,13 @@ _PARTS = ("model", "data", "eval_data", "collate", "forward", "loss", "optimizer
 
 def _wrong_data(data: Any) -> str:
     """What is wrong with samples; empty where nothing is."""
-    if data is None or is_indexed(data):
+    if data is None or is_indexed(data) or is_loader(data):
         return ""
     if any(kind.__name__ == "DataLoader" for kind in type(data).__mro__):
-        return "=DataLoader: it gives batches; give its data set, and its collate_fn as collate"
+        return (
+            "=DataLoader: it gives batches; give its data set, and its collate_fn as collate, or a function that makes"
+            " the loader of a reader: data(reader, readers)"
+        )
     if not hasattr(data, "__iter__"):
         return f"={_shown(data)}: expected a data set or an iterable"
     if iter(data) is data:

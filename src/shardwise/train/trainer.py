@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint import plain
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch import fault
 from shardwise.launch.stop_request import StopRequest
@@ -24,7 +25,7 @@ from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
-from shardwise.train.data.given import GivenSamples
+from shardwise.train.data.given import GivenBatches, GivenSamples, LoaderSampler
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
 from shardwise.train.data.sampler import Sampler
@@ -45,6 +46,7 @@ from shardwise.train.predicted.time import predict_step
 from shardwise.train.proof import parity_line
 from shardwise.train.saves import random_state
 from shardwise.train.saves.checkpoints import check_config, resharded, saved_config
+from shardwise.train.saves.own_state import of_reader, packed
 from shardwise.train.saves.saved_state import check_state
 from shardwise.train.spec import Mean
 from shardwise.train.steps.mfu import mfu_of_token
@@ -117,8 +119,12 @@ class Trainer:
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
         self.microbatches = Microbatches(batch, device)
         self._given: Iterator[Any] | None = None  # microbatches of a user's data set, from the first step on
+        held: Any = self.data.held_out
+        if isinstance(held, GivenBatches) and config.train.eval_every is not None:
+            most = config.train.eval_batches * batch.accumulation
+            held = held.kept(share, most, lambda number: min(control.all_json(number)))
         self.evaluation = Evaluation(
-            resolved, self.model, self.data.held_out, reader, self.microbatches, control, self.loop.must_stop
+            resolved, self.model, held, reader, self.microbatches, control, self.loop.must_stop
         )
 
     @property
@@ -218,9 +224,13 @@ class Trainer:
         return code
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints hold beside tensors. With an adapter, an exchange of small JSON."""
+        """What checkpoints hold beside tensors. With an adapter or loaders, an exchange of small JSON."""
+        sampler = packed(self.sampler.state(), "TrainSpec(data=...)")
+        if isinstance(self.sampler, LoaderSampler):
+            own = dict(self.control.all_json([self.sampler.data_parallel_rank, sampler["own"]]))
+            sampler["own"] = [own[reader] for reader in range(self.sampler.data_parallel_size)]
         state = {
-            "sampler": self.sampler.state(),
+            "sampler": plain.unpack(sampler),
             "config": self.config.model_dump(mode="json"),
             "data": self.fingerprint,
             "strategy": str(self.config.parallel.strategy),
@@ -249,7 +259,11 @@ class Trainer:
                 f"{self.resolved.source.name}: the data is not what the run began with (its hash has changed).\n"
                 "  Restore the data, or start a new run."
             )
-        self.sampler.load_state(state["sampler"])
+        sampler, readers = dict(state["sampler"]), self.sampler.data_parallel_size
+        if isinstance(self.sampler, LoaderSampler):
+            what, instead = "TrainSpec(data=...) was that of each of {} readers", "give a data set with len and items"
+            sampler["own"] = of_reader(sampler["own"], self.sampler.data_parallel_rank, readers, what, instead)
+        self.sampler.load_state(sampler)
         return resharded(state.get("mesh") or {}, self.resolved.mesh.sizes)
 
     def evaluate(self) -> dict[str, float] | None:

@@ -361,7 +361,9 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
     has_loss, of_tokens = spec.loss is not None, spec.data is None
     if config.data.workers and (of_tokens or not is_indexed(spec.data)):
         why = (
-            "tokens are read from files as they lie there" if of_tokens else "the spec's iterable is read in its order"
+            "tokens are read from files as they lie there"
+            if of_tokens
+            else "the spec's iterable or loader reads itself"
         )
         raw.fail("data", "workers", f"{why}; leave it out, or give the spec a data set with len and items")
     chunked = config.train.chunked_cross_entropy and (has_loss or spec.model is not None or not of_tokens)

@@ -1,11 +1,11 @@
-"""Samples of a user's own data set or iterable, as a run reads them."""
+"""Samples of a user's own data set or iterable, or batches of a loader, as a run reads them."""
 
 from __future__ import annotations
 
 import itertools
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from shardwise.spec.errors import StateError
 from shardwise.train.data.draws import apart, seed_host
 from shardwise.train.data.rows import Rows
-from shardwise.train.data.sampler import Draw, mixed_seed
+from shardwise.train.data.sampler import Draw, Sampler, mixed_seed
 from shardwise.train.data.samples import Data
-from shardwise.train.data.source import is_indexed
-from shardwise.train.data.stream import IterableSampler
+from shardwise.train.data.source import is_indexed, is_loader
+from shardwise.train.data.stream import IterableSampler, has_state
 from shardwise.train.data.token_files import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -113,6 +113,120 @@ class GivenSamples(Dataset[Any]):
             )
 
 
+@dataclass(slots=True)
+class LoaderSampler(IterableSampler):
+    """Microbatches of a user's loader, of which every reader has one of its own.
+
+    What a loader draws at random for a batch depends on the run's seed, the reader and the number of the batch.
+
+    Attributes:
+        data: ``data(reader, readers)`` makes the loader of a reader; once it is made, the loader.
+        draws: Of what it draws.
+    """
+
+    draws: int = field(kw_only=True)
+    _num_read: int = field(default=0, init=False)
+
+    def for_reader(self, micro: int, accumulation: int, reader: int, readers: int) -> LoaderSampler:
+        """Itself, with the loader of one reader."""
+        IterableSampler.for_reader(self, micro, accumulation, reader, readers)
+        self.data = self._call("was not made", lambda: self.data(reader, readers))
+        return self
+
+    def next_step(self) -> list[list[int]]:
+        """The numbers of the samples that this rank's next microbatches stand for; nothing is read."""
+        self._own = Sampler.next_step(self)
+        return self._own
+
+    def next_batch(self) -> Any:
+        """The next microbatch.
+
+        Raises:
+            DataError: The loader raised, or has none.
+        """
+        self._num_read += 1
+        return self._call(f"did not give its batch {self._num_read}", self._next)
+
+    def first(self, most: int) -> list[Any]:
+        """The first batches of the loader."""
+        return self._call("could not be read", lambda: list(itertools.islice(self.data, most)))
+
+    def _call(self, what: str, made: Callable[[], Any]) -> Any:
+        name = getattr(self.data, "__name__", type(self.data).__name__)
+        try:
+            with apart():
+                seed_host(mixed_seed(mixed_seed(self.draws, self.data_parallel_rank), self._num_read))
+                return made()
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"the loader {name} {what}: {type(error).__name__}: {error}") from error
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: with ``own``, which is this reader's."""
+        own = {"batches": self._num_read, "epoch": self._epoch}
+        return Sampler.state(self) | {"own": own | ({"state": self.data.state_dict()} if has_state(self.data) else {})}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken, by the loader's state, or by reading up to it.
+
+        Raises:
+            CheckpointError: It belongs to other data.
+        """
+        Sampler.load_state(self, state)
+        own = state["own"]
+        if "state" in own and has_state(self.data):
+            self._num_read = own["batches"]
+            self._call("did not continue", lambda: self._load_own(own))
+        while self._num_read < own["batches"]:
+            self.next_batch()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBatches(GivenSamples):
+    """Microbatches of a loader, in its order, whatever samples they stand for; ``data`` is a :class:`LoaderSampler`."""
+
+    def microbatches(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
+        """A microbatch on ``device`` for each entry of ``draws``."""
+        for _ in draws:
+            yield on_device(self.data.next_batch(), device)
+
+    def batch(self, indices: Sequence[int], device: torch.device) -> Any:
+        """The first microbatch of one reader, as many samples as its loader gives."""
+        return on_device(self.data.for_reader(len(indices), 1, 0, 1).next_batch(), device)
+
+    def kept(self, share: tuple[int, int, int, int], most: int, agreed: Callable[[int], int]) -> GivenSamples:
+        """The first batches of a reader, kept, as samples that are read by their number.
+
+        Args:
+            share: Samples of a microbatch, microbatches of a step, the reader, and readers.
+            most: Batches at most.
+            agreed: Gives for this reader's number of batches the one that all readers take.
+
+        Raises:
+            DataError: A reader has none.
+        """
+        batches = self.data.for_reader(*share).first(most)
+        number, at_once = agreed(len(batches)), share[0] * share[3]
+        if not number:
+            raise DataError("TrainSpec(eval_data=...): the loader of a reader gives no batches.\n  Give it some.")
+        return GivenSamples(_Kept(batches[:number], at_once), lambda items: items[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Batches, each of which is as many items as all readers forward at once."""
+
+    batches: Sequence[Any]
+    at_once: int
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.at_once
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index // self.at_once]
+
+
 @dataclass(frozen=True, slots=True)
 class _Unread:
     """Why a microbatch could not be read."""
@@ -159,7 +273,7 @@ def given_data(
     seed: int = 0,
     workers: int = 0,
 ) -> Data:
-    """The samples of a spec; of an iterable at most ``num_held_out`` are held out.
+    """The samples of a spec; of an iterable at most ``num_held_out`` are held out, those of a loader are not read yet.
 
     Rows of a ``datasets.Dataset`` are read as tensors, unless it has a format or there is a ``collate``.
 
@@ -169,7 +283,12 @@ def given_data(
     if collate is None:
         data, held_out = (_as_tensors(each) for each in (data, held_out))
     collate = collate or default_collate
-    part = GivenSamples(data if is_indexed(data) else IterableSampler(data=data), collate, 2 * seed, workers)
+    if is_loader(data):
+        part: GivenSamples = GivenBatches(LoaderSampler(data=data, draws=2 * seed), collate)
+    else:
+        part = GivenSamples(data if is_indexed(data) else IterableSampler(data=data), collate, 2 * seed, workers)
+    if is_loader(held_out):
+        return Data(part, GivenBatches(LoaderSampler(data=held_out, draws=2 * seed + 1), collate))
     held = held_out if held_out is None or is_indexed(held_out) else list(itertools.islice(held_out, num_held_out))
     if held is not None and len(held) < least:
         raise DataError(

@@ -214,7 +214,8 @@ def given_source(data: Any) -> Source:
     """The source of a run on a user's data set or iterable."""
     count = len(data) if is_indexed(data) else None
     content = getattr(data, "_fingerprint", "")  # of datasets.Dataset: a hash of its content and of what made it
-    return Source(type(data).__name__, "given", (), (), None, content=str(content), num_samples=count)
+    name = getattr(data, "__name__", type(data).__name__)
+    return Source(name, "given", (), (), None, content=str(content), num_samples=count)
 
 
 def is_indexed(data: Any) -> bool:
@@ -223,6 +224,11 @@ def is_indexed(data: Any) -> bool:
         kind.__name__ == "IterableDataset" for kind in type(data).__mro__
     )  # torch's has both all the same
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_iterable
+
+
+def is_loader(data: Any) -> bool:
+    """Whether a call of it makes the loader of a reader: a function or a class, and no data by itself."""
+    return callable(data) and not is_indexed(data) and (isinstance(data, type) or not hasattr(data, "__iter__"))
 
 
 def find_source(name: str, *, max_bytes: int | None = None) -> Source:

@@ -34,9 +34,10 @@ ENDLESS = 1 << 40
 
 @dataclass(slots=True)
 class IterableSampler(Sampler):
-    """Items of an iterable in its own order: a step takes the next ones. One that ends begins again.
+    """Items of an iterable in its own order: a step takes the next ones. One that ends begins again (``set_epoch``).
 
-    Where an item costs much, a data set with ``len`` and items is better.
+    Where an item costs much, a data set with ``len`` and items is better, or an iterable with ``state_dict``: others
+    are read up to their place at a resume.
 
     Attributes:
         data: The iterable.
@@ -50,6 +51,7 @@ class IterableSampler(Sampler):
     data_parallel_size: int = 1
     data: Any = field(kw_only=True)
     _items: Iterator[Any] = field(default=iter(()), init=False)
+    _epoch: int = field(default=-1, init=False)
     _held: dict[int, Any] = field(default_factory=dict, init=False)
     _own: list[list[int]] = field(default_factory=list, init=False)
 
@@ -80,8 +82,15 @@ class IterableSampler(Sampler):
         for _ in range(2):
             for item in self._items:
                 return item
-            self._items = iter(self.data)
+            self._start(self._epoch + 1)
         raise DataError(f"{type(self.data).__name__} gives no items.\n  Give TrainSpec(data=...) some.")
+
+    def _start(self, epoch: int) -> None:
+        self._epoch = epoch
+        for each in (self.data, getattr(self.data, "sampler", None)):  # of a DataLoader its sampler
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+        self._items = iter(self.data)
 
     def __getitem__(self, place: int) -> Any:
         """An item of the present step."""
@@ -91,15 +100,32 @@ class IterableSampler(Sampler):
         """More than a run takes."""
         return ENDLESS
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds; of an iterable with ``state_dict`` its own state, too."""
+        own = {"epoch": self._epoch, "state": self.data.state_dict()} if has_state(self.data) else None
+        return Sampler.state(self) | ({} if own is None else {"own": own})
+
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Read up to the place where ``state`` was taken, on any number of ranks.
+        """Continue where ``state`` was taken, on any number of ranks; without a state of its own by reading up to it.
 
         Raises:
             CheckpointError: It names no place, or belongs to other data.
         """
         Sampler.load_state(self, state)
+        if "own" in state and has_state(self.data):
+            self._load_own(state["own"])
+            return
         for _ in range(self.position):
             self._next()
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        self.data.load_state_dict(own["state"])
+        self._start(own["epoch"])
+
+
+def has_state(data: Any) -> bool:
+    """Whether it can say where it is, and continue there."""
+    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
 @dataclass(slots=True)

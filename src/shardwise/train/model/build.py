@@ -24,7 +24,7 @@ from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import LoraSection, OptimizerSection
 from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.rows import Samples
-from shardwise.train.data.source import is_indexed
+from shardwise.train.data.source import is_indexed, is_loader
 from shardwise.train.model.lora import adapt, renamed
 from shardwise.train.model.pretrained import NotNamedError, deferred_from_folder, model_from_folder, tell_whole
 from shardwise.train.spec import Mean
@@ -330,14 +330,15 @@ def to_tensors(
 
 
 def blank_batch(resolved: RunConfig, device: torch.device) -> Any:
-    """A microbatch of the run's shapes, whose values say nothing; of a user's data set its first samples.
+    """A microbatch of the run's shapes, whose values say nothing; of a user's data set or loader its first samples.
 
     Raises:
         TypeError: The samples are those of an iterable, of which nothing is read beforehand.
+        DataError: A loader has none.
     """
     if resolved.spec.data is not None:
         part = data_of(resolved).train
-        if not isinstance(part, GivenSamples) or not is_indexed(resolved.spec.data):
+        if not isinstance(part, GivenSamples) or not (is_indexed(data := resolved.spec.data) or is_loader(data)):
             raise TypeError("an iterable is not read beforehand")
         return tree_map_only(
             Tensor, lambda t: t.to(device), part.batch(range(resolved.batch.micro), torch.device("cpu"))

@@ -25,9 +25,10 @@ _Natural = Annotated[int, Field(ge=0, lt=2**60)]
 #: Settings of an optimizer that the configuration does not give: the rate, which is compared with the schedule's, and
 #: how the optimizer computes, which follows from the device.
 _NOT_OF_THE_RUN = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
-#: What a sampler says of its place: one of samples, and one of a stream of texts.
+#: What a sampler says of its place: one of samples, one of a stream of texts, and one of a user's iterable or loader.
 _IN_STREAM = ("epoch", "place", "row", "taken", "num_files")
-_PLACES = ({"seed", "position", "num_samples"}, {*("seed", "position", "num_samples"), *_IN_STREAM})
+_IN_ORDER = {"seed", "position", "num_samples"}
+_PLACES = (_IN_ORDER, _IN_ORDER | {*_IN_STREAM}, _IN_ORDER | {"own"})
 
 
 #: Beginnings of the names of what is checked by itself.
@@ -53,7 +54,7 @@ class SavedProgress(_Strict):
 
 
 class SavedSampler(_Strict):
-    """Where the data was: samples consumed, or in a stream where in which chunk."""
+    """Where the data was: samples consumed, in a stream where in which chunk, and what a user's own says (``own``)."""
 
     seed: int
     position: _Natural | None = None
@@ -63,6 +64,7 @@ class SavedSampler(_Strict):
     row: _Natural | None = None
     taken: _Natural | None = None
     num_files: _Natural | None = None
+    own: Any = None
 
 
 class SavedScaler(_Strict):
