@@ -17,7 +17,7 @@ In the order of a run:
 ``steps/``       ``update``: clip and step; ``unread``: values that steps leave on the device; ``health``: losses that
                  are not finite or stand out; ``slow``: a slow rank; ``pace``: time limits; ``mfu``: FLOP/s
 ``saves/``       ``checkpoints``: which one to continue from, writing and keeping them; ``uploads``: copies on
-                 a store; ``saved_state``: what they hold beside tensors, checked; ``random_state``, ``plain``:
+                 a store; ``saved_state``: what they hold beside tensors, checked; ``random_state``, ``own_state``:
                  generators, samplers and schedules as data
 ``predicted/``   ``budget``: whether a run fits, before processes start; ``memory`` and ``time``: of a step, beside what
                  is measured
