@@ -214,3 +214,16 @@ def test_a_lock_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be written: Is a directory") as caught:
         RunLock(tmp_path).acquire()
     assert caught.value.exit_code == 74
+
+
+def test_a_full_disk_is_refused_and_the_lock_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(StorageError, match="cannot be written: No space left on device"):
+        RunLock(tmp_path).acquire()
+    monkeypatch.undo()
+    lock = RunLock(tmp_path)
+    assert lock.acquire() is None
+    lock.release()

@@ -67,7 +67,11 @@ class RunLock:
         left = self._take(wait_s)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         self._head = f"process {os.getpid()} on {printable(socket.gethostname())}, since {since}\n{process.boot()}\n"
-        self._write(0)
+        try:
+            self._write(0)
+        except OSError as error:
+            self._lock.release()
+            raise self._unwritable(error) from None
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(self._ends,), name="run-lock", daemon=True)
         self._thread.start()
@@ -106,12 +110,13 @@ class RunLock:
             except Timeout:
                 raise self._refusal() from None
             except OSError as error:
-                raise StorageError(
-                    f"{printable(self.path.parent)} cannot be written: {error.strerror}.\n"
-                    "  Name a folder that can, with --run-dir."
-                ) from None
+                raise self._unwritable(error) from None
             stack.pop_all()
         return None if is_left else printable(words)
+
+    def _unwritable(self, error: OSError) -> StorageError:
+        folder = printable(self.path.parent)
+        return StorageError(f"{folder} cannot be written: {error.strerror}.\n  Name a folder that can, with --run-dir.")
 
     def _refusal(self) -> RunLockedError:
         return RunLockedError(
