@@ -19,7 +19,7 @@ from shardwise.train.saves import random_state
 from tests.train import towers
 from tests.train.test_spec import CUT, Line, train_on
 from tests.train.test_spec_data import Noisy
-from tests.train.train_here import losses, metrics, sets
+from tests.train.train_here import losses, metrics, sets, summary
 
 HERE = str(Path(__file__))
 LENGTH, STEPS = 7, 8  # batches of a loader: it begins again in the middle of a step
@@ -172,6 +172,9 @@ def test_ranks_of_one_reader_read_the_same_batches(tmp_path: Path) -> None:
     assert train_on(2, tmp_path, tp, config=config)[0][0] == 0
     assert train_on(1, tmp_path, (f"{HERE}:pairs", "--run-dir", "alone"), config=config)[0][0] == 0
     assert losses(tmp_path / "tp") == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
+    found = summary(tmp_path / "alone")  # the loader's own tensors are no part of it
+    own = 256 * (towers.LEFT + towers.RIGHT + 1) * 4
+    assert found["peak_memory_bytes"] - found["predicted_peak_memory_bytes"] < own / 2
 
 
 def test_held_out_batches_of_a_loader_are_as_many_on_every_reader_and_the_same_each_time(tmp_path: Path) -> None:

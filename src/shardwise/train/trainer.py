@@ -70,7 +70,6 @@ class Trainer:
         profiled: range = range(0),
     ) -> None:
         self.resolved, self.control, self.device = resolved, control, device
-        foreign_bytes = 0 if resolved.spec.data is None else tensor_bytes(device)
         config, batch = resolved.config, resolved.batch
         self.data = data_of(resolved)
         reader, train = resolved.mesh.data_parallel_rank(control.rank), self.data.train
@@ -81,6 +80,11 @@ class Trainer:
             self.sampler = MixedSampler(train.num_samples, config.train.seed, *share, samples=train)
         else:
             self.sampler = Sampler(train.num_samples, config.train.seed, *share)
+        held: Any = self.data.held_out
+        if isinstance(held, GivenBatches) and config.train.eval_every is not None:
+            most = config.train.eval_batches * batch.accumulation
+            held = held.kept(share, most, lambda number: min(control.all_json(number)))
+        foreign_bytes = 0 if resolved.spec.data is None else tensor_bytes(device)
         self.model, self.optimizer = self._build()
         is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
         scaler = sw.GradScaler(device.type, enabled=is_scaled)
@@ -119,10 +123,6 @@ class Trainer:
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
         self.microbatches = Microbatches(batch, device)
         self._given: Iterator[Any] | None = None  # microbatches of a user's data set, from the first step on
-        held: Any = self.data.held_out
-        if isinstance(held, GivenBatches) and config.train.eval_every is not None:
-            most = config.train.eval_batches * batch.accumulation
-            held = held.kept(share, most, lambda number: min(control.all_json(number)))
         self.evaluation = Evaluation(
             resolved, self.model, held, reader, self.microbatches, control, self.loop.must_stop
         )
