@@ -37,7 +37,7 @@ from shardwise.engine.order import Backward, Forward, RankPeers
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
 from shardwise.spec.facts import EngineOptions
-from shardwise.spec.order import AgreedOrder, Entry, Paths
+from shardwise.spec.order import AgreedOrder, Entry, Paths, units_in
 from shardwise.spec.placement import Placements
 
 #: Inside ``extensions.safety.checks`` observers are told of every step, also of those that are alike.
@@ -220,7 +220,7 @@ class Engine:
         forward.handled = sys.exception()
         forward.trains = torch.is_grad_enabled()
         for unit in self.units:
-            if unit.state is State.UNSHARDING:  # prefetched by a forward that raised
+            if unit.state is State.UNSHARDING and not self._stays(unit):  # prefetched by a forward that raised
                 self.reshard(unit)
         while forward.left:
             self.reshard(forward.left.pop())
@@ -275,7 +275,7 @@ class Engine:
                 self._visit(self.units[index])
         self._release_left()
         for unit in self.units:
-            if unit.state is State.UNSHARDING:  # prefetched and never used
+            if unit.state is State.UNSHARDING and not self._stays(unit):  # prefetched and never used
                 self.wait(unit)
                 self._reshard_after_forward(unit, needs_backward=False)
         if is_shared:
@@ -420,6 +420,23 @@ class Engine:
             if not is_there:
                 self._issue_gather(following)
 
+    def gather_ahead(self) -> None:
+        """Issue the gathers of all units that forwards of a step will come to, in the order in which they will.
+
+        Collective:
+            As ``Form.gather`` of each unit in the agreed orders; nothing before these are recorded. Without prefetching
+            (``prefetch=0``), and for packed gathers, which use one buffer in turn, units are gathered when they are due.
+        """
+        for index in units_in(self.orders.forward):
+            unit = self.units[index]
+            is_packed = any(group.facts.sent_as for group in unit.groups)
+            if unit.ahead[0] and not is_packed and unit.state is State.SHARDED and not self._is_current(unit):
+                self._issue_gather(unit)
+
+    def _stays(self, unit: Unit) -> bool:
+        """The step keeps what is gathered of the unit."""
+        return self.window.step.holds and self.window.step.keeps(unit)
+
     def _ensure(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
         """Have the unit's parameters there, inside a backward, without taking part in the order."""
         if unit.state is not State.UNSHARDED:
@@ -432,7 +449,7 @@ class Engine:
             self.wait(unit)
         self.num_wrong_prefetches += unit.is_unused
         unit.is_unused = False
-        if self.window.step.holds and self.window.step.keeps(unit):
+        if self._stays(unit):
             return
         unit.use_sharded()
         for group in unit.groups:

@@ -7,9 +7,9 @@ How to call it::
     step.seconds
     step.by_category    # of the rank that computes longest; adds up to ``seconds``; "pp bubble" is the time it waits
 
-A stage's parameters are gathered in its first forward and its gradients reduced in its last backward, one unit after
-another beside the computation: :func:`stage_seconds` simulates both as a data-parallel step is simulated. Messages
-travel while ranks compute.
+A rank gathers its stages' parameters from the beginning of the step on, one unit after another, while it waits for the
+stages before its own; it reduces a stage's gradients in the last backward, beside the computation. :func:`stage_seconds`
+simulates both as a data-parallel step is simulated. Messages travel while ranks compute.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ class StageSeconds:
         backward_input_s: Computing the gradient of the stage's input.
         backward_weight_s: Computing the gradients of its weights. A whole backward takes both.
         message_s: From the end of a forward until its result is at the next stage, and as long for the gradient back.
-        first_forward_s: How much longer the first forward takes: gathers that are not hidden.
+        gather_s: The gathers of its parameters.
+        first_wait_s: From the beginning of these gathers until the first forward can begin and never wait for one.
         last_backward_s: How much longer the last backward takes: reductions that are not hidden.
         tail_s: From the end of the last backward until its last reduction is done.
         exposed: Of ``forward_s`` and the whole backward, the seconds in which computation waits (``tp``, ...).
-        exposed_once: Of ``first_forward_s``, ``last_backward_s`` and ``tail_s``, the seconds by category. Less than 0
-            where a gather hides what is exposed in other microbatches.
+        exposed_once: Of ``last_backward_s`` and ``tail_s``, the seconds by category. Less than 0 where a reduction hides
+            what is exposed in other microbatches.
     """
 
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
     message_s: float = 0.0
-    first_forward_s: float = 0.0
+    gather_s: float = 0.0
+    first_wait_s: float = 0.0
     last_backward_s: float = 0.0
     tail_s: float = 0.0
     exposed: Mapping[str, float] = field(default_factory=dict)
@@ -102,6 +104,8 @@ class SimulatedPipeline:
                 found[category] = found.get(category, 0.0) + seconds * self.schedule.num_microbatches
             for category, seconds in given.exposed_once.items():
                 found[category] = found.get(category, 0.0) + seconds
+        if waited := self._gathering(self.fullest_rank):
+            found["gather"] = found.get("gather", 0.0) + waited
         compute = self._busy(self.fullest_rank) - sum(found.values())
         found = {COMPUTE: compute, **found, "pp bubble": self.bubble_s}
         if self.optimizer_s:
@@ -114,8 +118,13 @@ class SimulatedPipeline:
         for stage in self.schedule.stages(rank):
             given = self.stages[stage]
             total += m * (given.forward_s + given.backward_input_s + given.backward_weight_s)
-            total += given.first_forward_s + given.last_backward_s
-        return total + self.stages[self.timing.spans[rank][-1].action.stage].tail_s
+            total += given.last_backward_s
+        return total + self._gathering(rank) + self.stages[self.timing.spans[rank][-1].action.stage].tail_s
+
+    def _gathering(self, rank: int) -> float:
+        """Seconds in which first forwards that could begin wait for the rank's gathers."""
+        waits = (self.timing.held_up.get((Kind.FORWARD, stage, 0), 0) for stage in self.schedule.stages(rank))
+        return sum(waits) * float(self.timing.unit)
 
 
 def simulate_pipeline(
@@ -153,14 +162,25 @@ def simulate_pipeline(
                 _rounded(stage.message_s),
             )
         )
-        if stage.first_forward_s:
-            exceptions[Kind.FORWARD, number, 0] = _rounded(stage.forward_s + stage.first_forward_s)
         if stage.last_backward_s:
             whole = stage.backward_weight_s + (0.0 if plain.is_split else stage.backward_input_s)
             kind = Kind.BACKWARD_WEIGHT if plain.is_split else Kind.BACKWARD
             exceptions[kind, number, last] = _rounded(whole + stage.last_backward_s)
-    timing = simulate(plain, durations, exceptions=exceptions)
+    timing = simulate(plain, durations, exceptions=exceptions, earliest=_gathered_at(plain, stages))
     return SimulatedPipeline(plain, tuple(stages), timing, optimizer_s)
+
+
+def _gathered_at(schedule: Schedule, stages: Sequence[StageSeconds]) -> dict[tuple[Kind, int, int], Fraction]:
+    """From when on each stage's first forward need not wait for a gather; each rank gathers one stage after another."""
+    found = {}
+    for rank in range(schedule.num_ranks):
+        before = 0.0
+        for number in schedule.stages(rank):
+            stage = stages[number]
+            if stage.first_wait_s:
+                found[Kind.FORWARD, number, 0] = _rounded(before + stage.first_wait_s)
+            before += stage.gather_s
+    return found
 
 
 def _rounded(seconds: float) -> Fraction:
@@ -201,6 +221,7 @@ def stage_seconds(
         num_left=0 if has_replicas else num_gradient_buffers - 2,
         reduces=True,
         is_first_of_window=True,
+        ahead=(1 if releases else len(chain), 1),
     )
     half = next(place for place, moment in enumerate(moments) if moment.what is What.FORWARD_END) + 1
     forward, backward = moments[:half], moments[half:]
@@ -217,15 +238,16 @@ def stage_seconds(
     exposed = _sum(ways["forward"], ways["backward"])
     once = {
         category: more
-        for category, seconds in _sum(ways["first"], ways["last"]).items()
-        if (more := seconds - exposed.get(category, 0.0))
+        for category, seconds in ways["last"].exposed.items()
+        if (more := seconds - ways["backward"].exposed.get(category, 0.0))
     }
     return StageSeconds(
         forward_s=ways["forward"].end_s,
         backward_input_s=ways["backward"].end_s * (1 - weight_share),
         backward_weight_s=ways["backward"].end_s * weight_share,
         message_s=message_s,
-        first_forward_s=ways["first"].end_s - ways["forward"].end_s,
+        gather_s=0.0 if releases else max((span.end_s for span in ways["first"].streams.get("gather", ())), default=0.0),
+        first_wait_s=ways["first"].end_s - ways["forward"].end_s,
         last_backward_s=max(computed - ways["backward"].end_s, 0.0),
         tail_s=ways["last"].end_s - max(computed, ways["backward"].end_s),
         exposed=exposed,

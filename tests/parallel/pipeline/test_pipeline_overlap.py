@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from shardwise.testing import probe, run_on_ranks
 from shardwise.testing.transports import TRANSPORT
 
 LAYERS, SEQ, M = 8, 6, 4
+REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
 #: Of two stages, or two times two, and two replicas.
 PLANS: tuple[dict[str, Any], ...] = (
     {},
@@ -140,8 +141,8 @@ def test_so_it_is_under_further_plans():
 # -- when
 
 
-def watch(options: dict[str, Any], tied: bool = False) -> list[str]:
-    """What a rank begins in the third step: computations, units that backward enters, reductions."""
+def watch(options: dict[str, Any], tied: bool = False, kinds: Collection[str] = REDUCTIONS) -> list[str]:
+    """What a rank begins in the third step: computations, units that backward enters, collectives of these kinds."""
     model = pipeline(options, tied=tied)
     events: list[Any] = []
 
@@ -161,17 +162,45 @@ def watch(options: dict[str, Any], tied: bool = False) -> list[str]:
                 stack.enter_context(note(ScheduleRunner, "do", str))
                 stack.enter_context(note(Engine, "pre_backward", lambda _call, unit: f"enter {unit.name}"))
             sw.train_step(model, batch(), num_microbatches=M)
-    reductions = {"reduce_scatter", "all_reduce"}
     return [
-        event if isinstance(event, str) else f"reduce {event.unit}"
+        event if isinstance(event, str) else f"{'reduce' if event.kind in REDUCTIONS else 'gather'} {event.unit}"
         for event in events
-        if isinstance(event, str) or (event.kind in reductions and event.axis.startswith("dp_"))
+        if isinstance(event, str) or (event.kind in kinds and event.axis.startswith("dp_"))
     ]
 
 
 def watch_all() -> dict[str, list[str]]:
     names = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
     return {name: watch({"pipeline": name}) for name in names} | {"tied": watch({}, tied=True)}
+
+
+def watch_gathers() -> dict[str, list[str]]:
+    """What a rank gathers before it computes or communicates with another stage, and what it gathers later."""
+    found = {}
+    for name, options in GATHERED.items():
+        events = watch(options, kinds=("all_gather",))
+        first = next(place for place, event in enumerate(events) if not event.startswith("gather "))
+        later = [event for event in events[first:] if event.startswith("gather ")]
+        found[name] = [event.removeprefix("gather ") for event in events[:first]] + [f"later {each}" for each in later]
+    return found
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "zero1": {"strategy": "zero1", "pipeline": "interleaved-1f1b"},
+    "zero3": {"pipeline": "zb-v"},
+    "no prefetch": {"strategy": "zero1", "forward_prefetch": 0},
+    "released": {"reshard_after_forward": True},
+}
+
+
+def test_every_stage_is_gathered_from_the_beginning_of_a_step_on():
+    for rank, found in enumerate(run_on_ranks(watch_gathers, 4, timeout_s=120)):
+        first = rank // 2 * 2
+        assert found["zero1"] == ["root", *(f"blocks.{first + n}" for n in (0, 1, 4, 5))]
+        ends = ("root", "blocks.0", "blocks.1", "blocks.6", "blocks.7")
+        assert found["zero3"] == list(ends if rank < 2 else [f"blocks.{n}" for n in (2, 3, 4, 5)])
+        for name in ("no prefetch", "released"):
+            assert found[name][0] == "later gather root"
 
 
 def after(events: list[str], event: str) -> list[str]:

@@ -1,7 +1,8 @@
 """A step of several forwards that are followed by several backwards, as pipelines make them.
 
-Inside a step parameters do not change: what is gathered stays so from the first forward that needs it on, and
-gradients are added up on this rank. They are reduced once. In the last backward of a stage the engine leaves its units
+Inside a step parameters do not change. What is gathered once stays so; once the orders of the stages are known, the
+gathers of all of them are issued at the step's beginning, and run while the rank waits for the stages before its own.
+Gradients are added up on this rank. They are reduced once. In the last backward of a stage the engine leaves its units
 one by one, as in any backward, and each is released and reduced behind what is still computed: that of the units before
 it, and of other stages. They go in a fixed order, the last first, so that the order of collectives depends on nobody's
 path. Whatever does not belong to one stage alone (the root, what several stages or ranks use) waits for the end.
@@ -52,7 +53,7 @@ class PipelineStep(Step):
     def enter(self, stage: int, microbatch: int) -> None:
         """The next forward or backward is that of ``microbatch`` through ``stage``.
 
-        The first gathers the stage's units, in an order of its own; later ones find them there. Of the last one the
+        The first takes the stage's units in an order of its own, and gathers what is not; later ones find them there. Of the last one the
         hooks tell when its backward leaves a unit.
         """
         self.entry = stage_entry(stage)
@@ -141,9 +142,11 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     opened = PipelineStep(engine, last, synchronises=synchronises)
     try:
         with window.having(syncs=False, step=opened):  # what is reduced, and when, the step says
+            if opened.holds and torch.is_grad_enabled():
+                engine.gather_ahead()
             yield opened
         for unit in engine.units:
-            if unit.state is State.UNSHARDED:
+            if unit.state in {State.UNSHARDING, State.UNSHARDED}:
                 engine.reshard(unit)
         if synchronises:
             opened.reduce(before_reduction)

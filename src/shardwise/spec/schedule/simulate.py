@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from typing import NamedTuple
 from shardwise.spec.errors import PlanError
 from shardwise.spec.schedule.actions import Action, Kind, Schedule
 
+#: A computation: its kind, stage and microbatch.
+Key = tuple[Kind, int, int]
 _SENT_BY = {Kind.RECEIVE_ACTIVATION: Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT: Kind.SEND_GRADIENT}
 
 
@@ -38,7 +40,7 @@ class Durations:
     communication: Fraction | float = 0
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
+        for name in (each.name for each in fields(self)):
             given = getattr(self, name)
             try:
                 value = Fraction(given)
@@ -52,7 +54,7 @@ class Durations:
     @property
     def all(self) -> tuple[Fraction, ...]:
         """Every duration."""
-        return tuple(Fraction(getattr(self, field.name)) for field in fields(self))
+        return tuple(Fraction(getattr(self, each.name)) for each in fields(self))
 
     @property
     def unit(self) -> Fraction:
@@ -92,10 +94,12 @@ class Timing:
     Attributes:
         spans: The computations of each rank, in order.
         unit: The unit of their times.
+        held_up: How long computations that could have begun waited for their ``earliest``.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     unit: Fraction
+    held_up: Mapping[Key, int] = field(default_factory=dict)
 
     @property
     def makespan(self) -> Fraction:
@@ -137,7 +141,8 @@ def simulate(
     durations: Durations | Sequence[Durations],
     *,
     is_blocking: bool = False,
-    exceptions: Mapping[tuple[Kind, int, int], Fraction | float] = MappingProxyType({}),
+    exceptions: Mapping[Key, Fraction | float] = MappingProxyType({}),
+    earliest: Mapping[Key, Fraction | float] = MappingProxyType({}),
 ) -> Timing:
     """Run a schedule.
 
@@ -147,6 +152,8 @@ def simulate(
             its own ``communication``.
         exceptions: Durations of computations that take another time than others of their stage, by kind, stage and
             microbatch.
+        earliest: When computations can begin that wait for something besides. Sends must not block then, and the order
+            of computations must be known (``Schedule.order``).
         is_blocking: A send waits until its receive is reached and has taken ``communication``, and a receive for its
             send (rendezvous). Otherwise neither waits; a computation waits until its inputs have arrived.
 
@@ -155,20 +162,27 @@ def simulate(
     """
     stages = [durations] * schedule.num_stages if isinstance(durations, Durations) else durations
     others = {key: Fraction(seconds) for key, seconds in exceptions.items()}
-    unit = _unit(itertools.chain(others.values(), *(stage.all for stage in set(stages))))
+    begins = {key: Fraction(seconds) for key, seconds in earliest.items()}
+    unit = _unit(itertools.chain(others.values(), begins.values(), *(stage.all for stage in set(stages))))
     ticks = {stage: {kind: stage.ticks(kind, unit) for kind in Kind} for stage in set(stages)}
     took = {key: int(seconds / unit) for key, seconds in others.items()}
     held = [ticks[stage] for stage in stages]
     if not is_blocking and schedule.order:
-        return Timing(_in_order(schedule, held, took), unit)
+        return _in_order(schedule, held, unit, took, {key: int(seconds / unit) for key, seconds in begins.items()})
+    assert not begins
     return _Run(schedule, held, unit, is_blocking=is_blocking, took=took).timing()
 
 
 def _in_order(
-    schedule: Schedule, ticks: Sequence[Mapping[Kind, int]], took: Mapping[tuple[Kind, int, int], int]
-) -> tuple[tuple[Span, ...], ...]:
-    """Spans of a schedule without messages, whose order of computations is known: as :class:`_Run` finds them."""
-    unusual = {microbatch for _, _, microbatch in took}
+    schedule: Schedule,
+    ticks: Sequence[Mapping[Kind, int]],
+    unit: Fraction,
+    took: Mapping[Key, int],
+    begins: Mapping[Key, int],
+) -> Timing:
+    """A schedule without messages, whose order of computations is known, runs: as :class:`_Run` finds it."""
+    unusual = {microbatch for _, _, microbatch in (*took, *begins)}
+    held_up: dict[Key, int] = {}
     lasts = [[each[kind] for kind in Kind] for each in ticks]
     travel = [*(each[Kind.SEND_ACTIVATION] for each in ticks), 0]  # the last: of what is already there
     spans: list[list[Span]] = [[] for _ in schedule.actions]
@@ -177,13 +191,18 @@ def _in_order(
         start = clock[rank]
         if source >= 0 and (arrives := ends[source] + travel[sender]) > start:
             start = arrives
-        end = start + lasts[action.stage][kind]
-        if action.microbatch in unusual and (key := (action.kind, action.stage, action.microbatch)) in took:
-            end = start + took[key]
+        lasting = lasts[action.stage][kind]
+        if action.microbatch in unusual:
+            key = action.kind, action.stage, action.microbatch
+            lasting = took.get(key, lasting)
+            if (wait := begins.get(key, 0) - start) > 0:
+                held_up[key] = wait
+                start += wait
+        end = start + lasting
         spans[rank].append(Span(start, end, action))
         ends.append(end)
         clock[rank] = end
-    return tuple(map(tuple, spans))
+    return Timing(tuple(map(tuple, spans)), unit, held_up)
 
 
 def without_delays(schedule: Schedule, timing: Timing) -> Timing:
@@ -208,7 +227,7 @@ class _Run:
         unit: Fraction,
         *,
         is_blocking: bool,
-        took: Mapping[tuple[Kind, int, int], int],
+        took: Mapping[Key, int],
     ) -> None:
         self._schedule = schedule
         self._took = took
@@ -218,7 +237,7 @@ class _Run:
         self._clock = [0 for _ in schedule.actions]
         self._place = [0 for _ in schedule.actions]
         self._spans: list[list[Span]] = [[] for _ in schedule.actions]
-        self._made_at: dict[tuple[Kind, int, int], int] = {}
+        self._made_at: dict[Key, int] = {}
 
     def timing(self) -> Timing:
         while True:
@@ -360,7 +379,7 @@ def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 def _check_order(schedule: Schedule, rank: int) -> None:
     """Check a rank's own list: microbatches in order, and no action before what it needs."""
-    behind: set[tuple[Kind, int, int]] = set()
+    behind: set[Key] = set()
     next_microbatch: Counter[tuple[Kind, int]] = Counter()
     for action in schedule.actions[rank]:
         stage, j = action.stage, action.microbatch
@@ -378,7 +397,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
         behind.add((action.kind, stage, j))
 
 
-def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Kind, int, int]]:
+def _needs(schedule: Schedule, action: Action) -> Iterator[Key]:
     """What has to come before an action in its own rank's list."""
     stage, j = action.stage, action.microbatch
     whole = Kind.BACKWARD_INPUT if schedule.is_split else Kind.BACKWARD
