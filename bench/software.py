@@ -14,9 +14,9 @@ _TORCHTITAN = replace(PYTORCH, name="torchtitan", selective_products=0.5)
 
 _PYTORCH_2023 = Software(
     name="pytorch-2023",
-    products={"Ampere": 0.762, "Hopper": 0.6},
-    attention={"Ampere": 0.41, "Hopper": 0.22},
-    elementwise=1.37,
+    products={"Ampere": 0.768, "Hopper": 0.612},
+    attention={"Ampere": 0.413, "Hopper": 0.219},
+    elementwise=1.32,
     launch_s=LAUNCH_S,
     gradient_bytes=4,
 )
@@ -34,7 +34,7 @@ SOFTWARE.update(
         Software(
             name="megatron-2021",
             products={"Ampere": 0.693},
-            elementwise=0.976,
+            elementwise=0.939,
             is_fused=True,
             p2p_blocks=True,
             scatters_messages=True,
@@ -43,9 +43,9 @@ SOFTWARE.update(
         ),
         Software(
             name="megatron-core-plain",
-            products={"Blackwell": 0.627},
-            attention={"Blackwell": 0.42},
-            elementwise=1.17,
+            products={"Blackwell": 0.64},
+            attention={"Blackwell": 0.445},
+            elementwise=1.07,
             is_fused=True,
             p2p_blocks=True,
             overlaps_reductions=False,
@@ -54,9 +54,9 @@ SOFTWARE.update(
         ),
         Software(
             name="megatron-core",
-            products={"Ampere": 0.72, "Hopper": 0.761, "Blackwell": 0.627},
-            attention={"Ampere": 0.5, "Hopper": 0.4, "Blackwell": 0.42},
-            elementwise=1.17,
+            products={"Ampere": 0.72, "Hopper": 0.723, "Blackwell": 0.64},
+            attention={"Ampere": 0.5, "Hopper": 0.479, "Blackwell": 0.445},
+            elementwise=1.07,
             is_fused=True,
             tp_hidden=0.8,
             divides_evenly=True,
