@@ -24,7 +24,7 @@ from shardwise.spec.plan import ParallelPlan
 LEFT_OUT = Path(__file__).parent / "data" / "left_out.csv"
 
 #: Sources on which constants were fitted.
-FITTED = frozenset({"mosaic", "vtrain", "bloom", "nemo-24.07", "megatron-bridge", "fms-fsdp"})
+FITTED = frozenset({"mosaic", "vtrain", "bloom", "nemo-24.07", "megatron-bridge", "fms-fsdp", "shardwise"})
 
 #: Rows that say nothing about a model of time, and why (planner.md, *Known traps*).
 EXCLUDED = {

@@ -39,6 +39,7 @@ FRAMEWORKS = (
     ("SimuMax", "simumax", "megatron-core-plain"),
     ("nanotron", "nanotron", "nanotron"),
     ("torchtitan", "torchtitan", "torchtitan"),
+    ("shardwise", "shardwise", "pytorch"),
     ("PyTorch/IBM float8", "ibm-float8", "pytorch"),
     ("foundation-model-stack", "fms-fsdp", "pytorch"),
     ("PyTorch FSDP paper", "fsdp-paper", "pytorch-2022"),

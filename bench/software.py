@@ -14,9 +14,9 @@ _TORCHTITAN = replace(PYTORCH, name="torchtitan", selective_products=0.5)
 
 _PYTORCH_2023 = Software(
     name="pytorch-2023",
-    products={"Ampere": 0.768, "Hopper": 0.612},
-    attention={"Ampere": 0.413, "Hopper": 0.219},
-    elementwise=1.32,
+    products={"Ampere": 0.767, "Hopper": 0.61},
+    attention={"Ampere": 0.414, "Hopper": 0.219},
+    elementwise=1.31,
     launch_s=LAUNCH_S,
     gradient_bytes=4,
 )
@@ -34,7 +34,7 @@ SOFTWARE.update(
         Software(
             name="megatron-2021",
             products={"Ampere": 0.693},
-            elementwise=0.939,
+            elementwise=0.94,
             is_fused=True,
             p2p_blocks=True,
             scatters_messages=True,
@@ -43,7 +43,7 @@ SOFTWARE.update(
         ),
         Software(
             name="megatron-core-plain",
-            products={"Blackwell": 0.64},
+            products={"Blackwell": 0.639},
             attention={"Blackwell": 0.445},
             elementwise=1.07,
             is_fused=True,
@@ -54,8 +54,8 @@ SOFTWARE.update(
         ),
         Software(
             name="megatron-core",
-            products={"Ampere": 0.72, "Hopper": 0.723, "Blackwell": 0.64},
-            attention={"Ampere": 0.5, "Hopper": 0.479, "Blackwell": 0.445},
+            products={"Ampere": 0.72, "Hopper": 0.724, "Blackwell": 0.639},
+            attention={"Ampere": 0.5, "Hopper": 0.478, "Blackwell": 0.445},
             elementwise=1.07,
             is_fused=True,
             tp_hidden=0.8,

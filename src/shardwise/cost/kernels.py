@@ -50,8 +50,8 @@ class ShapeFactors:
         aligned: Speed where a dimension is a multiple of at most 32, 16, 8, and fewer elements.
     """
 
-    wave: float = 0.897
-    short: float = 103.0
+    wave: float = 0.977
+    short: float = 105.0
     aligned: tuple[float, float, float, float] = (0.95, 0.85, 0.75, 0.5)
 
 
