@@ -235,6 +235,7 @@ def stage_seconds(
     computed = max(
         (span.end_s for span in ways["last"].spans if span.task.stream == COMPUTE and span.task.seconds), default=0.0
     )
+    gathers = ways["first"].streams.get("gather", ())
     exposed = _sum(ways["forward"], ways["backward"])
     once = {
         category: more
@@ -246,7 +247,7 @@ def stage_seconds(
         backward_input_s=ways["backward"].end_s * (1 - weight_share),
         backward_weight_s=ways["backward"].end_s * weight_share,
         message_s=message_s,
-        gather_s=0.0 if releases else max((span.end_s for span in ways["first"].streams.get("gather", ())), default=0.0),
+        gather_s=0.0 if releases else max((span.end_s for span in gathers), default=0.0),
         first_wait_s=ways["first"].end_s - ways["forward"].end_s,
         last_backward_s=max(computed - ways["backward"].end_s, 0.0),
         tail_s=ways["last"].end_s - max(computed, ways["backward"].end_s),
