@@ -425,7 +425,8 @@ class Engine:
 
         Collective:
             As ``Form.gather`` of each unit in the agreed orders; nothing before these are recorded. Without prefetching
-            (``prefetch=0``), and for packed gathers, which use one buffer in turn, units are gathered when they are due.
+            (``forward_prefetch=0``), and where gathers are packed, which use one buffer in turn, units are gathered
+            when they are due.
         """
         for index in units_in(self.orders.forward):
             unit = self.units[index]

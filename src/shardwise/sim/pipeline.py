@@ -8,8 +8,8 @@ How to call it::
     step.by_category    # of the rank that computes longest; adds up to ``seconds``; "pp bubble" is the time it waits
 
 A rank gathers its stages' parameters from the beginning of the step on, one unit after another, while it waits for the
-stages before its own; it reduces a stage's gradients in the last backward, beside the computation. :func:`stage_seconds`
-simulates both as a data-parallel step is simulated. Messages travel while ranks compute.
+stages before its own; it reduces a stage's gradients in the last backward, beside the computation.
+:func:`stage_seconds` simulates both as a data-parallel step is simulated. Messages travel while ranks compute.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class StageSeconds:
         last_backward_s: How much longer the last backward takes: reductions that are not hidden.
         tail_s: From the end of the last backward until its last reduction is done.
         exposed: Of ``forward_s`` and the whole backward, the seconds in which computation waits (``tp``, ...).
-        exposed_once: Of ``last_backward_s`` and ``tail_s``, the seconds by category. Less than 0 where a reduction hides
-            what is exposed in other microbatches.
+        exposed_once: Of ``last_backward_s`` and ``tail_s``, the seconds by category. Less than 0 where a reduction
+            hides what is exposed in other microbatches.
     """
 
     forward_s: float

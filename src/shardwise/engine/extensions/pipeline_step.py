@@ -53,8 +53,8 @@ class PipelineStep(Step):
     def enter(self, stage: int, microbatch: int) -> None:
         """The next forward or backward is that of ``microbatch`` through ``stage``.
 
-        The first takes the stage's units in an order of its own, and gathers what is not; later ones find them there. Of the last one the
-        hooks tell when its backward leaves a unit.
+        The first takes the stage's units in an order of its own, and gathers what is not; later ones find them there.
+        Of the last one the hooks tell when its backward leaves a unit.
         """
         self.entry = stage_entry(stage)
         is_last = microbatch == self._last
