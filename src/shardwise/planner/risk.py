@@ -40,7 +40,7 @@ _GROUPS = 0.01
 _IN_BACKWARD = 0.05
 
 #: The loss in chunks: it changes rounding alone, but needs torch 2.13 and a head that ``sw.chunk_cross_entropy`` knows.
-_CHUNKED = 0.07
+_CHUNKED = 0.06
 
 #: Ranks of a group over the network up to which its collectives keep their rate, and what each doubling beyond costs.
 #: ZeRO-3 on Azure fell from 79 to 36 GB/s a node between 128 and 1,024 GPUs; sharding over 1,024 GPUs made a step of
