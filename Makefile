@@ -21,6 +21,8 @@ WORKERS ?= 2
 .PHONY: help venv demo test test-all test-integrations test-verl test-newest fuzz soak check size replay board museum bench bench-check gpu models parity docs docs-links clean
 
 test test-all test-integrations test-verl check bench-check docs: export OMP_NUM_THREADS = 1
+# Compiled once, not by every process that a test starts (`make clean` removes what is written).
+test test-all test-integrations test-verl check bench-check docs: export PYTHONDONTWRITEBYTECODE =
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/' | expand -t 18

@@ -22,7 +22,7 @@ from shardwise.spec.plan import ParallelPlan
 
 def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
     """What ``build_model`` builds, with meta tensors only. Ties stay, whatever device the model was built on."""
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutDraws():
         model = build_model()
     moved: dict[int, Any] = {}
     for module in model.modules():
@@ -38,6 +38,23 @@ def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
                     moved[id(buffer)] = buffer, buffer.to("meta")
                 torch_private.buffers_of(module)[name] = moved[id(buffer)][1]
     return model
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Meta tensors are not drawn: torch would compute the shape of a draw in Python, for each parameter."""
+
+    _DRAWS = frozenset(
+        {
+            *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_),
+            *(Tensor.normal_, Tensor.uniform_),
+        }
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = args[0] if args else (kwargs or {}).get("tensor")
+        if func in self._DRAWS and isinstance(drawn, Tensor) and drawn.is_meta:
+            return drawn
+        return func(*args, **kwargs or {})
 
 
 @contextlib.contextmanager

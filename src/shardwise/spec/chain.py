@@ -11,6 +11,7 @@ are not merged, and a model keeps at least ``LEAST_UNITS`` units of equal size.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +114,12 @@ def balance(costs: Sequence[int], num_stages: int) -> list[int]:
     Raises:
         PlanError: There are fewer elements with a cost than stages.
     """
+    return list(_balance(tuple(costs), num_stages))
+
+
+@functools.lru_cache(maxsize=32)
+def _balance(costs: tuple[int, ...], num_stages: int) -> list[int]:
+    """See :func:`balance`. A dry run divides the same model once for each stage."""
     num_costly = sum(cost > 0 for cost in costs)
     if num_costly < num_stages:
         raise PlanError(

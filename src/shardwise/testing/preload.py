@@ -45,6 +45,8 @@ def _preload() -> None:
     for name in _modules():
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    with contextlib.suppress(Exception):  # the hash of all source files, which the first model of each rank asks for
+        importlib.import_module("shardwise.launch.program").program()
     # Every rank inherits some 300,000 objects that live as long as it does. Out of the collector's sight they cost no
     # rank a quarter of a second at each collection, nor a copy of the pages that a collection would write to.
     gc.collect()

@@ -210,16 +210,21 @@ def assign_parameters(
             entry = owned.setdefault(id(parameter), OwnedParameter(parameter))
             entry.names.append(f"{path}.{attribute}" if path else attribute)
             entry.uses.append((module, path, attribute))
-    places = {name: paths_of[id(root.get_submodule(name))] for name in units}
+    unit_at = {path: place for place, name in enumerate(units) for path in paths_of[id(root.get_submodule(name))]}
     result: dict[str, list[OwnedParameter]] = {"": [], **{name: [] for name in units}}
     for entry in owned.values():
-        covering = [
-            name
-            for name in units
-            if all(any(is_below(path, place) for place in places[name]) for _, path, _ in entry.uses)
-        ]
-        result[covering[-1] if covering else ""].append(entry)
+        covering = set.intersection(
+            *({unit_at[above] for above in _above(path) if above in unit_at} for _, path, _ in entry.uses)
+        )
+        result[units[max(covering)] if covering else ""].append(entry)
     return result
+
+
+def _above(path: str) -> Iterator[str]:
+    """The path and those of the modules around it, without the root's."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
