@@ -242,7 +242,8 @@ def read(path: Path) -> dict[str, Any]:
             f"  Run `shardwise calibrate --out {printable(path)}`."
         )
     try:
-        return content | {"measured": content["measured"] and Measured.from_dict(content["measured"])}
+        tables = content["measured"]
+        return content | {"measured": None if tables is None else Measured.from_dict(tables)}
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"gpu={printable(path)}: {error} is not as `shardwise calibrate` writes it.\n  Run it again."
