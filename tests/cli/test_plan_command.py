@@ -252,6 +252,22 @@ def test_where_nothing_fits_the_page_says_what_would(capsys: pytest.CaptureFixtu
     assert "leave offload_policy open, which is fixed to none" in changes
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--measured", "41000", "--largest"), "--measured with --largest"),
+        (("--save-hardware", "mine.json"), "Add for example --measured 41000"),
+    ],
+)
+def test_what_a_measured_run_does_not_go_with_is_refused(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    code, _, err = run(capsys, *ONE_PLAN, *options)
+    assert code == 78
+    assert message in " ".join(err.split())
+    assert not Path("mine.json").exists()
+
+
 def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixture[str]) -> None:
     rows = as_json(capsys, "--largest", "--gpus", "8", "--gpu", "A100-40GB-SXM")
     sizes = {row["strategy"]: row["parameters"] for row in rows if row["saving"] == "nothing recomputed"}

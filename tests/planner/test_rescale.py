@@ -10,6 +10,7 @@ import pytest
 from shardwise import ConfigError, ModelShape, ParallelPlan
 from shardwise.cost.hardware import Gpu, find_gpu
 from shardwise.cost.measured import LinkTime, Measured
+from shardwise.cost.software import PYTORCH
 from shardwise.planner import Cluster, Estimate, Workload, estimate, rescale, search
 from shardwise.planner.rescale import ranking
 
@@ -34,6 +35,7 @@ def on(run: Estimate, gpu: Gpu) -> Estimate:
     return run.again(cluster=dataclasses.replace(run.cluster, gpu=gpu))
 
 
+PRODUCTS = PYTORCH.products["Hopper"]
 COMPUTING, LAUNCHING = made(), made(1, 1, shape=MEDIUM, seq=64)
 SENDING = made(64, 128, network=100)
 CASES = {"products": (COMPUTING, 1.2), "network": (SENDING, 1.3), "launch": (LAUNCHING, 1.3)}
@@ -52,11 +54,11 @@ def test_one_run_moves_the_constant_that_its_step_depends_on_and_is_then_predict
 
 def test_the_value_before_and_after_is_that_of_the_planner():
     gpu, (line, _) = rescale(slower(COMPUTING, 1.2))
-    assert line.startswith("Measured: 12.1 s a step of zero3 (1x8), predicted 10.1 s.")
-    assert f"Products and attention: {0.59 * gpu.speeds['products']:.3g} of the card's peak, before 0.59." in line
+    assert line.startswith("Measured: 11.9 s a step of zero3 (1x8), predicted 9.93 s.")
+    assert f"Products and attention: {PRODUCTS * gpu.speeds['products']:.3g} of the card's peak, before 0.625." in line
     gpu, (line, _) = rescale(slower(LAUNCHING, 1.3))
     assert f"Launches of kernels: {62.5 * gpu.speeds['launch']:.3g} a ms, before 62.5." in line
-    assert f"before {0.835:.3g}." in rescale(slower(SENDING, 1.3))[1][0]
+    assert f"before {PYTORCH.network:.3g}." in rescale(slower(SENDING, 1.3))[1][0]
 
 
 def test_a_run_as_predicted_moves_nothing_and_a_faster_one_the_other_way():
@@ -78,7 +80,7 @@ def test_figures_that_were_moved_are_moved_further_by_the_next_run():
     once, _ = rescale(slower(COMPUTING, 1.2))
     twice, (line, _) = rescale(slower(on(COMPUTING, once), 1.1))
     assert twice.speeds["products"] < once.speeds["products"]
-    assert f"before {0.59 * once.speeds['products']:.3g}." in line
+    assert f"before {PRODUCTS * once.speeds['products']:.3g}." in line
     assert on(COMPUTING, twice).step_time_s == pytest.approx(1.32 * COMPUTING.step_time_s, rel=1e-5)
 
 
@@ -121,10 +123,11 @@ def test_a_slow_network_changes_the_first_plan_for_the_reason_that_is_given():
     )
     said = ranking(before[0], after[0])
     assert before[0].plan != after[0].plan
-    assert said.startswith("Plan 1 was zero3 (")
+    assert before[0].plan.strategy == "zero2"
+    assert said.startswith("Plan 1 was zero2 (")
     assert "It would take" in said
     assert "exposed" in said
-    assert ranking(before[0], before[0]).startswith("Plan 1 stays zero3 (")
+    assert ranking(before[0], before[0]).startswith("Plan 1 stays zero2 (")
 
 
 def test_a_calibrated_machine_is_scaled_beside_its_tables(tmp_path):

@@ -111,6 +111,13 @@ def plan(  # noqa: PLR0917  typer's form
 
     if lora is not None and lora < 1:
         raise ConfigError(f"--lora {lora}: expected a rank of at least 1.\n  Set for example --lora 16.")
+    if measured and largest:
+        raise ConfigError("--measured with --largest: no plan is the one that ran.\n  Leave one of the two out.")
+    if save_hardware is not None and not measured:
+        raise ConfigError(
+            f"--save-hardware {save_hardware}: there is no measured run to take figures from.\n"
+            "  Add for example --measured 41000."
+        )
     check_writable(out)
     check_writable(report)
     check_writable(trace)

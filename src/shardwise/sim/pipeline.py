@@ -24,7 +24,7 @@ from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, Timeline, run
 from shardwise.spec.placement import Placements
 from shardwise.spec.schedule.actions import Kind, Schedule
 from shardwise.spec.schedule.builders import computations
-from shardwise.spec.schedule.simulate import Durations, Timing, simulate
+from shardwise.spec.schedule.simulate import Durations, Key, Timing, simulate
 from shardwise.spec.traffic.moments import What
 
 #: Durations are rounded to multiples of this many seconds, so that the simulation's whole numbers stay small.
@@ -151,7 +151,7 @@ def simulate_pipeline(
     """
     plain = computations(schedule, pp, num_microbatches, num_virtual_stages)
     last = num_microbatches - 1
-    exceptions: dict[tuple[Kind, int, int], Fraction] = {}
+    exceptions: dict[Key, Fraction] = {}
     durations = []
     for number, stage in enumerate(stages):
         durations.append(
@@ -170,7 +170,7 @@ def simulate_pipeline(
     return SimulatedPipeline(plain, tuple(stages), timing, optimizer_s)
 
 
-def _gathered_at(schedule: Schedule, stages: Sequence[StageSeconds]) -> dict[tuple[Kind, int, int], Fraction]:
+def _gathered_at(schedule: Schedule, stages: Sequence[StageSeconds]) -> dict[Key, Fraction]:
     """From when on each stage's first forward need not wait for a gather; each rank gathers one stage after another."""
     found = {}
     for rank in range(schedule.num_ranks):
