@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,3 +57,27 @@ def test_a_published_time_stands_beside_the_frozen_one(figure: str):
     _, time, peak = ledger.compared([row])
     assert (time[1], time[2], time[5], time[6]) == ("step_s", "2.0", "4", "-50.0%")
     assert (peak[1], peak[2], peak[5], peak[6]) == ("peak_gib", "55.0", "50", "+10.0%")
+
+
+def test_every_frozen_row_has_its_inputs_and_can_be_predicted():
+    paths = sorted(ledger.FOLDER.glob("*.csv"))
+    assert paths
+    for path in paths:
+        rows = ledger.read(path)
+        assert len(rows) == 20
+        for row in rows:
+            assert list(row) == list(ledger.COLUMNS)
+            assert re.fullmatch("[0-9a-f]{40}", row["commit"])
+            assert all(row[name] for name in ledger.FIGURES)
+            assert all(float(ledger.figures(row)[name]) > 0 for name in ledger.FIGURES)
+
+
+def test_a_planner_that_is_in_no_commit_freezes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    questions = tmp_path / "questions.csv"
+    questions.write_text("model\n")
+    monkeypatch.setattr("sys.argv", ["ledger", "--freeze", str(questions)])
+    monkeypatch.setattr(ledger, "FOLDER", tmp_path)
+    monkeypatch.setattr(ledger.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=" M src/a.py"))
+    with pytest.raises(SystemExit, match="commit them before"):
+        ledger.main()
+    assert sorted(tmp_path.iterdir()) == [questions]
