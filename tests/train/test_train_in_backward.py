@@ -16,6 +16,8 @@ FREE = sets(
     *("train.micro_batch_size=4", "train.eval_every=8"),
 )
 INSIDE = (*FREE, *sets("optimizer.in_backward=true"))
+#: Gradients take more than activations.
+DEEP = sets("train.micro_batch_size=1", "train.global_batch_size=2", "model.seq_len=4", "model.num_layers=12")
 
 
 def test_updates_in_backward_are_those_after_it_also_when_resumed(tmp_path: Path) -> None:
@@ -24,10 +26,10 @@ def test_updates_in_backward_are_those_after_it_also_when_resumed(tmp_path: Path
     train_well(
         tmp_path,
         2,
-        ("--run-dir", "outside", *FREE),
-        ("--run-dir", "inside", *INSIDE),
-        ("--run-dir", "host_outside", *FREE, *on_host),
-        ("--run-dir", "host_inside", *INSIDE, *on_host),
+        ("--run-dir", "outside", *FREE, *DEEP),
+        ("--run-dir", "inside", *INSIDE, *DEEP),
+        ("--run-dir", "host_outside", *FREE, *DEEP, *on_host),
+        ("--run-dir", "host_inside", *INSIDE, *DEEP, *on_host),
     )
     assert losses(inside) == losses(outside)
     # On the host torch's fused kernel updates, which may round in another way than the default: each beside its own.
@@ -36,15 +38,16 @@ def test_updates_in_backward_are_those_after_it_also_when_resumed(tmp_path: Path
     assert [line["grad_norm"] for line in metrics(inside)] == [None] * 6
     assert all(line["grad_norm"] > 0 for line in metrics(outside))
     assert summary(inside)["peak_memory_bytes"] < 0.95 * summary(outside)["peak_memory_bytes"]
-    assert 0.9 < summary(inside)["peak_memory_bytes"] / summary(inside)["predicted_peak_memory_bytes"] <= 1.02
+    for run in (inside, outside):
+        assert summary(run)["peak_memory_bytes"] == pytest.approx(summary(run)["predicted_peak_memory_bytes"], rel=0.01)
     shutil.copytree(inside, again)
     by_name = sets("optimizer.flat=false")
     texts = train_well(
         tmp_path,
         2,
-        ("--run-dir", "inside", "--resume", "step-00000004", *INSIDE, *by_name),
-        ("--run-dir", "again", "--resume", "step-00000004", *FREE),
-        ("--run-dir", "outside", "--resume", "step-00000004", *INSIDE),
+        ("--run-dir", "inside", "--resume", "step-00000004", *INSIDE, *DEEP, *by_name),
+        ("--run-dir", "again", "--resume", "step-00000004", *FREE, *DEEP),
+        ("--run-dir", "outside", "--resume", "step-00000004", *INSIDE, *DEEP),
     )
     assert all("resumed at step 4" in text for text in texts)
     assert losses(inside) == losses(again) == losses(outside)

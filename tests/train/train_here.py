@@ -92,7 +92,17 @@ def _dry_once(run_dry: Callable[..., dict[str, int]], resolved: Any, control: An
         "optimizer": {"lr"}, "train": {"steps", "seed", "eval_every", "eval_batches"}})  # fmt: skip
     of_data = resolved.vocab_size, resolved.seq_len, resolved.end_token, resolved.raised_from, resolved.task
     key = repr(
-        (rest, resolved.plan, resolved.mesh, resolved.batch, resolved.model, of_data, control.size, control.rank)
+        (
+            rest,
+            config.optimizer.in_backward,
+            resolved.plan,
+            resolved.mesh,
+            resolved.batch,
+            resolved.model,
+            of_data,
+            control.size,
+            control.rank,
+        )
     )
     file = Path(folder) / hashlib.sha256(f"{key} {device}".encode()).hexdigest()
     if not file.exists():

@@ -21,8 +21,10 @@ from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.flat_parameters import flat_parameters
 from shardwise.measure.meta import FusedAttention, build_on_meta, hides_tokens, without_values
 from shardwise.measure.storage import StorageCount, held_bytes
+from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.muon import Muon
 from shardwise.optim.muon_groups import muon_groups
 from shardwise.parallel.pipeline.batch import Forward, LossFn, call_model, forward_loss
@@ -35,14 +37,14 @@ from shardwise.spec.shown import Page, Shown, vars_of
 from shardwise.spec.text import first_line, size
 from shardwise.weights.state.average import ExponentialMovingAverage
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 #: What ``optimizer`` may be by name, of a parallelized model, with the optimizers' own settings.
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
-    "muon": lambda model: Muon(muon_groups(model)),
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
+    "adam": functools.partial(torch.optim.Adam, lr=1e-3),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
+    "muon": Muon,
 }
 BACKENDS = ("auto", "gloo", "nccl")
 
@@ -128,6 +130,7 @@ def dry_run(
     ranks_per_machine: int | None = None,
     num_microbatches: int | None = None,
     has_average: bool = False,
+    in_backward: bool = False,
 ) -> DryRun:
     """Train a few steps as ``rank`` of ``world_size``, alone and without values; says what is sent and held.
 
@@ -152,6 +155,8 @@ def dry_run(
         num_microbatches: Forwards and backwards of a step, all but the last under ``sw.gradient_sync(model, False)``;
             with ``pp`` they go through the pipeline. ``None``: one, with ``pp`` those of ``plan.pipeline``.
         has_average: A ``sw.ExponentialMovingAverage`` is held as well (category ``average``).
+        in_backward: The optimizer updates inside backward (``sw.optimizer_in_backward``), Muon apart with
+            ``sw.flat_parameters``.
 
     Returns:
         Events and bytes of one step of the steady state.
@@ -162,7 +167,7 @@ def dry_run(
         StateError: The model cannot run without values, or holds what cannot be sharded.
     """
     plan = plan or ParallelPlan()
-    make_optimizer = _optimizer_factory(optimizer)
+    _check_optimizer(optimizer)
     is_cuda = _resolve_backend(backend) == "nccl"
     if num_microbatches is None:
         num_microbatches = 1 if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
@@ -176,7 +181,7 @@ def dry_run(
     model, count = _applied(build_model, plan, plan.mesh(world_size, ranks_per_machine), rank, receives=not is_cuda)
     inputs = without_values(batch) if batch is not None else _default_batch(model)
     engine = engine_of(model, "sw.dry_run")
-    stepper = make_optimizer(model)
+    stepper = _make_optimizer(optimizer, model, in_backward=in_backward)
 
     average = ExponentialMovingAverage(model) if has_average else None
 
@@ -332,15 +337,21 @@ def record_comms(mesh: Mesh, rank: int, *, receives: bool, is_replicated: bool =
     return lay_out(mesh, rank, open_axis, is_replicated=is_replicated)
 
 
-def _optimizer_factory(optimizer: str | OptimizerFactory) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    if not isinstance(optimizer, str):
-        return lambda model: optimizer(model.parameters())
-    if optimizer not in OPTIMIZERS:
+def _check_optimizer(optimizer: str | OptimizerFactory) -> None:
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise PlanError(
             f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}, or a function from parameters to an"
             " optimizer.\n  Pass for example optimizer=lambda params: torch.optim.Adagrad(params)."
         )
-    return OPTIMIZERS[optimizer]
+
+
+def _make_optimizer(optimizer: str | OptimizerFactory, model: nn.Module, *, in_backward: bool) -> torch.optim.Optimizer:
+    parameters: Iterable[Any] = flat_parameters(model) if in_backward else model.parameters()
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    made = make(muon_groups(model) if optimizer == "muon" else parameters)
+    if in_backward:
+        optimizer_in_backward(model, made)
+    return made
 
 
 def _resolve_backend(backend: str) -> str:

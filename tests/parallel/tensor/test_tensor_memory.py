@@ -12,6 +12,7 @@ from torch.distributed import get_rank, get_world_size
 import shardwise as sw
 from shardwise.engine.extensions import recompute
 from shardwise.engine.extensions.wrap import find_units
+from shardwise.engine.storage.attachment import engine_of
 from shardwise.measure.meta import cut_alone
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.engine.test_memory import SEQ, VOCAB, Storages, build, everything_alive, train
@@ -71,6 +72,7 @@ def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
     count.forget()
     model(*inputs).backward()
     held = everything_alive().without(before, Storages().see(inputs)).num_bytes
+    held -= sum(comm.held_bytes for comm in engine_of(model, "a test").comms)  # what the transport receives into
     part = activations_of(plan, plan.mesh(get_world_size()).coordinate(get_rank())["tp"])
     kept = {name: size for name, size in probe(model).predicted_bytes().items() if name not in {"gathered", "reduce"}}
     return {"held": held, "held, predicted": sum(kept.values()), "peak": peak, "activations": part}

@@ -225,5 +225,6 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
             num_microbatches=batch.accumulation
             if plan.pp > 1
             else min(batch.accumulation, 2),  # those between are alike
+            in_backward=resolved.config.optimizer.in_backward,
         )
     return {name: found.bytes_by_category[name] for name in ("gradients", "gathered", "reduce", "activations")}
