@@ -262,11 +262,15 @@ def test_modules_that_cannot_be_offloaded_are_refused_by_name() -> None:
 
 
 def pipelined(schedule: str, **options: Any) -> tuple[list[str], list[Tensor], int]:
-    """Losses and weights of three steps of a pipeline, and the bytes that this rank has copied to the host."""
+    """Losses and weights of three steps of a pipeline, and the bytes that this rank has copied to the host.
+
+    A stage has two blocks; with interleaving a rank has two stages.
+    """
     torch.manual_seed(0)
+    num_layers = 8 if schedule == "interleaved-1f1b" else 4
     pipeline = sw.PipelinePolicy(schedule=schedule, num_microbatches=4)
     model = sw.parallelize(
-        sw.models.gpt("gpt-nano", num_layers=8), sw.ParallelPlan(pp=2, pipeline=pipeline, merge_units=False, **options)
+        sw.models.gpt("gpt-nano", num_layers=num_layers), sw.ParallelPlan(pp=2, pipeline=pipeline, merge_units=False, **options)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
