@@ -23,6 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.flat_parameters import flat_parameters
 from shardwise.measure.meta import FusedAttention, build_on_meta, hides_tokens, without_values
+from shardwise.measure.shapes import KnownShapes
 from shardwise.measure.storage import StorageCount, held_bytes
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.optim.muon import Muon
@@ -202,7 +203,8 @@ def dry_run(
                 loss = forward_loss(model, inputs, loss_fn, forward)
                 torch_private.backward_under_modes([loss / num_microbatches if num_microbatches > 1 else loss])
 
-    with FusedAttention(is_cuda=is_cuda, hides_tokens=hides_tokens(batch)), _named_errors(model):
+    attention = FusedAttention(is_cuda=is_cuda, hides_tokens=hides_tokens(batch))
+    with attention, KnownShapes(), _named_errors(model):
         forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one
         stepper.step()
         stepper.zero_grad()

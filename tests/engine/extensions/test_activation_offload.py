@@ -270,7 +270,8 @@ def pipelined(schedule: str, **options: Any) -> tuple[list[str], list[Tensor], i
     num_layers = 8 if schedule == "interleaved-1f1b" else 4
     pipeline = sw.PipelinePolicy(schedule=schedule, num_microbatches=4)
     model = sw.parallelize(
-        sw.models.gpt("gpt-nano", num_layers=num_layers), sw.ParallelPlan(pp=2, pipeline=pipeline, merge_units=False, **options)
+        sw.models.gpt("gpt-nano", num_layers=num_layers),
+        sw.ParallelPlan(pp=2, pipeline=pipeline, merge_units=False, **options),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []

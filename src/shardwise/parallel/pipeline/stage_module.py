@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shardwise.measure.shapes import KnownShapes
 from shardwise.spec.chain import balance
 from shardwise.spec.errors import PlanError, StateError
 
@@ -67,7 +68,7 @@ class StageModule:
     def compute_copy(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Any:
         """Call the meta copy with weights of zeros on ``device``; on ``meta`` that takes neither memory nor time."""
         held = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in self.copied_tensors()}
-        with torch.no_grad():
+        with torch.no_grad(), KnownShapes():
             return functional_call(self.meta_copy, held, args, dict(kwargs))
 
 
