@@ -59,3 +59,12 @@ def test_a_result_is_written_to_a_pipe_or_through_a_link_and_does_not_replace_it
     assert os.read(reader, 10) == b"text"
     os.close(reader)
     os.close(writer)
+
+
+def test_what_is_found_writable_is_as_it_was(tmp_path):
+    (tmp_path / "there").write_text("text")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("there", "not there", "dangling"):
+        check_writable(tmp_path / name)
+    assert (tmp_path / "there").read_text() == "text"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "there"]

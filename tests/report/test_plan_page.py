@@ -39,6 +39,10 @@ def test_every_plan_is_in_the_table_with_its_figures() -> None:
         for held in each.memory.by_category.values():
             assert gib(held) in text
     assert "3 plans, of which 2 fit." in text
+    assert "Plan 1 is the fastest by prediction." in text
+    text = Page(plan_report([*plans[::-1], too_large])).text
+    faster = plans[1].step_time_s / plans[0].step_time_s - 1
+    assert f"Plan 2 would be {faster:.1%} faster by prediction, with zero3, nothing recomputed" in text
     assert f"no n/a n/a n/a n/a {gib(too_large.memory.device_bytes)}" in text
 
 

@@ -33,8 +33,10 @@ def check_writable(path: Path | None) -> None:
         raise ConfigError(f"{printable(path)} is a folder.\n  Name a file to write.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
+        was_there = path.exists()
+        path.open("a").close()
+        if not was_there:
+            path.resolve().unlink()  # of a link what it points to; a verb that is refused leaves no empty file
     except OSError as error:
         raise _unwritable(path, error) from None
 

@@ -90,7 +90,7 @@ def misfits(rows: Sequence[Planned]) -> str:
 
 
 def recommendation(plans: Sequence[Planned]) -> str:
-    """Why the first plan of a search is recommended, beside the fastest, which the table has as plan 2."""
+    """Why the first plan of a search is recommended, beside the fastest."""
     first, fastest = plans[0], fastest_of(plans)
     if first is fastest:
         return "Plan 1 is the fastest by prediction."
@@ -98,7 +98,8 @@ def recommendation(plans: Sequence[Planned]) -> str:
     has = _words(first)
     needs = [word for word in _words(fastest) if word not in has]
     return (
-        f"Plan 1 comes first by time and risk. Plan 2 would be {faster:.1%} faster by prediction, with"
+        f"Plan 1 comes first by time and risk. Plan {plans.index(fastest) + 1} would be {faster:.1%} faster by"
+        " prediction, with"
         f" {', '.join(needs)}."
     )
 

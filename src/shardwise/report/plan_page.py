@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from shardwise.planner import Estimate
-from shardwise.planner.explain import gib, seconds, title, why
+from shardwise.planner.explain import gib, recommendation, seconds, title, why
 from shardwise.planner.memory import num_microbatches
 from shardwise.planner.simulated import simulated, simulated_spans
 from shardwise.report.chart import Stack
@@ -41,7 +41,7 @@ def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) 
         f"{model} on {best.cluster.num_gpus:,} x {best.cluster.gpu}",
         plans=estimates,
         best=best,
-        reasons=why(best),
+        reasons=[*([recommendation(estimates)] if best.fits and len(estimates) > 1 else []), *why(best)],
         remedies=remedies,
         title_of=title,
         gib=gib,
