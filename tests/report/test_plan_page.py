@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.planner import Cluster, Estimate, Workload, estimate
-from shardwise.planner.explain import gib, seconds
+from shardwise.planner.explain import gib, recommendation, seconds
 from shardwise.planner.simulated import simulated, simulated_spans
 from shardwise.report import plan_report
 from shardwise.sim.pipeline import SimulatedPipeline
@@ -40,10 +40,15 @@ def test_every_plan_is_in_the_table_with_its_figures() -> None:
             assert gib(held) in text
     assert "3 plans, of which 2 fit." in text
     assert "Plan 1 is the fastest by prediction." in text
+    assert f"no n/a n/a n/a n/a {gib(too_large.memory.device_bytes)}" in text
     text = Page(plan_report([*plans[::-1], too_large])).text
     faster = plans[1].step_time_s / plans[0].step_time_s - 1
-    assert f"Plan 2 would be {faster:.1%} faster by prediction, with zero3, nothing recomputed" in text
-    assert f"no n/a n/a n/a n/a {gib(too_large.memory.device_bytes)}" in text
+    assert f"Plan 2 would be {faster:.1%} faster by prediction, with zero3." in text
+
+
+def test_a_faster_plan_that_only_lacks_something_is_named_by_what_it_lacks() -> None:
+    plans = [made(ParallelPlan(strategy="zero3", tp=2)), made(ParallelPlan(strategy="zero3"))]
+    assert recommendation(plans).endswith(" faster by prediction, without tp2.")
 
 
 def test_where_nothing_fits_the_page_says_what_would_help() -> None:

@@ -95,12 +95,11 @@ def recommendation(plans: Sequence[Planned]) -> str:
     if first is fastest:
         return "Plan 1 is the fastest by prediction."
     faster = first.step_time_s / fastest.step_time_s - 1
-    has = _words(first)
-    needs = [word for word in _words(fastest) if word not in has]
+    has, needs = _words(first), _words(fastest)
+    more, less = ([word for word in one if word not in other] for one, other in ((needs, has), (has, needs)))
     return (
         f"Plan 1 comes first by time and risk. Plan {plans.index(fastest) + 1} would be {faster:.1%} faster by"
-        " prediction, with"
-        f" {', '.join(needs)}."
+        f" prediction, {'with' if more else 'without'} {', '.join(more or less)}."
     )
 
 
