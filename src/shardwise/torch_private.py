@@ -68,7 +68,7 @@ without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def on_plain_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a function run inside :data:`without_torch_function`."""
+    """Run a function inside :data:`without_torch_function`."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -100,7 +100,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func`` gives where a subclass of Tensor is taken for a plain one; the result is plain.
+    """Call ``func`` with a subclass of Tensor taken for a plain one; the result is plain.
 
     ``Tensor.__torch_function__`` would make results of the subclass; torch keeps the way around that private.
     """
@@ -109,7 +109,7 @@ def as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def break_graph() -> None:
-    """Have ``torch.compile``, which traces this call, leave it to Python. Torch has no public name for it."""
+    """Make ``torch.compile``, which traces this call, leave it to Python. Torch has no public name for it."""
     torch._dynamo.graph_break()
 
 
@@ -153,7 +153,7 @@ has_rpc_agent: Callable[[], bool] = getattr(
 
 
 def keep_no_longer(keeping: Any, tensor: object) -> bool:
-    """Have a selective checkpoint compute again what it keeps in the memory of ``tensor``, which has been changed.
+    """Make a selective checkpoint recompute what it keeps in the memory of ``tensor``, which has been changed.
 
     Args:
         keeping: What ``create_selective_checkpoint_contexts`` gave for the forward.
@@ -292,7 +292,7 @@ def set_ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def set_refusal_of_fsdp(module: nn.Module, refuse: Callable[[], object]) -> None:
-    """Have torch's FSDP1 and FSDP2 (``fully_shard``, ``replicate``) call ``refuse`` as they take ``module`` in.
+    """Make torch's FSDP1 and FSDP2 (``fully_shard``, ``replicate``) call ``refuse`` when they receive ``module``.
 
     FSDP1 asks each parameter for ``_fsdp_flattened``, as a condition; FSDP2 looks into the registry of composable
     functions of each module. Neither has a public hook before it changes the module
@@ -330,13 +330,13 @@ class _RefusingRegistry(dict[str, Any]):
 
 
 def parameters_of_ddp_forward() -> list[nn.Parameter]:
-    """What ``DistributedDataParallel`` synchronises, if its forward is under way."""
+    """The parameters that ``DistributedDataParallel`` synchronises, if its forward is under way."""
     active = active_ddp()
     return active._module_parameters if active is not None else []
 
 
 def hook_innermost(optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Have ``before`` run as the last hook before a step and ``after`` as the first behind it; called before each step.
+    """Run ``before`` as the last hook before a step and ``after`` as the first behind it; called before each step.
 
     ``register_step_pre_hook`` and ``register_step_post_hook`` put every hook behind those that are there.
     """
@@ -348,7 +348,7 @@ def hook_innermost(optimizer: torch.optim.Optimizer, before: Callable[..., Any],
 
 
 def take_scale_as_attribute(optimizer: torch.optim.Optimizer) -> None:
-    """Have ``GradScaler.step`` put its findings on the optimizer and step it always, as it does with fused ones.
+    """Make ``GradScaler.step`` put its findings on the optimizer and step it always, as it does with fused ones.
 
     Otherwise the scaler fails without a word of why where it finds no gradients. It asks for this private attribute
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py, ``step``).
@@ -357,7 +357,7 @@ def take_scale_as_attribute(optimizer: torch.optim.Optimizer) -> None:
 
 
 def read_scale_on_host(optimizer: torch.optim.Optimizer) -> None:
-    """Have ``GradScaler.step`` read its findings, and leave a step out, as with optimizers that are not fused.
+    """Make ``GradScaler.step`` read its findings, and leave a step out, as with optimizers that are not fused.
 
     A fused optimizer on the host would get a finding of the GPU by a copy that it does not wait for. The private
     attribute is that of :func:`take_scale_as_attribute`.
@@ -366,7 +366,7 @@ def read_scale_on_host(optimizer: torch.optim.Optimizer) -> None:
 
 
 def allow_foreach(cls: type[Tensor]) -> None:
-    """Let optimizers choose their foreach and fused implementations for parameters of this class by themselves.
+    """Allow optimizers to choose their foreach and fused implementations for parameters of this class by themselves.
 
     They do so for an exact list of types only; the public alternative is to pass ``foreach=True`` each time
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py, ``_default_to_fused_or_foreach``).
@@ -453,7 +453,7 @@ def replace_wrapper_factory(put: Callable[..., None], around: Callable[[Any], An
 
 
 def replace_in_device_contexts(put: Callable[..., None], replaced: Mapping[Any, Any]) -> None:
-    """Have ``with torch.device(...)`` call the replacements of factories, which it knows by torch's own functions."""
+    """Make ``with torch.device(...)`` call the replacements of factories, which it knows by torch's own functions."""
     plain = DeviceContext.__torch_function__
 
     def call(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -472,7 +472,7 @@ CUDA_STARTS = "_lazy_init", "_sleep"
 
 @contextlib.contextmanager
 def traced_gpu(callbacks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    """Have torch call ``callbacks`` for what happens on GPUs, as its own sanitizer does. Names as ``event_record``."""
+    """Make torch call ``callbacks`` for events on GPUs, as its own sanitizer does. Names as ``event_record``."""
     registries = {
         name: getattr(_gpu_trace, "".join(map(str.title, name.split("_"))) + "Callbacks") for name in callbacks
     }

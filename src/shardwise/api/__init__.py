@@ -1,1 +1,1 @@
-"""What a user calls, one file a verb: parallelize, fully_shard, train_step, save and load, dry_run, ..."""
+"""The public calls, one file a verb: parallelize, fully_shard, train_step, save and load, dry_run, ..."""

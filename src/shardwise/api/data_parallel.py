@@ -445,7 +445,7 @@ def _join(values: list[Tensor], dim: int, samples: Sequence[int] | None) -> Tens
 
 
 def _note_gradients(exchanges: Exchanges, joined: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Have backward note what it sends to the replicas that gave ``outputs[1:]``."""
+    """Record what backward sends to the replicas that gave ``outputs[1:]``."""
     shapes = [output.shape for output in outputs[1:]]
     joined.register_hook(
         lambda grad: exchanges.note(

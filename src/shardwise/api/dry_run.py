@@ -52,7 +52,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 @dataclass(frozen=True, repr=False)
 class DryRun(Shown):
-    """What one rank would send and hold in a step of the steady state.
+    """The messages and memory of one rank in a step of the steady state.
 
     Attributes:
         events: Every collective of the step, the optimizer's included, in order.

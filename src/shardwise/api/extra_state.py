@@ -1,4 +1,4 @@
-"""What modules say of themselves (``get_extra_state``), as data in a checkpoint."""
+"""Extra state of modules (``get_extra_state``) as data in a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pack_extra_state(model: nn.Module) -> dict[str, Any]:
 
 
 def unpack_extra_state(model: nn.Module, packed: Any) -> Callable[[], None]:
-    """What sets the extra state that :func:`pack_extra_state` has given.
+    """Return a function that sets the extra state which :func:`pack_extra_state` has packed.
 
     Raises:
         CheckpointError: It is damaged.

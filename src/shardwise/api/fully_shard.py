@@ -208,7 +208,7 @@ def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
 
 
 def _said(value: Any) -> Any:
-    """What an object of torch's FSDP2 is here, said once; anything else as it is."""
+    """Translate an object of torch's FSDP2 into ours and say so once; return anything else unchanged."""
     meant, note = translated(value)
     if note is not None:
         tell_once(note)
@@ -269,7 +269,7 @@ def _comms_for(
 
 
 def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParameter]) -> OffloadPolicy | None:
-    """What ``fully_shard(offload_policy=...)`` means for one unit; ``None`` where it owns no elements."""
+    """The policy that ``fully_shard(offload_policy=...)`` means for one unit; ``None`` if it owns no elements."""
     policy = parse_offload(given)
     if policy is None or not any(entry.parameter.numel() for entry in owned):
         return None
@@ -307,7 +307,7 @@ def _engines_below(root: nn.Module, modules: Iterable[nn.Module], paths: Mapping
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a unit's module gather the unit, as its forward does, under FSDP2's name for it.
+    """Make a method of a unit's module gather the unit as its forward does, under FSDP2's name for this function.
 
     A method that reads parameters (``encode``, ``decode``) would otherwise compute with this rank's shards. A module
     that is not parallelized is left as it is, as FSDP2 does.
@@ -380,7 +380,7 @@ def _add_methods(module: nn.Module) -> None:
 
 
 class _Gathered:
-    """What ``unshard(async_op=True)`` gives: the unit is there already."""
+    """The handle that ``unshard(async_op=True)`` returns: the unit is already gathered."""
 
     def wait(self) -> None:
         """Nothing is left to wait for."""

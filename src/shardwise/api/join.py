@@ -139,7 +139,7 @@ def _joined(
 
 
 def _count(engine: Engine, active: Sequence[int], *, divides_by_all: bool) -> None:
-    """Have buffers, and the number by which gradients are divided, follow the ranks that have a batch."""
+    """Restrict the sync of buffers, and the divisor of gradients, to the ranks that have a batch."""
     if not divides_by_all:
         for group in engine.groups:
             group.gradient.divide_by(group.facts.num_ranks * len(active) // engine.comms.control.size)

@@ -1,4 +1,4 @@
-"""What users ask of a parallelized module, and tell it: who reads what, what is sent, when gradients are summed."""
+"""Queries and settings of a parallelized module: who reads what, what is sent, when gradients are summed."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ _RECORDER_KEY = "_shardwise_recorder"
 
 
 def attach_recorder(module: nn.Module, recorder: Recorder) -> None:
-    """Let ``module`` hold what records the exchanges of its forward."""
+    """Attach to ``module`` the recorder of the exchanges in its forward."""
     module.__dict__[_RECORDER_KEY] = recorder
 
 
 def recorder_of(module: nn.Module) -> Recorder | None:
-    """What :func:`attach_recorder` attached, or ``None``."""
+    """The recorder that :func:`attach_recorder` attached, or ``None``."""
     return module.__dict__.get(_RECORDER_KEY)

@@ -1,4 +1,4 @@
-"""What checkpoints say of names: those in each parameter group of an optimizer, and those of tied parameters."""
+"""Names in checkpoints: the parameters in each group of an optimizer, and the tied parameters."""
 
 from __future__ import annotations
 

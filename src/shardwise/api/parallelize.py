@@ -194,7 +194,7 @@ def _describe(engine: Engine, notes: Iterable[str]) -> None:
 
 
 def engine_options(plan: ParallelPlan) -> EngineOptions:
-    """What the plan says to the engine."""
+    """Translate the plan into the engine's options."""
     # A pipeline runs a unit once for every microbatch: it stays gathered over the step unless told otherwise.
     stays = plan.pp > 1 and plan.reshard_after_forward == "auto"
     return EngineOptions(

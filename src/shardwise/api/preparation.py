@@ -1,4 +1,4 @@
-"""What a plan means for a model, found once: from the whole model, before ranks communicate or anything is changed."""
+"""A plan applied to a model on paper, once: from the whole model, before ranks communicate or anything is changed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Preparation:
 
     @property
     def left_alone(self) -> Ignored:
-        """What the engine does not move: what is ignored, and the tables whose rows are spread."""
+        """Parameters that the engine does not move: the ignored ones, and the tables whose rows are spread."""
         return self.ignored.with_spread(table_weights(self.tables))
 
 

@@ -86,7 +86,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizers = (), *, after_backwa
 def _copies(
     engine: Engine, optimizers: Sequence[torch.optim.Optimizer], *, after_backward: bool
 ) -> Iterator[tuple[Comm | None, str, list[Tensor]]]:
-    """What ranks hold copies of: the ranks, a name and the tensors. In the same order on all of these ranks."""
+    """Yield tensors of which ranks hold copies: ranks, a name, tensors. The order is the same on all of these ranks."""
     states = _states(optimizers)
     for group in engine.groups:
         dtype = str(group.dtype).removeprefix("torch.")

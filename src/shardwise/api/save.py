@@ -214,7 +214,7 @@ def finish_save(model: nn.Module) -> None:
 
 
 def save_failure(model: nn.Module) -> str | None:
-    """What has gone wrong with the save under way, as far as this rank knows (rank 0 knows all); ``None``: nothing yet.
+    """The error of the save under way, as far as this rank knows (rank 0 knows all); ``None``: none yet.
 
     Asks without waiting, so that a loop can say it at the next step. :func:`finish_save` raises it.
     """
@@ -224,7 +224,7 @@ def save_failure(model: nn.Module) -> str | None:
 
 @dataclass
 class _Content:
-    """What this rank has to save."""
+    """The content that this rank has to save."""
 
     engine: Engine
     path: Path
@@ -331,7 +331,7 @@ _verified: weakref.WeakKeyDictionary[Engine, tuple[str, ...]] = weakref.WeakKeyD
 
 
 def _follow(path: Path, engine: Engine, keep: int, run_id: str) -> None:
-    """Have rank 0 point to a new checkpoint and remove what is older than the kept ones.
+    """Point to a new checkpoint and remove those older than the kept ones, on rank 0.
 
     Collective:
         An all-gather of JSON.

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its optimizer, checked before anything is touched."""
+"""The optimizer's section of a checkpoint, checked before anything is changed."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _place_above(outer: Unit, unit: Unit) -> str | None:
 
 @dataclass
 class Description:
-    """What a summary says of a model besides what its engine knows.
+    """Facts of a model for its summary that its engine does not know.
 
     Attributes:
         recomputed: Names of the modules whose forward is run again in backward.
@@ -198,7 +198,7 @@ def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *
 
 
 def keep_in_step(model: nn.Module) -> None:
-    """Have ``generate``, of the model or of one inside it, call its model equally often on every rank."""
+    """Make ``generate``, of the model or of one inside it, call its model equally often on every rank."""
     for module in model.modules():
         generate = getattr(type(module), "generate", None)
         if not callable(generate):

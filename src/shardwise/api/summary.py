@@ -1,4 +1,4 @@
-"""What was made of a model, for reading."""
+"""The readable summary of a parallelized model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class UnitSummary:
 
 @dataclass(frozen=True, repr=False)
 class Summary(Shown):
-    """What :func:`summary` returns; ``str()`` is for reading.
+    """The result of :func:`summary`; ``str()`` is for reading.
 
     Attributes:
         units: Outermost first.
@@ -304,7 +304,7 @@ def _update(engine: Engine) -> str:
 
 
 def group_facts(engine: Engine) -> list[GroupFacts]:
-    """What every group is. One whose parameters were frozen or set free since it was made is taken as they are now."""
+    """The facts of every group, brought up to date where parameters were frozen or unfrozen since it was made."""
     return [
         dataclasses.replace(group.facts, is_trainable=group.wants_gradients)
         for unit in engine.units
@@ -313,7 +313,7 @@ def group_facts(engine: Engine) -> list[GroupFacts]:
 
 
 def unit_facts(engine: Engine) -> dict[int, UnitFacts]:
-    """What every unit is, by number."""
+    """The facts of every unit, by number."""
     facts: dict[int, list[GroupFacts]] = {}
     for group in group_facts(engine):
         facts.setdefault(group.unit, []).append(group)

@@ -1,4 +1,4 @@
-"""What all ranks hold, combined on rank 0 into the table of a checkpoint.
+"""The reports of all ranks combined on rank 0 into the table of a checkpoint.
 
 Each rank describes its ranges in two short texts: the tensors and slices, and where each range starts and stops. Most
 ranks hold parts of the same tensors, so most first texts are equal, and each different one is read once. The numbers of

@@ -147,7 +147,7 @@ class _Planner(DefaultSavePlanner):
         return made
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is saved under the key of ``index``."""
+        """The object that is saved under the key of ``index``."""
         held = super().lookup_object(index)
         if not (isinstance(held, Tensor) and held.is_meta):
             return held

@@ -43,7 +43,7 @@ _OPTIMIZER = re.compile(r"(?P<prefix>(?:.*?\.)?(?:optimizer|optim)\.)(?:state|pa
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import found.
+    """The result of an import.
 
     Attributes:
         num_tensors: Parameters and buffers.
@@ -138,7 +138,7 @@ def _of_optimizer(folder: DcpFolder, wanted: str | None, *, is_one: bool) -> dic
 
 
 def _model_prefix(folder: DcpFolder, of_optimizer: Collection[str], wanted: str | None) -> str:
-    """What keys of the model begin with."""
+    """The prefix of the model's keys."""
     if wanted is not None:
         prefix = f"{wanted}." if wanted else ""
         if not any(key.startswith(prefix) for key in folder.tensors if key not in of_optimizer):

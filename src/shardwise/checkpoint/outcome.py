@@ -1,4 +1,4 @@
-"""What ranks report of their part in a save, and what all are told where one has failed. Plain values, for JSON."""
+"""The ranks' reports of their part in a save, and the common verdict if one has failed. Plain values, for JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def problem_of(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What all ranks are told where some have failed, and the name of the error; ``None`` where none has."""
+    """The verdict for all ranks if some have failed, with the name of the error; ``None`` if none has."""
     failed = [(rank, report) for rank, report in enumerate(reports) if "problem" in report]
     if not failed:
         return None

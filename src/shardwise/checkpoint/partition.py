@@ -251,7 +251,7 @@ def join_runs(slice_of: Column, rank: Column, length: Column) -> tuple[Column, C
 
 
 def chain_of(slices: Sequence[Cuts], lengths: Column) -> tuple[int, int, int] | None:
-    """What slices make that take one range each of one dimension, one after the other.
+    """The shape that slices form which take one range each of one dimension, one after another.
 
     Args:
         slices: The slices of a partition.

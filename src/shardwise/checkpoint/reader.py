@@ -378,7 +378,7 @@ class Checkpoint:
             raise CheckpointError(verdict)
 
     def _damage(self, reports: list[list[str]]) -> str:
-        """What is said of damaged files; empty where there are none."""
+        """The sentence about damaged files; empty if there are none."""
         problems = [problem for report in reports for problem in report]
         if not problems:
             return ""
@@ -401,7 +401,7 @@ class Checkpoint:
 
 
 def _decided(comm: Comm | None, report: Any, decide: Callable[[list[Any]], Any]) -> Any:
-    """What rank 0 decides on the reports of all ranks, on every rank.
+    """Broadcast rank 0's decision on the reports of all ranks.
 
     Collective:
         With ``comm``, a gather of JSON to rank 0 and a broadcast from there.

@@ -242,7 +242,7 @@ def retain(
 
 
 def _made_again(listing: _Listing, newest: int | None, run_id: str | None) -> list[Path]:
-    """What a resume of this run has set aside, of steps up to ``newest``, which have been made again since."""
+    """Checkpoints up to step ``newest`` that a resume of this run had set aside and has made again since."""
     due = []
     for step, path in listing.superseded:
         found, _ = _judge(path, verify=False, step=step) if newest is not None and step <= newest else (None, "")

@@ -167,7 +167,7 @@ class Table:
         return found
 
     def problems(self, world_size: int) -> list[str]:
-        """What is wrong with it: names, shapes, ranks, and elements that no rank holds or that are held twice."""
+        """The faults of the table: names, shapes, ranks, and elements that no rank holds or that are held twice."""
         found = self._tensor_problem()
         if found is not None:
             return [found]

@@ -171,7 +171,10 @@ def _leave(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wait_for_report(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What another rank's process has left. It ends, or this process is ended: there is no limit of time here."""
+    """Wait for the report of another rank's process.
+
+    It ends, or this process is ended: there is no limit of time here.
+    """
     path = Path(job["temporary"]) / report_name(rank)
     pause_s = _FIRST_LOOK_S
     while True:

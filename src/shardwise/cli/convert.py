@@ -58,7 +58,7 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What keys become; ``data/conversion.yaml`` says what each field means."""
+    """The counterparts of keys; ``data/conversion.yaml`` explains each field."""
 
     keys: str
     to: str
@@ -312,7 +312,7 @@ _FINISH: dict[str, Callable[[Conversion], None]] = {
 
 
 def _finish(made: Conversion, file: Path) -> None:
-    """What holds for every project: options that do not combine here are left out, and said."""
+    """Apply the rules common to all projects: options that do not combine here are left out, and named."""
     if "parallel.mp_policy.reduce_dtype" in made.made and "parallel.mp_policy.param_dtype" not in made.made:
         made.put("parallel.mp_policy.param_dtype", None, "no dtype to compute in is given")
     steps, warmup = made.made.get("train.steps", 1000), made.made.get("schedule.warmup_steps", 0)

@@ -135,7 +135,7 @@ def _order(build: Callable[[], nn.Module], plan: ParallelPlan, options: dict[str
 
 @dataclasses.dataclass(frozen=True)
 class _Subject:
-    """What is to be run: the model and how it is trained.
+    """The subject of the dry run: the model and how it is trained.
 
     ``compute_dtype`` is that of the folder's weights, for which masters in fp32 are kept; ``None``: fp32. ``own`` is
     the microbatch and the objective where a spec replaces parts of the run.

@@ -132,7 +132,7 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder or U
 
 
 class Backend(enum.Enum):
-    """Of Triton: which runs the model."""
+    """Triton's backend that runs the model."""
 
     PYTHON = "python"
     VLLM = "vllm"

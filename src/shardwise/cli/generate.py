@@ -42,7 +42,7 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the arguments say."""
+    """The parsed arguments."""
 
     texts: list[str]
     ids: list[str]
@@ -173,7 +173,7 @@ def _text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 def _writer(
     asked: _Asked, rows: Sequence[Sequence[int]], tokenizer: Tokenizer | None
 ) -> Callable[[Sequence[Sequence[int]]], None]:
-    """What is done with the tokens so far, whenever one has come."""
+    """Return the function that is called with all tokens so far, whenever a new one has come."""
     if not asked.is_stream:
         return lambda _new: None
     begin = [] if asked.is_chat else rows[0]

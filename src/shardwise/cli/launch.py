@@ -161,7 +161,7 @@ def num_ranks_of(raw: RawConfig, gpus: int | None) -> int:
 
 
 def _check(raw: RawConfig, num_nodes: int, ranks_per_node: int, *, reads_model: bool) -> None:
-    """What ``train`` would check on every rank, before a job waits in a queue for that.
+    """Check, before a job waits in a queue, what ``train`` would check on every rank.
 
     Args:
         raw: The configuration.

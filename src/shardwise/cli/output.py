@@ -1,4 +1,4 @@
-"""What a verb writes: safe text on stdout, an error as one block on stderr, result files written whole."""
+"""Output of the verbs: safe text on stdout, an error as one block on stderr, result files written whole."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def _show_largest(
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is planned for.
+    """The subject of a plan.
 
     Attributes:
         shape: The model.
@@ -295,7 +295,7 @@ class Subject:
 
 
 def find_subject(model: str | None, spec: str | None = None) -> Subject:
-    """What MODEL names, a configuration file or none where a spec brings the model.
+    """Find the subject that MODEL names: a configuration file, or none where a spec brings the model.
 
     Raises:
         ConfigError: Nothing has that name.

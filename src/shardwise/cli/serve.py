@@ -44,7 +44,7 @@ _ENDING_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the arguments say."""
+    """The parsed arguments."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""What verbs that use a trained model share: finding it, starting as many processes as its plan needs."""
+"""Common parts of verbs that use a trained model: finding it, starting as many processes as its plan needs."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def refuse_different(
 
 
 def _apart(here: Any, there: Any) -> tuple[Any, Any]:
-    """Of two lists, the first entries that the other one lacks; other values as they are."""
+    """The first entries of two lists that the other one lacks; other values unchanged."""
     if not isinstance(here, list):
         return here, there
     first, second = ((next((entry for entry in a if entry not in b), None)) for a, b in ((here, there), (there, here)))

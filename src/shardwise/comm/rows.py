@@ -11,7 +11,7 @@ from shardwise.comm.base import Comm
 
 
 def exchange_counts(counts: Tensor, comm: Comm, unit: str) -> Tensor:
-    """What every rank counted for this one, (ranks, counts of each).
+    """Exchange counts: returns those that every rank counted for this one, (ranks, counts of each).
 
     Collective:
         All-to-all of 8 bytes per count for another rank. All ranks must call; the host does not wait for the values.

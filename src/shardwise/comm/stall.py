@@ -116,7 +116,7 @@ _MAX_UNDER_WAY = 256
 
 
 class Ledger:
-    """What a device has been given by one Comm and has not done.
+    """The work that one Comm has given to a device and that the device has not done yet.
 
     The host goes on while the device waits for a peer. The watch reads ledgers to find out that the device is stuck.
 

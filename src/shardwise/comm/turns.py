@@ -21,7 +21,7 @@ _NUM_BYTES = 256
 
 
 class Turns:
-    """What this process has issued on one communicator.
+    """The operations that this process has issued on one communicator.
 
     Attributes:
         num_comms: Comms that were opened on the communicator, in all: the same number on every rank.

@@ -1,4 +1,4 @@
-"""What attaches to an engine from outside: observers, guards, what other floors keep with it, ways through a step."""
+"""Attachments of an engine: observers, guards, objects that other packages keep with it, ways through a step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Observer:
 
 
 class Extras:
-    """What other floors keep with an engine: at most one object of each class.
+    """Objects that other packages keep with an engine: at most one of each class.
 
     Those that are observers are told of the moments of a step. For each moment there is a tuple of the methods that
     listen: empty, it costs nothing.
@@ -166,7 +166,7 @@ class Step:
 
 
 class Window:
-    """What lies between two updates of the parameters.
+    """The state between two updates of the parameters.
 
     Attributes:
         mode: How gradients of several backwards are added up, in the plan's words.

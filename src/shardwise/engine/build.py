@@ -30,7 +30,7 @@ ROOT = "root"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the parameters of one group have in common.
+    """The properties that all parameters of one group share.
 
     Attributes:
         dtypes: Of master, computing and reduction.
@@ -221,7 +221,7 @@ def _relate(units: Sequence[Unit]) -> None:
 
 
 def _give_buffers(engine: Engine, unit: Unit) -> None:
-    """What a unit computes with, and what its gathers and reductions need."""
+    """Make the tensors that a unit computes with, and prepare its gathers and reductions."""
     for group in unit.groups:
         group.comms = engine.comms.of(group.layout.params[0].slice)  # sw.fully_shard: every call has opened its own
         group.make_unsharded()

@@ -262,7 +262,7 @@ class Engine:
             self.backward.is_under_way, self.backward.had_sums = True, had_sums
 
     def refresh(self) -> None:
-        """What is gathered from now on is what the masters hold now."""
+        """Gather the present values of the masters from now on."""
         if not self.window.is_open:
             self.epoch += 1
         self.follow_shards()
@@ -439,7 +439,7 @@ class Engine:
         return self.window.step.holds and self.window.step.keeps(unit)
 
     def _ensure(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
-        """Have the unit's parameters there, inside a backward, without taking part in the order."""
+        """Gather the unit's parameters inside a backward, without taking part in the order."""
         if unit.state is not State.UNSHARDED:
             self._fetch(unit, ahead)
         unit.use_unsharded()
@@ -515,7 +515,7 @@ class Engine:
         parameter.grad = grad
 
     def _come_to(self, unit: Unit) -> None:
-        """Have ``unit`` entered by a backward that no ticket has announced.
+        """Enter ``unit`` in a backward that no ticket has announced.
 
         To the order of units this is as a call of the unit: peers that do not use the parameter so take part.
         """
@@ -837,7 +837,7 @@ class Engine:
     # -- between steps
 
     def require_idle(self, call: str) -> None:
-        """Be between steps, for ``call``: what a backward left that raised is dropped."""
+        """Refuse ``call`` unless the engine is between steps; drop the remains of a backward that raised."""
         self.wait_for_host()
         self.need_values(call)
         self.window.step.refuse(call)
@@ -867,7 +867,7 @@ class Engine:
             group.gradient.free()
 
     def wait_for_host(self) -> None:
-        """Have the host wait for what is on its way from or to it, and for its own updates of what is there."""
+        """Make the host wait for copies from and to its memory, and for its own updates of what lies there."""
         for wait in self.extras.host_waits:
             wait()
 
@@ -900,7 +900,7 @@ class Engine:
         )
 
     def sync_buffers(self) -> None:
-        """Have what ranks hold besides parameters (the model's buffers) equal now, not only at the next forward.
+        """Make the model's buffers equal on all ranks now, not only at the next forward.
 
         Collective:
             Those of ``Extras.before_state``. All ranks must call.

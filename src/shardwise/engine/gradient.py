@@ -90,7 +90,7 @@ class GradientMemory(Meter):
 
 
 class _Kept(NamedTuple):
-    """What a :class:`GradientStorage` keeps whose memory is freed; ``holders`` as of ``torch_private.num_holders``."""
+    """A :class:`GradientStorage` whose memory is freed; ``holders`` as of ``torch_private.num_holders``."""
 
     tensor: Tensor
     plain: list[Tensor]
@@ -142,7 +142,7 @@ class GradientStorage:
 
     @property
     def _memory(self) -> Tensor:
-        """What :attr:`tensor` is all or a part of."""
+        """The memory of which :attr:`tensor` is all or a part."""
         assert self.tensor is not None
         return self.tensor if self.full is None or self.is_apart else self.full.memory
 
@@ -168,7 +168,7 @@ class GradientStorage:
         return torch_private.num_holders([self._memory, *self.plain, *self.views, *self.flats])
 
     def hold(self, make: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """What ``make`` returns, and the caller holds as long as this object: the memory, a new view, known ones."""
+        """Return what ``make`` makes, held by the caller as long as this object: the memory, a new view, known ones."""
         if self.is_lent:
             return make()
         before = self._count_holders()
@@ -187,7 +187,7 @@ class GradientStorage:
         self.views, self.plain, self.flats = [], [], []
 
     def lend(self) -> None:
-        """Have ``.grad`` live from now on where the sum is or, where it is cast, in memory that is freed after it."""
+        """Keep ``.grad``, from now on, where the sum is or, if it is cast, in memory that is freed after it."""
         self.is_lent = True
         self.free()
 
@@ -196,7 +196,7 @@ class GradientStorage:
         return self.group.reduce_dtype is not self.group.dtype
 
     def borrow(self, result: Tensor) -> None:
-        """Have ``.grad`` live in ``result``, the sum, for one update; where it is cast, beside it."""
+        """Keep ``.grad`` for one update in ``result``, the sum; if it is cast, in memory next to it."""
         if self._lent is None:  # a rank's place in the buffer of a group is always the same
             memory = torch.empty(len(result), dtype=self.group.dtype, device=result.device) if self._is_cast else result
             self._lent = memory, self.group.held_views(memory)
@@ -333,7 +333,7 @@ class Gradient:
         return True
 
     def show(self) -> None:
-        """Let autograd add later gradients to those in the flat buffer itself, where one lies there in one piece.
+        """Make autograd add later gradients to those in the flat buffer itself, where one lies there in one piece.
 
         It must not be moved until :meth:`reduce`.
         """
@@ -385,7 +385,7 @@ class Gradient:
         return FlatBuffer(self.layout, self.group.reduce_dtype, self.group.device)
 
     def _begin(self, memory: GradientMemory) -> FlatBuffer:
-        """Have a buffer to collect in."""
+        """Return a buffer to collect in, allocated at the first call."""
         if self._local is not None:
             return self._local
         home = self.storage
@@ -650,7 +650,7 @@ def _of_rows(buffer: Tensor, rows: Sequence[Rows]) -> list[Tensor]:
 
 
 def allocate(flat: Tensor) -> None:
-    """Have memory for ``flat``, which :func:`free` has taken away, with any content."""
+    """Allocate the memory of ``flat``, which :func:`free` has freed, with any content."""
     flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
 
 

@@ -57,7 +57,7 @@ class Form:
         return torch.zeros(numel, dtype=group.dtype, device=group.device)
 
     def elements(self, group: Group) -> Tensor:
-        """What the shards are views of."""
+        """The flat tensor of which the shards are views."""
         return group.master
 
     def values(self, group: Group) -> Tensor:
@@ -119,10 +119,10 @@ class Form:
         return reduction
 
     def wait_for_host(self) -> None:
-        """Have the host wait until it may read what :meth:`arrive` has brought."""
+        """Make the host wait until it may read what :meth:`arrive` has brought."""
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """What the form keeps besides the master, each with its category in ``measure.held``."""
+        """Buffers that the form keeps in addition to the master, each with its category in ``measure.held``."""
         return []
 
 
@@ -203,17 +203,17 @@ class Group:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the master."""
+        """The dtype of the master."""
         return self.dtypes[0]
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the gathered buffer."""
+        """The dtype of the gathered buffer."""
         return self.dtypes[1]
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of the gradient buffer."""
+        """The dtype of the gradient buffer."""
         return self.dtypes[2]
 
     @property
@@ -315,7 +315,7 @@ class Group:
 
     @torch_private.on_plain_tensors
     def follow_trained(self) -> None:
-        """Have the full parameters require grad where the shards do now; autograd asks them when backward ends."""
+        """Give the full parameters the ``requires_grad`` of the shards; autograd reads it when backward ends."""
         trained = [shard.requires_grad for shard in self.shards]
         if trained != [full.requires_grad for full in self.unsharded]:
             for full, is_trained in zip(self.unsharded, trained, strict=True):
@@ -371,7 +371,7 @@ class Group:
         self.release()
 
     def allocate(self) -> int:
-        """Have memory for the gathered buffer, with any content. Returns the bytes that are new."""
+        """Allocate the gathered buffer, with any content. Returns the bytes that are new."""
         if self.is_allocated:
             return 0
         self.is_allocated = True

@@ -1,4 +1,4 @@
-"""What torch calls: around forward, when backward reaches a call, and at its end."""
+"""The hooks that torch calls: around forward, when backward reaches a call, and at its end."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def gradient_hook(method: Callable[[Group, int], None], group: Group, index: int
 
 
 class EndOfBackward:
-    """What a backward calls at its end."""
+    """The callback at the end of a backward."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -170,7 +170,7 @@ def tensors_of(value: object, levels: int = 3) -> Iterator[Tensor]:
 
 
 def parts_of(value: object) -> Iterable[object] | None:
-    """What a container holds; ``None`` for anything else."""
+    """The parts of a container; ``None`` for anything else."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (tuple, list, set)):

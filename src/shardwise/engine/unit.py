@@ -262,7 +262,7 @@ class Unit:
 
     @property
     def path(self) -> str:
-        """Of its first module."""
+        """The path of its first module."""
         return self.members[0].path
 
     @property

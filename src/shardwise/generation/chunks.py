@@ -71,7 +71,7 @@ class Chunk:
 
     @property
     def make_decoder(self) -> MakeDecoder:
-        """What makes decoders of the model."""
+        """The function that makes decoders of the model."""
         return self.settings.make_decoder
 
     @property
@@ -156,7 +156,7 @@ class Turn(NamedTuple):
 
 
 def slots(stages: Sequence[int], num_stages: int, num_chunks: int, num_steps: int) -> Iterator[tuple[Turn, ...]]:
-    """What the rank that holds ``stages`` does, one time after the other; at some times nothing.
+    """Yield the turns of the rank that holds ``stages``, one time after another; at some times nothing.
 
     Stage ``s`` takes chunk ``j`` of step ``t`` at time ``t * max(num_chunks, num_stages) + j + s``, after the stage
     before and after all of step ``t - 1`` of that chunk, which gives the token that goes in. From ``num_stages`` chunks

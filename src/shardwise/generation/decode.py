@@ -123,7 +123,7 @@ def generate_stream(
 
 
 def made_together(engine: Engine | None, make: Callable[[], T]) -> T:
-    """What ``make`` returns. Where it raises an error of ours on any rank, every rank raises it.
+    """Return what ``make`` makes. If it raises an error of ours on any rank, every rank raises it.
 
     Collective:
         As :func:`fail_together`.
@@ -310,7 +310,7 @@ class _Columns:
 
 
 def batches_of_readers(engine: Engine, batch: Any, told: dict[str, Any], call: str) -> list[dict[str, Any]]:
-    """What each data-parallel rank was called with: ``told``, and a ``digest`` of its ``batch``.
+    """The arguments of each data-parallel rank: ``told``, and a ``digest`` of its ``batch``.
 
     Collective:
         An all-gather of small JSON over all ranks.

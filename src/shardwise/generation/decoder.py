@@ -68,7 +68,7 @@ MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
 
 
 class Decodes(NamedTuple):
-    """What is known of a model that predicts tokens.
+    """Facts of a model that predicts tokens.
 
     Attributes:
         make: Makes decoders.
@@ -85,7 +85,7 @@ class Decodes(NamedTuple):
 
 
 def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool = True) -> Decodes:
-    """What makes decoders of ``model``, the size of its vocabulary, and its positions where they are limited.
+    """Find the function that makes decoders of ``model``, its vocabulary, and its number of positions if it is limited.
 
     Args:
         model: The model.

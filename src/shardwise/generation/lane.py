@@ -58,7 +58,7 @@ class Entry:
 
 
 class Order(NamedTuple):
-    """What a lane does next: rows that leave it, then a forward of ``new`` rows, or of those that are under way.
+    """The next action of a lane: rows that leave it, then a forward of ``new`` rows, or of those under way.
 
     Attributes:
         gone: Numbers of rows that have ended or are wanted no longer.
@@ -136,7 +136,7 @@ class Lane:
 
     @property
     def make_decoder(self) -> MakeDecoder:
-        """What makes decoders of the model."""
+        """The function that makes decoders of the model."""
         return self._make_decoder
 
     @property
@@ -162,7 +162,7 @@ class Lane:
         return {row.entry.number: row.newest for row in self._active.rows}
 
     def begin(self, order: Order) -> None:
-        """Let rows go, and begin the next forward, where there are rows for one.
+        """Remove rows, and begin the next forward if there are rows for one.
 
         Collective:
             As :meth:`Runner.begin`. All ranks must call with the same order, after they have taken the tokens.

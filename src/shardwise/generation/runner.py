@@ -1,4 +1,4 @@
-"""What takes the chunks of a batch through the model on this rank: the whole model, or some stages of a pipeline."""
+"""The way of a batch's chunks through the model on this rank: the whole model, or some stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Rows(Protocol):
 
     @property
     def make_decoder(self) -> MakeForward:
-        """What makes decoders of the model."""
+        """The function that makes decoders of the model."""
         ...
 
     @property
@@ -226,11 +226,11 @@ class Stages(Runner):
             self._under_way.popleft().wait()
 
     def _flow(self, rows: Rows, stage: int) -> StageFlow:
-        """What goes from stage to stage in the next forward of some rows of a stage."""
+        """The tensors between stages in the next forward of some rows of a stage."""
         return self._flows[rows.index, (rows.index, stage) not in self._has_begun]
 
     def _traced(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
-        """What goes from stage to stage for new tokens of this shape."""
+        """The tensors between stages for new tokens of this shape."""
         call = partial(_trace, rows.make_decoder)
         return self._held.flow({"new tokens": ids_BT, "is padded": rows.is_padded, "keeps": rows.keeps}, call)
 

@@ -293,7 +293,7 @@ class _Batch:
         self._places_N3 = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3)
 
     def make_decoder(self, _capacity: int, _padding: Sequence[int], _layers: Collection[int] | None) -> Forward:
-        """What calls the model."""
+        """The function that calls the model."""
         return self._make(self._num_logits)
 
     def choose(self, logits_BKV: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ def _num_scored(rows: Sequence[Row], batches: Sequence[Sequence[int]]) -> int:
 
 
 def _joined(comm: Comm, found_NW: Tensor, counts: Sequence[int]) -> Tensor:
-    """What all data-parallel ranks have found, one after the other; ``counts``: the tokens of each."""
+    """Join the results of all data-parallel ranks; ``counts``: the tokens of each."""
     buffer = found_NW.new_zeros(comm.size, max(counts), found_NW.shape[1])
     buffer[comm.rank, : len(found_NW)] = found_NW
     comm.all_gather(buffer.view(-1), unit="scores").wait()

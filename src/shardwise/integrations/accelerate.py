@@ -119,7 +119,7 @@ class ShardwiseAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _without_models(self) -> Iterator[None]:
-        """Let the accelerator save or load what it prepared besides."""
+        """Save or load, inside the context, only what the accelerator has prepared in addition to models."""
         held = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:

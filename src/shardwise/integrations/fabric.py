@@ -61,7 +61,7 @@ class ShardwiseFabricStrategy(DDPStrategy):
 
     @property
     def precision(self) -> Any:
-        """What Fabric's ``precision`` asks for."""
+        """The precision that Fabric's ``precision`` asks for."""
         return super().precision
 
     @precision.setter
@@ -222,14 +222,14 @@ class ShardwiseFabricStrategy(DDPStrategy):
 
 
 class _Accumulation:
-    """What ``fabric.no_backward_sync`` calls."""
+    """The implementation behind ``fabric.no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:  # noqa: FBT001  fabric's form
         return sw.gradient_sync(module, is_enabled=False) if enabled else contextlib.nullcontext()
 
 
 class _Parts:
-    """What is saved and loaded, by kind.
+    """The content of a checkpoint, by kind.
 
     Attributes:
         models: Parallelized models.

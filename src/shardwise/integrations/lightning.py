@@ -84,7 +84,7 @@ class ShardwiseStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """What the trainer's ``precision`` asks for, with clipping of shards."""
+        """The trainer's ``precision``, with clipping of shards."""
         return self._precision_plugin if self._precision_plugin is not None else _Plain()
 
     @precision_plugin.setter

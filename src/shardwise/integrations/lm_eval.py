@@ -75,12 +75,12 @@ class ShardwiseLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """The token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text that has no context.
+        """The token before a text that has no context.
 
         Raises:
             ConfigError: The tokenizer has no such token.

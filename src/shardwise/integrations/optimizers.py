@@ -12,7 +12,7 @@ from shardwise.engine.storage.optimizer import engines_of
 
 
 def optimizers_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Those of ``optimizers`` that update parameters of ``model`` (flat ones too), in the given order.
+    """Select those ``optimizers`` that update parameters of ``model`` (flat ones too), in the given order.
 
     Raises:
         StateError: The model is not parallelized.

@@ -1,4 +1,4 @@
-"""What plans other people's trainers can run."""
+"""Plans that other projects' trainers can run."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class ShardwiseTrainerMixin(_Any):
         return found
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Of a step; held-out losses are means over this rank's labels, which :meth:`prediction_step` counts."""
+        """The count of a training step; held-out losses are means over this rank's labels (:meth:`prediction_step`)."""
         count = super()._get_num_items_in_batch(batch_samples, device) if self._counted is None else None
         # The trainer's is a float, which a plan's 16-bit inputs would round beyond 256 labels.
         return count.round().long() if isinstance(count, Tensor) else count

@@ -129,7 +129,7 @@ def _stopped(number: int) -> str:
 
 
 def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool = False, out_of_memory: int = 0) -> str:
-    """What happened, to which process, at which step; where to look; what is safe; what to do next.
+    """Describe an end: its cause, the process, the step; where to look; what is safe; what to do next.
 
     Args:
         cause: Why the attempt ended.

@@ -1,4 +1,4 @@
-"""What this machine and installation offer: versions, devices, cores, memory, communication backends."""
+"""This machine and installation: versions, devices, cores, memory, communication backends."""
 
 from __future__ import annotations
 

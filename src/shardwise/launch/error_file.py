@@ -1,4 +1,4 @@
-"""What torchrun prints of a rank that has failed: our words instead of "To enable traceback see ...".
+"""The text that torchrun prints about a failed rank: our words instead of "To enable traceback see ...".
 
 torchrun's agent gives each rank the name of a file, ``TORCHELASTIC_ERROR_FILE``. When ranks fail it reads these files,
 takes the earliest for the root cause, and ends its output with what that one says.

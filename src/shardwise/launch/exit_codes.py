@@ -167,7 +167,7 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
 
 
 def refusal_of(error: OSError) -> StorageError:
-    """What the system says of a file, as an error with an exit code."""
+    """Turn the system's error about a file into one with an exit code."""
     where = f"{printable(error.filename)}: " if error.filename is not None else ""
     refused = StorageError(f"{where}{error.strerror or error}.\n  See to the disk and the permissions.")
     refused.__cause__ = error

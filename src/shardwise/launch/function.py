@@ -29,7 +29,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(raw: bytes) -> Any:
-    """What :func:`packed` packed: modules are looked for where that process looked, after this one's own places."""
+    """Undo :func:`packed`. Modules are looked for where the packing process looked, after this one's own places."""
     import cloudpickle
 
     path, value = cloudpickle.loads(raw)

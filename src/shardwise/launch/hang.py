@@ -97,7 +97,7 @@ class HangWatch:
 
 
 def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
-    """Have the ranks write their stacks and flight recorders, and say which rank the others wait for."""
+    """Make the ranks write their stacks and flight recorders, and name the rank that the others wait for."""
     beats = [beat for rank in ranks if (beat := heartbeat.read(directory, rank)) is not None] or [late]
     here = [beat for beat in beats if beat.host == socket.gethostname()]
     before = {beat.pid: _main_thread(beat.pid) for beat in here}

@@ -1,4 +1,4 @@
-"""What this rank is doing, in a small file that others read while the rank hangs: ``logs/heartbeat-RANK.json``.
+"""This rank's present activity, in a small file that others read while it hangs: ``logs/heartbeat-RANK.json``.
 
 The main thread writes the file whenever it enters another phase or step; a thread writes it twice a second with the
 collective that the main thread is in. A record has a fixed size and is written by one ``pwrite`` without fsync, which
@@ -70,7 +70,7 @@ class Beat:
 
     @property
     def place(self) -> tuple[int, int, str, int]:
-        """What changes while the main thread goes on."""
+        """The values that change while the main thread makes progress."""
         return self.pid, self.step, self.phase, self.moves
 
 
@@ -112,7 +112,7 @@ class Heart:
         self.beat.peak_rss_bytes = peak_rss_bytes()
 
     def ask(self, where: Callable[[], tuple[str, bool]]) -> None:
-        """Let ``where`` say which collective the main thread is in, and whether it waits there."""
+        """Use ``where`` to ask which collective the main thread is in, and whether it waits there."""
         self._where = where
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ _told: set[str] = set()
 
 
 def cpu_notice(device_type: str, num_gpus: int) -> str | None:
-    """What to tell of a model on a device of this type on a machine with so many GPUs; ``None``: nothing."""
+    """The remark about a model on a device of this type on a machine with so many GPUs; ``None``: there is none."""
     if device_type != "cpu" or num_gpus == 0:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What the system says of processes, and names for them that are used once only: process numbers come again."""
+"""Facts of the system about processes, and names that are used only once, because process numbers are used again."""
 
 from __future__ import annotations
 

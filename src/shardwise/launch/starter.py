@@ -17,7 +17,7 @@ from shardwise.launch.world import World
 
 
 def run_name(world: World, environ: Mapping[str, str] = os.environ) -> str | None:
-    """What the launcher calls the job, which a later job may be called too; ``None`` for launchers without names."""
+    """The launcher's name of the job, which a later job may have too; ``None`` for launchers without names."""
     if world.source == "torchrun":
         return f"torchrun {environ.get('TORCHELASTIC_RUN_ID', '')}"
     if world.source == "slurm" and "SLURM_JOB_ID" in environ:

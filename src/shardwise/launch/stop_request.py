@@ -84,5 +84,5 @@ class StopRequest:
 
 
 def exit_code(signal_number: int) -> int:
-    """What a run leaves with that was stopped by a signal and has saved its steps."""
+    """The exit code of a run that was stopped by a signal and has saved its steps."""
     return INTERRUPTED if signal_number == signal.SIGINT else STOPPED

@@ -1,4 +1,4 @@
-"""What the launcher does while its workers run: it passes signals on, and ends a run that hangs or does not stop."""
+"""The launcher while its workers run: it passes signals on, and ends a run that hangs or does not stop."""
 
 from __future__ import annotations
 

@@ -477,7 +477,7 @@ def joined(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[to
 
 
 def hold_group_while(is_needed: Callable[[], bool]) -> None:
-    """Let :func:`shutdown` leave the default group as it is while ``is_needed()``."""
+    """Make :func:`shutdown` keep the default group while ``is_needed()``."""
     _held_while.append(is_needed)
 
 
@@ -648,7 +648,7 @@ def _is_loopback(address: str) -> bool:
 
 @contextlib.contextmanager
 def gloo_on_loopback() -> Iterator[None]:
-    """Have Gloo listen on loopback while a group is made whose ranks are all on this machine."""
+    """Make Gloo listen on loopback while a group is created whose ranks are all on this machine."""
     if _GLOO_INTERFACE in os.environ:
         yield
         return

@@ -21,7 +21,7 @@ from shardwise.spec.plan import ParallelPlan
 
 
 def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
-    """What ``build_model`` builds, with meta tensors only. Ties stay, whatever device the model was built on."""
+    """Build the model with meta tensors only. Ties stay, whatever device the model was built on."""
     with torch.device("meta"), _WithoutDraws():
         model = build_model()
     moved: dict[int, Any] = {}

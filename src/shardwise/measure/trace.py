@@ -82,7 +82,7 @@ def _dropout(
 
 @dataclass
 class _Found:
-    """What one unit was seen to do."""
+    """The observed work of one unit."""
 
     products: list[Product] = field(default_factory=list)
     attention: list[AttentionWork] = field(default_factory=list)
@@ -270,7 +270,7 @@ class _Tracer(TorchDispatchMode):
     # -- the result
 
     def work(self, owned: Mapping[str, Any]) -> tuple[UnitWork, ...]:
-        """What was seen, by unit."""
+        """The observed work, by unit."""
         for key, (tensor, users) in self._saved.items():
             maker = self._makers[key]
             is_shared = len(set(users)) > 1 and maker in {EMBEDDING, HEAD}  # cosines and sines, masks
@@ -296,7 +296,7 @@ class _Tracer(TorchDispatchMode):
         return (made[0], *runs, made[-1])
 
     def _root_parameters(self, entries: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of modules that ran before the first unit, and the others."""
+        """Split parameters into those of modules that ran before the first unit, and the others."""
         before, after = [], []
         for entry in entries:
             is_early = any(module in self._before for module, _, _ in entry.uses)

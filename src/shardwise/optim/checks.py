@@ -59,7 +59,7 @@ def _check_bits(optimizer: torch.optim.Optimizer) -> None:
 
 
 def install_checks() -> None:
-    """Have every optimizer of this process checked at its next step, and steps counted."""
+    """Check every optimizer of this process at its next step, and count steps."""
     global _installed  # noqa: PLW0603 - torch's hooks are global as well
     _seen.clear()  # one that stepped before its model was parallelized is to be looked at again
     if _installed:
@@ -111,7 +111,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _step_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Have the step see plain tensors, and no hook around it; which norms it may compute has been checked."""
+    """Show plain tensors to the step, inside all its hooks; which norms it may compute has been checked."""
     flat_parameters.before_step(optimizer)
     part.uncover(optimizer)
 
@@ -207,7 +207,7 @@ def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Para
 
 
 def _instead(name: str) -> str:
-    """What to use in place of torch's optimizer, where we have it."""
+    """The optimizer of ours to use in place of torch's, if there is one."""
     return "Use sw.Muon(sw.muon_groups(model)), which does so. Else: " if name == "Muon" else ""
 
 

@@ -98,7 +98,7 @@ _Below = Collection[int] | None
 
 
 def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[Engine, _Below]:
-    """What of which model is meant, in the order in which it was passed."""
+    """Group the given parameters by model, in the order in which they were passed."""
     found: dict[Engine, set[int]] = {}
     whole: set[Engine] = set()
     for each in [given] if isinstance(given, (nn.Module, Tensor)) else given:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """Have ``backward()`` update the parameters, unit by unit.
+    """Make ``backward()`` update the parameters, unit by unit.
 
     ::
 
@@ -88,7 +88,7 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
 
 
 def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] | None:
-    """What updates the model inside backward; ``None`` where nothing does."""
+    """The optimizers that update the model inside backward; ``None`` if there are none."""
     found = engine.extras.find(UpdateInBackward)
     return None if found is None else found.optimizers
 
@@ -195,7 +195,7 @@ class UpdateInBackward(Observer):
         engine.mark_updated(unit)
 
     def backward_ended(self, engine: Engine) -> None:
-        """What is gathered is out of date."""
+        """Mark what is gathered as out of date."""
         if engine.window.syncs:
             engine.invalidate()
 
@@ -234,7 +234,7 @@ class UpdateInBackward(Observer):
                 shard.grad = None
 
     def _update(self, group: Group) -> None:
-        """Have the optimizers step for what has a gradient in a group."""
+        """Step the optimizers for the parameters of a group that have a gradient."""
         if all(shard.grad is None for shard in group.shards):
             return
         with self._steps:

@@ -131,7 +131,7 @@ class Exchange:
         return {name: self._view(name, flat) for name, flat in wholes.items()}
 
     def give_back(self, wholes: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """What this rank holds of the matrices, flat, given the whole ones on their owners.
+        """Send each rank its parts of the matrices, flat, from the whole ones on their owners.
 
         Collective:
             All-to-all of every slice to each rank that holds it and is not the owner, in ``dtype``. All ranks must

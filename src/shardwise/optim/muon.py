@@ -289,7 +289,7 @@ def logical_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
-    """What every rank holds of the matrices. Only ``tp``, ``pp`` and ``ep`` need to ask."""
+    """The parts of the matrices on every rank. Only ``tp``, ``pp`` and ``ep`` need to ask."""
     comms = engine.comms
     is_alike = comms.tp is None and comms.pp is None and comms.ep is None
     if is_alike or comms.world.device.type == "meta":  # in a dry run nobody answers
@@ -300,12 +300,12 @@ def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
 
 
 def _each(held: Held) -> Held:
-    """What a rank holds of every matrix, given what it holds of the parameters."""
+    """A rank's parts of every matrix, from its parts of the parameters."""
     return {matrix: part for name, extent in held.items() for matrix, part in _matrices_in(name, extent).items()}
 
 
 def _matrices_in(name: str, extent: Extent) -> dict[str, Extent]:
-    """What a range of a parameter holds of each matrix; those of a stack are called ``name[0]`` and so on."""
+    """The parts of each matrix in a range of a parameter; those of a stack are called ``name[0]`` and so on."""
     if len(extent.shape) == 2:
         return {name: extent}
     ranges = next((cut.ranges for cut in extent.cuts if cut.dim == 0), ((0, extent.shape[0]),))
@@ -320,7 +320,7 @@ def _matrices_in(name: str, extent: Extent) -> dict[str, Extent]:
 
 
 def _held_by(engine: Engine, names: Mapping[str, Tensor], rank: int) -> Held:
-    """What another rank holds of this one's matrices, where ``tp`` divides evenly."""
+    """The parts of this rank's matrices on another rank, where ``tp`` divides evenly."""
     comms = engine.comms
     tp, stage_size = comms.tp.size if comms.tp is not None else 1, comms.world.size
     stage_size //= comms.pp.size if comms.pp is not None else 1

@@ -124,7 +124,7 @@ def muon_groups(
 
 
 def _told_to_all(model: nn.Module, own: list[Any]) -> list[list[Any]]:
-    """What every rank says of its parameters. Only under ``pp`` and ``ep`` ranks have different ones.
+    """Exchange the ranks' descriptions of their parameters. Only under ``pp`` and ``ep`` they differ.
 
     Checkpoints number the groups of an optimizer, so that all ranks have to have the same.
     """

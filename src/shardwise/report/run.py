@@ -1,4 +1,4 @@
-"""What a run's folder says, as far as it can be read: a run that died leaves files out, or lines cut short."""
+"""The files of a run's folder, as far as they can be read: a run that died leaves files out, or lines cut short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What HTTP reaches: OpenAI's paths, over a queue of completions."""
+"""The HTTP interface: OpenAI's paths, over a queue of completions."""
 
 from __future__ import annotations
 
@@ -122,7 +122,10 @@ def _check_key(request: Request, api_key: str | None) -> None:
 async def _read(
     request: Request, read: Callable[[Any, Served], Asked], served: Served, readers: asyncio.Semaphore
 ) -> Asked:
-    """What a request asks for. A long text takes seconds to become tokens: in a thread, beside which others stream."""
+    """Parse a request.
+
+    A long text takes seconds to tokenize: it happens in a thread, so that others stream meanwhile.
+    """
     body = await _body(request)
     async with readers if len(body) > _SHORT_BYTES else contextlib.nullcontext():
         return await run_in_threadpool(lambda: read(_parsed(body), served))
@@ -239,7 +242,7 @@ class _UnderWay:
         ]
 
     def cancel(self) -> None:
-        """Let the model go on with other completions."""
+        """Continue the model's work without this completion."""
         for completion in self.completions:
             completion.is_cancelled = True
 

@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 
 class Event(NamedTuple):
-    """What happens to a completion.
+    """An event of a completion.
 
     Attributes:
         token: A new token.

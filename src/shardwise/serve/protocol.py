@@ -81,7 +81,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served.
+    """The served model.
 
     Attributes:
         name: Of the model, for requests.
@@ -104,7 +104,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks for.
+    """The parsed fields of a request.
 
     Attributes:
         is_chat: The answer is a message.

@@ -1,4 +1,4 @@
-"""What the lanes of the model do next: which completions leave a lane, and which begin there."""
+"""The scheduler of the model's lanes: which completions leave a lane, and which begin there."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class TritonPythonModel:
 
 
 def _take_device(args: dict[str, str]) -> None:
-    """Let this process see the device that Triton has given to the instance, and no other."""
+    """Show this process only the device that Triton has assigned to the instance."""
     device = int(args["model_instance_device_id"])
     if args["model_instance_kind"] == "GPU" and device >= 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(device)

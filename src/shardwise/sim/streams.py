@@ -262,7 +262,7 @@ def _exposed(timeline: Timeline) -> dict[str, float]:
 def _waits(
     spans: Sequence[Span], previous: Sequence[int | None], place: int, since: float
 ) -> Iterator[tuple[str, float]]:
-    """What a computation waits for after the one before it has ended at ``since``."""
+    """Yield the waits of a computation after the one before it has ended at ``since``."""
     begin = spans[place].begin_s
     if begin <= since:
         return

@@ -37,7 +37,7 @@ def read_json(path: Path) -> Any:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Let a block take 1 GiB and 20 s of a processor: in the main thread and on Linux, elsewhere nothing is limited.
+    """Limit a block to 1 GiB and 20 s of a processor: in the main thread and on Linux; elsewhere nothing is limited.
 
     Raises:
         MemoryError: Raised in the block, when it takes more memory.

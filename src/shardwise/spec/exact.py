@@ -1,4 +1,4 @@
-"""What may differ between a plan and one plain process: nothing, or what another order of additions changes."""
+"""Permitted differences between a plan and one plain process: none, or those of a different order of additions."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Block:
 
 
 def shared(source: Extent, target: Extent) -> list[Block]:
-    """What two extents of one logical tensor have in common, each element in one block.
+    """The intersection of two extents of one logical tensor, each element in one block.
 
     Plain arithmetic on a few numbers per dimension and range of a cut: its cost does not depend on the tensor's size.
     """
@@ -278,7 +278,7 @@ def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tup
 
 @functools.lru_cache(maxsize=4096)
 def _sides(shape: tuple[int, ...], cuts: tuple[Cut, ...], order: tuple[int, ...]) -> tuple[_Side, ...]:
-    """What a slice holds of every dimension, sorted by where it is in the logical tensor."""
+    """The part of every dimension in a slice, sorted by its place in the logical tensor."""
     by_dim = {cut.dim: cut.ranges for cut in cuts}
     found = []
     for dim in order:
@@ -324,7 +324,7 @@ def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[_Range
 
 
 def _clipped(side: _Side, held: _Range) -> _Side:
-    """What ``held``, a range of the slice's own dimension, leaves of its ranges."""
+    """The part of a side's ranges inside ``held``, a range of the slice's own dimension."""
     low, high = held
     found = []
     for start, stop, at in side:
@@ -335,7 +335,7 @@ def _clipped(side: _Side, held: _Range) -> _Side:
 
 
 def _common(ours: _Side, theirs: _Side) -> list[tuple[int, int, int]]:
-    """What two sides share of a dimension, as (size, place in ours, place in theirs)."""
+    """The intersection of two sides of a dimension, as (size, place in ours, place in theirs)."""
     found = []
     mine, other = 0, 0
     while mine < len(ours) and other < len(theirs):

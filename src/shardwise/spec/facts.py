@@ -1,4 +1,4 @@
-"""What a group and a unit are: one record each, which the engine has and every prediction reads; and how it is to work.
+"""Facts of a group and of a unit, one record each, which the engine has and every prediction reads; engine options.
 
 A record is plain data, made before anything has memory. The engine's groups allocate and move by it; footprint,
 traffic, dry run and summary compute with the same object. It is replaced only where the group itself changes: when the
@@ -29,7 +29,7 @@ from shardwise.spec.quantize import NO_QUANTIZATION, Quantization, packed_bytes,
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What a group is: how it is laid out, placed, held and moved.
+    """Facts of a group: how it is laid out, placed, held and moved.
 
     Attributes:
         unit: Number of the group's unit, in order of registration; the root is 0.
@@ -211,7 +211,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """What a unit is: its groups, and its place among the others.
+    """Facts of a unit: its groups, and its place among the others.
 
     Attributes:
         name: The unit's name, as in recorded events.

@@ -44,10 +44,10 @@ def hub_name(folder: Path) -> str | None:
 
 
 def folder_name(folder: Path) -> str:
-    """What the model in ``folder`` is called: the folder's name, or the model's on the hub without its organisation."""
+    """The name of the model in ``folder``: the folder's name, or the model's on the hub without its organisation."""
     return (hub_name(folder) or folder.resolve().name).rpartition("/")[2]
 
 
 def how_to_fetch(name: str) -> str:
-    """What a message about a folder that is not there says of getting it."""
+    """The advice on fetching a folder, for the message that it is missing."""
     return f"`hf download {name}` fetches it" if is_hub_name(name) else "nothing is downloaded"

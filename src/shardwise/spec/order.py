@@ -28,7 +28,7 @@ THROUGH, FAILED = -1, -2
 
 
 class Word(NamedTuple):
-    """What a rank says while ranks negotiate.
+    """A rank's message while ranks negotiate.
 
     Attributes:
         wants: Number of the unit that it wants next, ``THROUGH`` or ``FAILED``.
@@ -390,7 +390,7 @@ Ahead = int | frozenset[int]
 
 
 def units_ahead(later: Sequence[int], ahead: Ahead) -> Sequence[int]:
-    """Those of the units that come later which are gathered now, in their order."""
+    """Select the later units that are gathered now, in their order."""
     if isinstance(ahead, int):
         return later[:ahead]
     return later[: max((later.index(unit) + 1 for unit in ahead if unit in later), default=0)]
@@ -404,7 +404,7 @@ _STAGES = -1
 
 
 def stage_entry(stage: int) -> Entry:
-    """Of the passes through a pipeline stage: they all take one path, in which no layer is left out."""
+    """The entry of passes through a pipeline stage, which all take one path, in which no layer is left out."""
     return _STAGES, str(stage)
 
 
@@ -460,7 +460,7 @@ class Paths:
 
     @property
     def all(self) -> tuple[Orders, ...]:
-        """Those of forwards, evaluations and backwards."""
+        """The orders of forwards, evaluations and backwards."""
         return self.forward, self.evaluation, self.other, self.backward
 
     def enter(self, entry: Entry, *, trains: bool, is_shared: bool) -> None:

@@ -451,7 +451,7 @@ def activation_offload_policy(value: object) -> ActivationOffloadPolicy | None:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """What is kept in host memory instead of on the compute device.
+    """Data kept in host memory instead of on the compute device.
 
     ====================  ===========================  ======================================  ===================
     group of a unit       on the host                  on the device                           sent to the device

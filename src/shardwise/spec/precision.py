@@ -64,7 +64,7 @@ FLOATING = ("fp64", "fp32", "bf16", "fp16")
 
 
 def divisors(size: int, reduce_dtype: str) -> tuple[float, float]:
-    """What a sum over ``size`` ranks is divided by before and after it; the product is ``size``.
+    """The divisors of a sum over ``size`` ranks, before and after it; their product is ``size``.
 
     All of it afterwards, but in fp16, whose range ends at 65504: there the first divisor is the power of two next above
     the square root. Terms may then be ``size / before`` times closer to the end of the range than without, and lose no

@@ -60,7 +60,7 @@ def summed_cuts(layout: ReduceLayout) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a plan quantizes.
+    """Quantization in a plan.
 
     Attributes:
         frozen: Form in which frozen linear weights are held and gathered.

@@ -1,4 +1,4 @@
-"""What stands for a method of a module."""
+"""Replacements of a module's methods."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Comparison:
         return found
 
     def _nearest(self, points: Sequence[Point], shape: Sequence[int]) -> Finding | None:
-        """What this rank has, beside the part of one process that is nearest to it."""
+        """Compare this rank's value with the nearest part of one process's."""
         got = added(self._planned, points, "")
         numbers = [0.0] * SIZE if got is None else got.tolist()
         found = [

@@ -1,4 +1,4 @@
-"""What kind of difference two tensors have: how the wrong one could have come from the right one."""
+"""Kinds of differences between two tensors: how the wrong one could have come from the right one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """The training that is compared.
 
     Attributes:
         build_model: Builds the model, with the same weights at every call.
@@ -35,7 +35,7 @@ class Job:
 
 @dataclass
 class Run:
-    """What a run computed.
+    """The results of a run.
 
     Attributes:
         losses: The loss of each step on this rank; in a pipeline the mean over all ranks.

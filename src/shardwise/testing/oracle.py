@@ -74,7 +74,7 @@ class Mean(list):
 
 @dataclass
 class Comparison:
-    """What is left after :func:`compare_with_one_process`, for further looks.
+    """The state after :func:`compare_with_one_process`, for further checks.
 
     Attributes:
         model: Parallelized and trained.
@@ -353,7 +353,7 @@ class _Judge:
         return Comparison(self.side.model, plain, self.side.ours, self.inside, self.norms)
 
     def values(self, expected: Sequence[Any], got: Any, where: str) -> None:
-        """What each copy's script yielded, and this rank's."""
+        """Compare the values that each copy's script has yielded with this rank's."""
         if isinstance(got, Mean):
             means = zip(*expected, strict=True)
             for index, (all_of_it, value) in enumerate(zip(means, got, strict=True)):
@@ -462,7 +462,7 @@ class _Judge:
             assert apart <= self.tolerance.absolute, f"{where} is off by {apart:.1e}"
 
     def _share_of_state(self, whole: Tensor, here: Tensor, shard: Shard) -> Tensor:
-        """What a rank must hold of a state with one value per element, per row or block, or of another shape."""
+        """This rank's share of a state with one value per element, per row or block, or of another shape."""
         if whole.shape == shard.shape:
             return shard.part_of(whole)
         if here.numel() == whole.numel():
@@ -509,7 +509,7 @@ def _one_step(judges: Sequence[_Judge], script: Script, *, step: int) -> None:
 
 
 class _Sums:
-    """What the copies' gradients add up to in a step: in rank order, inside each group first, then divided."""
+    """Sums of the copies' gradients in a step: in rank order, inside each group first, then divided."""
 
     def __init__(self, copies: Sequence[nn.Module], inside: Probe) -> None:
         size = inside.axes["dp_shard"]

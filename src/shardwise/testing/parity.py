@@ -342,7 +342,7 @@ def _stopped(name: str, size: int, why: str) -> ParityRow:
 
 
 def _or_inf(value: float) -> float:
-    """What is not a number counts as the worst."""
+    """Rank what is not a number as the worst."""
     return math.inf if math.isnan(value) else value
 
 

@@ -1,4 +1,4 @@
-"""What an engine holds and has done, for tests: the one door from a test to the inside of a parallelized model.
+"""An engine's state and history, for tests: the one door from a test to the inside of a parallelized model.
 
 ::
 
@@ -176,7 +176,7 @@ class UnitView:
 
 
 class Probe:
-    """What :func:`probe` gives."""
+    """The result of :func:`probe`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -231,7 +231,7 @@ class Probe:
 
     @property
     def unit_facts(self) -> dict[int, UnitFacts]:
-        """What arithmetic needs to know of every unit (``shardwise.spec``), by number, the root 0."""
+        """The facts of every unit for ``shardwise.spec``, by number, the root 0."""
         return unit_facts(self._engine)
 
     @property
@@ -242,11 +242,11 @@ class Probe:
     # -- values
 
     def extents(self) -> list[tuple[Extent, Tensor]]:
-        """What this rank holds of parameters and buffers: where it lies in the plain model, with live views of it."""
+        """This rank's parameters and buffers: their extents in the plain model, with live views."""
         return held_values(self._model).extents
 
     def owned_extents(self, *optimizers: torch.optim.Optimizer) -> list[tuple[Extent, Tensor]]:
-        """What this rank writes to a checkpoint: over all ranks every element once.
+        """This rank's part of a checkpoint: over all ranks every element once.
 
         Collective:
             With ``pp``, an all-gather of the names of buffers: all ranks must call.
@@ -306,7 +306,7 @@ class Probe:
 
     @property
     def kept_shards(self) -> tuple[Tensor, ...]:
-        """What units keep of their parameters between forward and backward (``reshard_after_forward=k``)."""
+        """The parameters that units keep between forward and backward (``reshard_after_forward=k``)."""
         return tuple(
             tensor for group in self._engine.groups for kind, tensor in group.form.buffers() if kind == "gathered"
         )
@@ -318,7 +318,7 @@ class Probe:
         return tuple(store for store in stores if store is not None)
 
     def weak_references(self) -> list[weakref.ref[Any]]:
-        """Of the engine's own objects and buffers: once model and probe are gone, all of these are dead."""
+        """Weak references to the engine's own objects and buffers: all are dead once model and probe are gone."""
         engine = self._engine
         masters = (group.master for group in engine.groups)
         return [weakref.ref(held) for held in (engine, *engine.units, *engine.groups, *masters, *self.gathered_buffers)]
@@ -386,7 +386,7 @@ class Probe:
         )
 
     def predicted_bytes(self, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> dict[str, int]:
-        """What :meth:`held_bytes` is to be after a backward, by arithmetic.
+        """The arithmetic's values for :meth:`held_bytes` after a backward.
 
         Args:
             optimizer_tensors: State tensors of each parameter.
@@ -400,7 +400,7 @@ class Probe:
 
     @property
     def peak_microbatches(self) -> int:
-        """Of a pipeline: the most microbatches, counted once a stage, between forward and backward at a time."""
+        """The most microbatches of a pipeline, counted once a stage, between forward and backward at a time."""
         pipelined = pipelined_of(self._model)
         return 0 if pipelined is None else pipelined.peak_saved
 

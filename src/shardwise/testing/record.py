@@ -1,4 +1,4 @@
-"""What a step computed, module by module, as sketches: under a plan, and in one process.
+"""Sketches of a step's values, module by module: under a plan, and in one process.
 
 The plan's step comes first. It keeps one sketch of each tensor, and the tensor's shape. The step in one process sees
 whole tensors, and keeps a sketch of each part that has the shape which this rank had under the plan.

@@ -40,7 +40,7 @@ TRANSPORT = "SHARDWISE_TRANSPORT"
 
 
 def install() -> None:
-    """Have this process use the transport that the variable names, if any."""
+    """Make this process use the transport that the variable names, if any."""
     name = os.environ.get(TRANSPORT)
     if name:
 
@@ -75,7 +75,7 @@ class _Debug(Wrapper):
 
     @abstractmethod
     def _issue(self, name: str, args: tuple[Any, ...]) -> Handle:
-        """Have the other Comm's method ``name`` called."""
+        """Call the method ``name`` of the wrapped Comm."""
 
     _do_all_gather = _given_on("_do_all_gather")
     _do_reduce_scatter = _given_on("_do_reduce_scatter")

@@ -1,4 +1,4 @@
-"""What a user's own code is told while a run goes on."""
+"""The calls to a user's own code while a run is under way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RunView(Protocol):
-    """What a callback sees of a run.
+    """A callback's view of a run.
 
     Attributes:
         step: Steps made so far.

@@ -1,4 +1,4 @@
-"""What ranks exchange beside training: outcomes, requests to stop, numbers for the record.
+"""Exchanges of the ranks outside of training: outcomes, requests to stop, numbers for the record.
 
 A channel of its own on the run's device, so that it never mixes with the engine's collectives.
 """

@@ -1,4 +1,4 @@
-"""What differs between two nested mappings, such as configurations."""
+"""Differences between two nested mappings, such as configurations."""
 
 from __future__ import annotations
 

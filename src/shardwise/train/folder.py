@@ -183,7 +183,7 @@ def read_small(directory: Path, name: str) -> str:
 
 
 def read_run_id(directory: Path) -> str | None:
-    """What checkpoints call the run in ``directory``; ``None`` where it has not begun.
+    """The id of the run in ``directory``, as in its checkpoints; ``None`` if it has not begun.
 
     Raises:
         CheckpointError: The file cannot be read.

@@ -1,4 +1,4 @@
-"""What is around the steps of a run, whoever makes them: the trainer, or a loop of one's own (``sw.Run``).
+"""The frame around a run's steps, whoever makes them: the trainer, or a loop of one's own (``sw.Run``).
 
 Resuming, time limits, readings of what steps leave on the device, health, evaluations, checkpoints, requests to stop,
 metrics and the report. Steps are made by the loop's owner, which says what they have found.
@@ -66,7 +66,7 @@ class Owner(Protocol):
     """Who makes the steps, and knows what they are made of."""
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints hold beside tensors, the same on every rank. Collective, if it likes."""
+        """The state for checkpoints in addition to tensors, the same on every rank. Collective, if it likes."""
         ...
 
     def check(self, path: Path) -> list[str]:
@@ -87,7 +87,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is trained.
+    """The parts of a training.
 
     Attributes:
         model: The parallelized model.
@@ -221,7 +221,7 @@ class Loop:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What summary.json says, of now."""
+        """The present content of summary.json."""
         return self.report.summary(
             self.done,
             self.outcome,
@@ -371,7 +371,7 @@ class Loop:
         return self.must_end is not None
 
     def _finish(self, reason: str) -> None:
-        """What is being written is finished, and the run has ended."""
+        """Finish pending writes, and end the run."""
         self._has_ended, saving = True, self.config.checkpoint
         problem = self._finish_save()
         self.pace.end(saved_step=self.saves.saved_step)
@@ -416,7 +416,7 @@ class Loop:
         self.unread.steps.append(dataclasses.replace(left, **self._found))
 
     def found(self, **values: Any) -> None:
-        """What the present step has left, as fields of ``UnreadStep``; nothing is read."""
+        """The results of the present step, as fields of ``UnreadStep``; nothing is read."""
         self._found |= values
 
     def fault_at(self, point: str, step: int) -> None:

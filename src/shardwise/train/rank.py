@@ -1,4 +1,4 @@
-"""What every rank does with a checked configuration: join the world, agree on the run's folder, lock it, train."""
+"""The work of every rank with a checked configuration: join the world, agree on the run's folder, lock it, train."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def _check_shared(control: Control, directory: Path, world: World) -> None:
 
 
 def begins_from(directory: Path, resume: str | None, upload_to: str | None = None, *, is_restart: bool) -> str | None:
-    """What the run goes on from: after a restart what it has saved itself by then, whatever it was started from."""
+    """The start of the run: after a restart what it has saved itself by then, whatever it was started from."""
     if is_restart and not is_empty(directory, upload_to):
         return "latest"
     if resume in NEWEST and is_empty(directory, upload_to):

@@ -1,4 +1,4 @@
-"""What is recorded of a step."""
+"""The record of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What ``metrics.jsonl`` holds for one step.
+    """A line of ``metrics.jsonl``: one step.
 
     Attributes:
         step: From 1: steps done after this one.

@@ -315,13 +315,13 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What ``summary.json`` says, of now: steps, losses, predicted and measured memory and time."""
+        """The present content of ``summary.json``: steps, losses, predicted and measured memory and time."""
         return self._running.summary
 
     # --- what the loop asks its owner --------------------------------------------------------------------------------
 
     def _shared(self) -> dict[str, Any]:
-        """What is the same on every rank; a loader's place may be each rank's own."""
+        """The state that is the same on every rank; a loader's place may be each rank's own."""
         kept = {
             name: packed(held.state_dict(), f"sw.Run({name}=...)")
             for name, held in self._kept.items()
@@ -332,7 +332,7 @@ class Run:
         return {"kept": kept, "config": settings, "mesh": sw.summary(self._parts.model).mesh}
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints hold beside tensors. A loader's state is one for all ranks, or that of each rank, in order.
+        """The state for checkpoints in addition to tensors. A loader's is one for all ranks, or each rank's, in order.
 
         Collective:
             One all-gather of small JSON where ``sampler`` is no ``sw.DistributedSampler``.

@@ -49,7 +49,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """What replaces the parts that ``run.yaml`` has names for. Every field is optional.
+    """Replacements for the parts that ``run.yaml`` has names for. Every field is optional.
 
     ::
 
@@ -134,7 +134,7 @@ _PARTS = ("model", "data", "eval_data", "collate", "forward", "loss", "optimizer
 
 
 def _wrong_data(data: Any) -> str:
-    """What is wrong with samples; empty where nothing is."""
+    """The fault of samples; empty if there is none."""
     if data is None or is_indexed(data) or is_loader(data):
         return ""
     if any(kind.__name__ == "DataLoader" for kind in type(data).__mro__):

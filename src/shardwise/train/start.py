@@ -170,7 +170,7 @@ def _launch(
 
 
 def _restart_point(directory: Path, resume: str | None, upload_to: str | None) -> str:
-    """What a restart of the run continues from: its newest step, else what it was started from."""
+    """The start of a restarted run: its newest step, else what it was started from."""
     from shardwise.checkpoint import find_latest
 
     step = find_latest(directory).step

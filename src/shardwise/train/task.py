@@ -1,4 +1,4 @@
-"""What a Hugging Face model is trained for."""
+"""The tasks that Hugging Face models are trained for."""
 
 from __future__ import annotations
 

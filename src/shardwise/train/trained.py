@@ -1,4 +1,4 @@
-"""What has been trained and can be asked: a run, one of its checkpoints, or a Hugging Face folder."""
+"""Trained models that can be asked: a run, one of its checkpoints, or a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ from shardwise.train.steps.update import Update, with_true_gradient
 
 
 class Trainer:
-    """What ``shardwise train`` trains, and how it makes a step. Made once per process."""
+    """The parts of ``shardwise train``, and its steps. Made once per process."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Trainer:
         )
 
     def _lines(self, directory: Path, model: str) -> list[str]:
-        """What is trained, on what, with which data."""
+        """The first lines of a run: model, ranks and data."""
         resolved, config, mesh, source = self.resolved, self.config, self.resolved.mesh, self.resolved.source
         kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         name = config.model.preset or hub_name(Path(config.model.hf or "")) or config.model.hf
@@ -224,7 +224,7 @@ class Trainer:
         return code
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints hold beside tensors. With an adapter or loaders, an exchange of small JSON."""
+        """The state for checkpoints in addition to tensors. With an adapter or loaders, an exchange of small JSON."""
         sampler = packed(self.sampler.state(), "TrainSpec(data=...)")
         if isinstance(self.sampler, LoaderSampler):
             own = dict(self.control.all_json([self.sampler.data_parallel_rank, sampler["own"]]))
@@ -395,7 +395,7 @@ class Trainer:
         return self.microbatches.read(self.data.train, samples, everyones, self.resolved.batch.total)
 
     def _factor(self, counts: Sequence[Tensor | float], *, has_loss: bool) -> Tensor:
-        """What makes the mean over microbatches and ranks of sums the mean by what they count; 1 where none counts.
+        """The factor from the mean over microbatches and ranks of sums to the mean by their counts; 1 if none counts.
 
         Copies of a loss, on ranks of ``tp`` and ``cp``, multiply both sums.
 

@@ -1,1 +1,1 @@
-"""What attaches to the engine: precision, recomputation, the update inside backward, safety, ..."""
+"""Features that attach to the engine: precision, recomputation, the update inside backward, safety, ..."""

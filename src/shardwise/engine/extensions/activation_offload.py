@@ -72,7 +72,7 @@ def find(
 def install(
     found: Mapping[str, nn.Module], policy: ActivationOffloadPolicy | None, *, device: torch.device
 ) -> ActivationOffload | None:
-    """Have the modules that :func:`find` has found offload what they save; ``None`` without a policy.
+    """Make the modules that :func:`find` has found offload their saved tensors; ``None`` without a policy.
 
     Called after ``recompute.install``: offloaded are the inputs of what is recomputed.
     """
@@ -85,7 +85,7 @@ def install(
 
 
 class ActivationOffload(Observer):
-    """What the offloaded modules of one model share: the host's memory, the streams, and the order of calls.
+    """The common state of a model's offloaded modules: the host's memory, the streams, and the order of calls.
 
     Attributes:
         names: The modules.
@@ -213,7 +213,7 @@ class _Call:
 
     @property
     def parcels(self) -> list[_Parcel]:
-        """What still waits for its backward, the newest first, and has not been saved by a later call, too."""
+        """The parcels whose backward is still to come, newest first, without those that a later call has saved too."""
         found = [parcel for ref in reversed(self._parcels.values()) if (parcel := ref()) is not None]
         return [parcel for parcel in found if parcel.newest_call() is self]
 
@@ -257,7 +257,7 @@ class _Parcel:
         return self._source is not None
 
     def _wait(self) -> None:
-        """Have the stream that computes wait for the copy under way."""
+        """Make the compute stream wait for the copy under way."""
         if self._event is not None:
             assert self._stream is not None
             self._stream.wait_event(self._event)
@@ -271,7 +271,7 @@ class _Parcel:
             self._source = None
 
     def come(self) -> None:
-        """Have the storage copied back, unless it is on the device, or on its way."""
+        """Copy the storage back, unless it is on the device or on its way."""
         if self._source is None and self._returned is None:
             self._stream = self._offload.computing()
             self._returned = torch.empty_like(self._host, device=self._offload.device)
@@ -301,7 +301,7 @@ class _Parcel:
 
 
 class _Saved:
-    """What autograd holds instead of a tensor."""
+    """The object that autograd holds in place of a saved tensor."""
 
     __slots__ = ("_call", "_dtype", "_offset", "_parcel", "_shape", "_stride")
 

@@ -204,7 +204,7 @@ def check(model: nn.Module, device: torch.device, world_size: int, call: str) ->
 
 
 def connect(model: nn.Module, open_comm: Callable[[], Comm]) -> None:
-    """Let the batch norms that :func:`convert_sync_batchnorm` made talk, over one Comm of their own.
+    """Give the batch norms that :func:`convert_sync_batchnorm` made one Comm of their own to communicate over.
 
     Not over one of the engine's: on a rank that takes another path gathers may come earlier or later than theirs.
     """
@@ -217,6 +217,6 @@ def connect(model: nn.Module, open_comm: Callable[[], Comm]) -> None:
 
 
 def comms_of(model: nn.Module) -> list[Comm]:
-    """What the batch norms of ``model`` talk over."""
+    """The Comms of the batch norms of ``model``."""
     found = (module.comm for module in model.modules() if isinstance(module, SyncBatchNorm))
     return list(dict.fromkeys(comm for comm in found if comm is not None))

@@ -35,7 +35,7 @@ _BETWEEN = {
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the running forward learns: targets (positions,), and what their losses' sum is divided by."""
+    """Targets (positions,) for the running forward, and the divisor of the sum of their losses."""
 
     targets: Tensor
     ignored: int = -100
@@ -77,7 +77,7 @@ class _ChunkedHead(nn.Linear):
 
 
 def chunk_cross_entropy(model: nn.Module) -> nn.Module:
-    """Have a causal language model compute its loss without ever holding all logits; before ``sw.parallelize``.
+    """Make a causal language model compute its loss without holding all logits; before ``sw.parallelize``.
 
     For models of transformers that are called with ``labels``, and for ``sw.models.gpt`` called with targets. Such a
     call gives the loss up to rounding, and ``logits`` are ``None``; every other call is as before. Memory of a step

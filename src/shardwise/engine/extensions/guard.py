@@ -1,4 +1,4 @@
-"""What a parallelized module refuses, or does right, outside of its forward: never silently a slice.
+"""Calls on a parallelized module outside of its forward: refused or done right, never silently a slice.
 
 * A module called outside its unit's forward would compute with a shard, which refuses (``storage.part``). For modules
   that use parameters of the root unit (embeddings, heads, the encoder of an encoder-decoder model, which ``generate``
@@ -109,7 +109,10 @@ def _guard_shards(engine: Engine) -> None:
 
 
 def _refuse_hooks(engine: Engine) -> None:
-    """Have the parameters refuse hooks on their gradients, which would never run: autograd sees the full parameters."""
+    """Make the parameters refuse hooks on gradients.
+
+    They would never run, because autograd sees the full parameters.
+    """
     for group in engine.groups:
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             for name in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -256,7 +259,7 @@ def _guard_state_dicts(module: nn.Module, units: Sequence[Unit], path: str) -> N
 
 
 def _guard_containers(root: nn.Module, members: Sequence[tuple[Unit, Member]]) -> None:
-    """Have the modules around those that own parameters refuse, so that an error names the module that was called."""
+    """Make the modules around owners of parameters refuse, so that an error names the module that was called."""
     paths: set[str] = set()
     below: dict[str, dict[int, Unit]] = {}
     for unit, member in members:
@@ -318,7 +321,7 @@ class _GuardedApply(Replacement):
 
 
 def refuse_wrappers(root: nn.Module) -> None:
-    """Have ``DistributedDataParallel`` and torch's FSDP refuse ``root`` when they are given it."""
+    """Make ``DistributedDataParallel`` and torch's FSDP refuse ``root`` when it is passed to them."""
     torch_private.set_ignored_by_ddp(root, _RefusesDDP(root))
     torch_private.set_refusal_of_fsdp(root, functools.partial(_refuse_fsdp, type(root).__name__))
 

@@ -74,7 +74,7 @@ class BufferSync(Observer):
         self.is_due = (engine.forward.trains or self.has_holder_in_training) and bool(self._held)
 
     def sync_now(self) -> None:
-        """Have the buffers equal over the ranks now.
+        """Make the buffers equal over the ranks now.
 
         Collective:
             As :meth:`sync`, if one is due. All ranks must call.
@@ -121,7 +121,7 @@ class BufferSync(Observer):
         torch._foreach_copy_(tensors, pieces)
 
     def messages(self) -> list[BufferMessage]:
-        """What a sync sends, for the arithmetic of ``spec``."""
+        """The messages of a sync, for the arithmetic of ``spec``."""
         found = []
         for dtype, tensors in self._by_dtype().items():
             numel = sum(tensor.numel() for tensor in tensors)

@@ -70,7 +70,7 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
 
 
 def install(found: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> None:
-    """Have the modules that :func:`find` has found recomputed."""
+    """Recompute the modules that :func:`find` has found."""
     if policy is not None:
         context_fn = _context_fn(policy)
         for module in found.values():

@@ -1,4 +1,4 @@
-"""What finds reads of parameters that are not there: saved tensors of a unit that is released, foreign backwards.
+"""Detection of reads of missing parameters: saved tensors of a released unit, foreign backwards.
 
 In the normal course of things the ticket of a unit brings its data back before its backward reads it. A value that
 leaves a unit otherwise than through its outputs (hidden in an opaque object, stored on a module, used by the loss) is

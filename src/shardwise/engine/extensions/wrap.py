@@ -277,7 +277,7 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
 
 
 def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
-    """What a parameter must have in common with the others of its group."""
+    """The key that a parameter must share with the others of its group."""
     held = slice_of(entry.parameter)
     return Kind(
         dtypes=policies.group_dtypes(entry.parameter, entry.uses),

@@ -17,7 +17,7 @@ _PARAMETER_KEY = "_shardwise_mark"
 
 
 class Attachment(Uncopyable):
-    """What a unit's module holds: its engine and unit."""
+    """The engine and unit that a unit's module holds."""
 
     __slots__ = ("engine", "unit")
 
@@ -27,7 +27,7 @@ class Attachment(Uncopyable):
 
 
 class Mark:
-    """What a sharded parameter knows of its origin."""
+    """The origin of a sharded parameter."""
 
     __slots__ = ("_group", "index")
 
@@ -42,7 +42,7 @@ class Mark:
 
 
 def attach(engine: Engine) -> None:
-    """Let the modules of every unit hold the engine."""
+    """Attach the engine to the modules of every unit."""
     for unit in engine.units:
         for member in unit.members:
             module = member.module()
@@ -51,7 +51,7 @@ def attach(engine: Engine) -> None:
 
 
 def mark_shards(units: Iterable[Unit]) -> None:
-    """Let every shard know its group, before the engine makes the full parameters, which know what the shards know."""
+    """Mark every shard with its group, before the engine makes the full parameters, which take over the marks."""
     for unit in units:
         for group in unit.groups:
             for index, shard in enumerate(group.shards):
@@ -59,7 +59,7 @@ def mark_shards(units: Iterable[Unit]) -> None:
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
-    """What :func:`attach` attached, or ``None``."""
+    """The attachment that :func:`attach` made, or ``None``."""
     return module.__dict__.get(_MODULE_KEY)
 
 
@@ -95,5 +95,5 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
 
 
 def mark_of(parameter: Tensor) -> Mark | None:
-    """What :func:`mark_shards` left, or ``None`` for a parameter that is not ours."""
+    """The mark that :func:`mark_shards` made, or ``None`` for a parameter that is not ours."""
     return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None

@@ -19,7 +19,7 @@ _OTHERS = ("jemalloc", "tcmalloc", "mimalloc", "libhoard", "tbbmalloc")
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Have this process keep what it frees, from now on. Returns whether it does: with glibc's ``malloc`` alone."""
+    """Make this process keep the memory that it frees. Returns whether it does: with glibc's ``malloc`` alone."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None)

@@ -131,7 +131,7 @@ class OnHost(Around):
         return self.resident
 
     def arrive(self, group: Group, reduction: Handle) -> Handle:
-        """Have the sum sent to the host as soon as it is there."""
+        """Send the sum to the host as soon as it is there."""
         gradient = group.gradient
         sum_on_device, home = gradient.result, gradient.storage.make()
         assert sum_on_device is not None
@@ -151,7 +151,7 @@ class OnHost(Around):
             self._copy.wait_on_host()
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Those of the form within, the device's shard, and where sums land on the host."""
+        """Buffers of the form within, the device's shard, and the host memory where sums arrive."""
         own = (("parameters", self.resident), ("host", self._landing))
         return [*super().buffers(), *((category, tensor) for category, tensor in own if tensor is not None)]
 
@@ -168,7 +168,7 @@ class Transfers:
         self._stages: dict[torch.dtype, Tensor] = {}
 
     def stage(self, master: Tensor) -> None:
-        """Have a buffer on the device for a master that travels as it is: the host is not to cast."""
+        """Allocate a buffer on the device for a master that travels uncast: the host is not to cast."""
         if master.numel() > len(self._stages.get(master.dtype, ())):
             self._stages[master.dtype] = torch.zeros(master.numel(), dtype=master.dtype, device=self.device)
 
@@ -220,7 +220,7 @@ class Transfers:
         )
 
     def synchronise(self) -> None:
-        """Have the host wait until every copy has been made, so that it may read gradients and write masters."""
+        """Make the host wait until every copy has been made, so that it may read gradients and write masters."""
         for event in self._events.values():
             event.synchronize()
         self._events.clear()
@@ -230,7 +230,7 @@ class Copy(Handle):
     """A copy of one tensor between device and host."""
 
     def wait_on_host(self) -> None:
-        """Have the host wait until the copy has been made. The handle has been waited for already."""
+        """Make the host wait until the copy has been made. The handle has been waited for already."""
 
 
 class _Event(Copy):

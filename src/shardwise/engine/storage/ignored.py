@@ -33,7 +33,7 @@ from shardwise.spec.policies import name_matcher
 
 @dataclass(frozen=True)
 class Ignored:
-    """What is left alone.
+    """Parameters and buffers that the engine leaves alone.
 
     Attributes:
         parameters: By name, of tied ones the first.
@@ -56,7 +56,7 @@ class Ignored:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of parameters and buffers."""
+        """Names of parameters and buffers."""
         return self.buffers | self.parameters.keys()
 
     @property
@@ -99,7 +99,7 @@ NOTHING = Ignored()
 
 
 def ignored_of(engine: Engine) -> Ignored:
-    """What the engine leaves alone."""
+    """The parameters and buffers that the engine leaves alone."""
     return engine.extras.find(Ignored) or NOTHING
 
 

@@ -74,7 +74,7 @@ class Around(Form):
         self.within.wait_for_host()
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Those of the form within."""
+        """The buffers of the form within."""
         return self.within.buffers()
 
 
@@ -118,5 +118,5 @@ class Inner(Around):
         return self._comm.all_gather(group.gathered, unit=group.unit.name, cuts=self._uneven_cuts)
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Those of the form within, and the slice."""
+        """The buffers of the form within, and the slice."""
         return [*super().buffers(), ("gathered", self.kept)]

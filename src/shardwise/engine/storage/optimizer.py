@@ -1,4 +1,4 @@
-"""What an optimizer updates: of which engines, and how much of a parameter it must have on one rank."""
+"""The content of an optimizer: of which engines, and how much of a parameter it must have on one rank."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def bits_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def content_of(optimizer: torch.optim.Optimizer) -> Content:
-    """What an optimizer holds, to see whether that has changed."""
+    """The content of an optimizer, to see whether it has changed."""
     return tuple((id(params), len(params)) for params in (settings["params"] for settings in optimizer.param_groups))
 
 

@@ -130,7 +130,7 @@ class Joined(Part):
 
 
 class Shard(Part, nn.Parameter):
-    """What a model's Parameter is while this rank has a part of it: the same object, of this class."""
+    """The class of a model's Parameter while this rank has a part of it; the object is the same."""
 
     @property
     def origin(self) -> tuple[Mark | None, bool]:  # pyrefly: ignore[bad-override]
@@ -156,7 +156,7 @@ def _become(tensor: Any, cls: type) -> None:
 
 
 def cover_shards(groups: Iterable[Group]) -> None:
-    """Let the parameters know that they are parts, where they are."""
+    """Mark the parameters that are parts as such."""
     for group in groups:
         is_cut = group.row.shards_optimizer and group.layout.size > 1
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
@@ -179,7 +179,7 @@ def plain_of(tensor: Tensor) -> Tensor:
 
 
 def show_plain(value: object) -> None:
-    """Have state of an optimizer, which it may have made of its parameters before any step, be plain tensors."""
+    """Turn state of an optimizer, which it may have made of its parameters before any step, into plain tensors."""
     if isinstance(value, Part) and not isinstance(value, Shard):
         _become(value, Tensor)
 
@@ -192,7 +192,7 @@ _covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tenso
 
 
 def uncover(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer see plain tensors: its parameters, and their gradients. Other parts pass for such too."""
+    """Show the optimizer plain tensors: its parameters, and their gradients. Other parts pass for such too."""
     cover(optimizer)  # of a step that raised
     found = _covered[optimizer] = []
     for settings in optimizer.param_groups:
@@ -221,7 +221,7 @@ class CoversAll(Observer):
     """Undoes :func:`uncover`, in the next forward, for steps that raised."""
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Have parts be parts."""
+        """Show parts as parts again."""
         for optimizer in [*_covered]:
             cover(optimizer)
 
@@ -367,7 +367,7 @@ def _check_shapes(made: Any, parts: Sequence[Part]) -> None:
 
 
 def _mark(made: Any, parts: Sequence[Part], name: str) -> Any:
-    """Let a tensor that was computed from parts, or written with them, be one, and what it is a view of; returns it."""
+    """Turn a tensor that was computed from parts, or written with them, and its base into parts; returns it."""
     if type(made) not in (Tensor, nn.Parameter):
         return made
     mark, is_gradient = parts[0].origin

@@ -31,7 +31,7 @@ class WaitingSums(Observer):
         self._groups: weakref.WeakKeyDictionary[Group, _StandIns] = weakref.WeakKeyDictionary()
 
     def backward_begins(self, engine: Engine) -> None:
-        """Let ``.grad`` be what it is, once zeroed sums are dropped."""
+        """Show ``.grad`` as it is, once zeroed sums are dropped."""
         self.hide(engine)
 
     def backward_ended(self, engine: Engine) -> None:
@@ -40,7 +40,7 @@ class WaitingSums(Observer):
             self.show(engine)
 
     def show(self, engine: Engine) -> None:
-        """Let ``.grad`` be a stand-in wherever sums wait, so that ``zero_grad()`` is noticed."""
+        """Show a stand-in as ``.grad`` wherever sums wait, so that ``zero_grad()`` is noticed."""
         for group in engine.groups:
             if group.gradient.is_local:
                 self._groups.setdefault(group, _StandIns(group)).show()
@@ -90,7 +90,7 @@ class _StandIns:
         self._hidden: dict[int, Tensor | None] = {}  # what .grad was before; empty while no stand-in is shown
 
     def show(self) -> None:
-        """Have ``.grad`` of every trained parameter be a stand-in."""
+        """Show a stand-in as ``.grad`` of every trained parameter."""
         group = self._group()
         assert group is not None
         for index, shard in enumerate(group.shards):
@@ -190,7 +190,7 @@ class WaitingGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Let the gradient be zeroed, also through ``.data``, and refuse all else."""
+        """Allow that the gradient is zeroed, also through ``.data``, and refuse all else."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.zero_.default or func is torch_private.foreach_zero:

@@ -79,7 +79,7 @@ class Job:
     content: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """What runs where, for a comment."""
+        """A line for a comment: which command runs where."""
         each = f"{self.ranks_per_node} {'GPU' if self.has_gpus else 'process'}"
         plural = ("s" if self.has_gpus else "es") if self.ranks_per_node > 1 else ""
         return f"{self.config} on {self.num_nodes} node{'s' if self.num_nodes > 1 else ''} with {each}{plural} each"

@@ -48,7 +48,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def divide_sequences(model: nn.Module, comm: Comm, *, multiple: int = 1) -> str:
-    """Let ``model`` compute this rank's positions of the sequences that it is given.
+    """Make ``model`` compute only this rank's positions of the sequences that are passed to it.
 
     Returns:
         A line for a summary.
@@ -128,7 +128,7 @@ def attention_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def use_rings(model: nn.Module, rings: dict[str, Ring]) -> str:
-    """Let attention modules use ``rings``, by path; returns the name of the attention that the model had before."""
+    """Make attention modules use ``rings``, by path; returns the name of the attention that the model had before."""
     from transformers import AttentionInterface  # pyrefly: ignore[missing-import]
 
     AttentionInterface.register(NAME, _attend)

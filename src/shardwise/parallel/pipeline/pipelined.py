@@ -162,7 +162,7 @@ class Pipelined(Uncopyable):
                 self._count_once(parameters[name], holders)
 
     def _count_once(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """Let sums over all ranks count a parameter that several stages hold only on the first of them."""
+        """Make sums over all ranks count a parameter that several stages hold only on the first of them."""
         tp_rank, tp_size = self._tp
         held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
         place = holders.index(self._comm.rank)
@@ -170,7 +170,7 @@ class Pipelined(Uncopyable):
         set_slice(parameter, dataclasses.replace(held, copy=copy, copies=copies))
 
     def install(self, model: nn.Module, device: torch.device) -> None:
-        """Let ``model``, which has its engine, run stage by stage."""
+        """Make ``model``, which has its engine, run stage by stage."""
         comm = None if device.type == "meta" else self._comm  # a dry run has no peers
         self._store = self._make_store(model)
         self._stages = Stages(model, self.meta_copy, self._modules, self._num_stages, device=device, comm=comm)

@@ -215,7 +215,7 @@ class ScheduleRunner:
     _receive_activation = _receive_gradient = _receive
 
     def _told(self, boundary: int, peer: int) -> tuple[BoundaryTensor, ...]:
-        """What the peer's header says; in a dry run, where none sends one, what the trace says.
+        """Read the peer's header; in a dry run, where none is sent, take the trace's.
 
         All that can have a gradient is then taken to need one.
         """
@@ -232,7 +232,7 @@ class ScheduleRunner:
         return tuple(made)
 
     def _take(self, kind: Kind, stage: int, microbatch: int) -> list[Tensor] | None:
-        """What was received; ``None``: its sender is a stage of this rank."""
+        """Take the received tensors; ``None``: the sender is a stage of this rank."""
         if (kind, stage, microbatch) not in self._received:
             return None
         tensors = []

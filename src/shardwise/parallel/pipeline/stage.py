@@ -115,11 +115,11 @@ class Stages:
         return model is not None and model.training
 
     def key(self, batch: Any) -> Hashable:
-        """What batches of one flow have in common; its text is the same on every rank."""
+        """The key that all batches of one flow share; its text is the same on every rank."""
         return shape_key(batch), self.trains, torch.is_grad_enabled()
 
     def flow(self, batch: Any, call: Callable[[nn.Module, Any], Any], agreement: Agreement | None = None) -> StageFlow:
-        """What goes from stage to stage for batches of this shape.
+        """The tensors between stages for batches of this shape.
 
         Collective:
             All-gather of one integer along ``pp`` for a shape that is new. All ranks must call.
@@ -235,7 +235,7 @@ class _Pass:
     def call(
         self, module: StageModule, compute: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: torch.device
     ) -> Any:
-        """What the stage module returns."""
+        """Call the stage module, and return its output."""
         if self._is_over:
             raise _StageEnd
         number = self._place(module)

@@ -62,7 +62,7 @@ class StageModule:
         yield from self.meta_copy.named_buffers()
 
     def saved_state(self) -> list[Tensor]:
-        """Those of them that checkpoints hold."""
+        """The buffers that checkpoints contain."""
         return [*self.meta_copy.state_dict(keep_vars=True).values()]
 
     def compute_copy(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Any:
@@ -272,7 +272,7 @@ def make_meta_copy(model: nn.Module, modules: Sequence[StageModule]) -> nn.Modul
 
 
 def show_zeros(meta_copy: nn.Module, modules: Iterable[StageModule], device: torch.device) -> None:
-    """Let a meta copy show zeros on the device of activations to the model's forward, which reads devices and dtypes.
+    """Make a meta copy show zeros on the activations' device to the model's forward, which reads devices and dtypes.
 
     They take no memory. Only buffers outside of all stage modules, to which a forward may write, get their own.
     """

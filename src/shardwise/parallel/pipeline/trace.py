@@ -60,7 +60,7 @@ class Call:
     stage: int = 0
 
     def give(self, arguments: Sequence[Any], make: Callable[[int, Tensor], Any]) -> Any:
-        """What the call returns, with new tensors from ``make``."""
+        """The value that the call returns, with new tensors from ``make``."""
         assert self.leaves is not None
         assert self.spec is not None
         given = []
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass
 class StageFlow:
-    """What a trace found.
+    """The result of a trace.
 
     Attributes:
         calls: Calls of stage modules, in order.
@@ -173,7 +173,7 @@ class Tracer:
         return call.give(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
 
     def _computed(self, module: StageModule, arguments: Sequence[Any], spec: TreeSpec) -> Any:
-        """What the meta copy returns, where arguments that it hands through are the arguments themselves."""
+        """Call the meta copy. Arguments that it returns unchanged are replaced by the real ones."""
         spare = [a if isinstance(a, Tensor) else _copied(a) for a in arguments]
         try:
             given, versions, output = _attempt(module, arguments, spec, torch.device("meta"))
@@ -339,7 +339,7 @@ def tensors_in(value: Any, levels: int = 4) -> Iterator[Tensor]:
 
 
 def shape_key(batch: Any) -> Hashable:
-    """What two batches of the same shapes have in common."""
+    """The key that batches of the same shapes share."""
     leaves, spec = tree_flatten(batch)
     return str(spec), tuple(_kind(leaf) for leaf in leaves)
 

@@ -43,7 +43,7 @@ def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:
 
 
 def defer_weights(modules: Iterable[nn.Module], deferral: Deferral) -> None:
-    """Let the linear layers among ``modules`` leave gradients of weights and biases to ``deferral``.
+    """Make the linear layers among ``modules`` leave gradients of weights and biases to ``deferral``.
 
     A gradient that must be summed over ranks is not deferred: deferred gradients need no communication.
     """
@@ -54,7 +54,7 @@ def defer_weights(modules: Iterable[nn.Module], deferral: Deferral) -> None:
 
 
 def _share_inputs(model: nn.Module, layers: Mapping[str, ReplacedForward], cuts: ShardingPlan) -> None:
-    """Let several column-parallel layers of one module share their input."""
+    """Make several column-parallel layers of one module share their input."""
     siblings: dict[str, list[Column | CopiedColumn]] = {}
     for path, layer in layers.items():
         if isinstance(layer, Column | CopiedColumn):

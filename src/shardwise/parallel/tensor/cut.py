@@ -45,7 +45,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass
 class ShardingPlan:
-    """What tensor parallelism does to a model on one rank.
+    """The cuts of a model for tensor parallelism on one rank.
 
     Attributes:
         model: The model.
@@ -136,7 +136,7 @@ def find_cuts(
 
 
 def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
-    """What the user's table matches, and what known tables match besides."""
+    """Find the modules that the user's table matches, and those that known tables match in addition."""
     modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     given = [] if table is None else list(_matches(table, modules, names))

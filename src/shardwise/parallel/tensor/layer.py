@@ -257,7 +257,7 @@ class DenseMixture(ReplacedForward):
 
 @contextlib.contextmanager
 def _silent(layers: Iterable[Any]) -> Iterator[None]:
-    """Let layers take what they are given and give their term of the sum; a recomputation stops before their sums."""
+    """Disable the layers' own exchanges and return their term of the sum; a recomputation stops before their sums."""
     for layer in layers:
         layer.is_silent = True
     try:

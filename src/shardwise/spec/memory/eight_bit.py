@@ -1,4 +1,4 @@
-"""What ``torchao.optim.AdamW8bit`` keeps of a parameter (github.com/pytorch/ao, ``torchao/optim``).
+"""Optimizer state of ``torchao.optim.AdamW8bit`` for a parameter (github.com/pytorch/ao, ``torchao/optim``).
 
 Both moments are codes of one byte, with a scale in fp32 for each block and a table of the 256 values of a code, where
 the parameter (the piece of it on a rank) has at least 4,096 elements and consists of whole blocks. Others are in fp32.

@@ -322,7 +322,7 @@ def own_part(numel: int, size: int, rank: int) -> int:
 
 
 class _Backward(enum.Enum):
-    """What happens to the gradients of a backward."""
+    """The treatment of the gradients of a backward."""
 
     ALONE = "reduced; the sum is .grad"
     ADDED = "reduced; the sum is added to .grad"

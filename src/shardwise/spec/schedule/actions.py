@@ -1,4 +1,4 @@
-"""What a pipeline does, as data: one list of actions for each rank."""
+"""A pipeline's schedule as data: one list of actions for each rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.spec.errors import PlanError
 
 
 class Kind(StrEnum):
-    """What an action is: four computations and four ends of messages."""
+    """The kinds of actions: four computations and four ends of messages."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

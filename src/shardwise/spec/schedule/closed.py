@@ -89,7 +89,7 @@ class Held(NamedTuple):
 
 
 def held(actions: Sequence[Action], stage: int | None = None) -> Held:
-    """What a rank with these actions holds of all its stages, or of one, counted for any schedule."""
+    """Count what a rank with these actions holds of all its stages, or of one, for any schedule."""
     activations = in_flight = 0
     most = Held(0, 0)
     is_split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
@@ -104,7 +104,7 @@ def held(actions: Sequence[Action], stage: int | None = None) -> Held:
 
 
 def peak_held(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int, rank: int) -> Held:
-    """What a rank holds of all its stages, in closed form.
+    """The most that a rank holds of all its stages, in closed form.
 
     ====================  =================================  ==================
     schedule              activations                        in flight

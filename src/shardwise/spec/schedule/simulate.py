@@ -398,7 +398,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _needs(schedule: Schedule, action: Action) -> Iterator[Key]:
-    """What has to come before an action in its own rank's list."""
+    """Yield the keys that have to come before an action in its own rank's list."""
     stage, j = action.stage, action.microbatch
     whole = Kind.BACKWARD_INPUT if schedule.is_split else Kind.BACKWARD
     if action.kind is Kind.SEND_ACTIVATION:

@@ -1,4 +1,7 @@
-"""What a model is, for planning: its blocks and sizes, from which parameters, operations and bytes follow. No torch."""
+"""The shape of a model, for planning: its blocks and sizes, from which parameters, operations and bytes follow.
+
+No torch.
+"""
 
 from shardwise.spec.shape.decoder import gpt_shape
 from shardwise.spec.shape.families import FAMILIES, from_config

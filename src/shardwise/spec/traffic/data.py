@@ -191,7 +191,7 @@ def _gathers(unit: UnitFacts, rank: int, *, is_kept: bool, is_first_of_window: b
 
 
 def _second_phases(unit: UnitFacts, rank: int, replicas: Replicas | None) -> Iterator[Collective]:
-    """What follows the reductions of a unit: the parts of packed sums, and the sums over ``dp_replicate``."""
+    """Yield the collectives after the reductions of a unit: parts of packed sums, and sums over ``dp_replicate``."""
     for group in filter(_is_trained, unit.groups):
         if group.reduced_as is not None and not group.row.shards_optimizer:
             yield Collective("all_gather", unit.name, spread_bytes(group, rank), group.axis)

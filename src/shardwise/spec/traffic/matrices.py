@@ -1,4 +1,4 @@
-"""What ``sw.Muon`` sends in a step: slices of matrices to the ranks that orthogonalize them, and the results back.
+"""Messages of ``sw.Muon`` in a step: slices of matrices to the ranks that orthogonalize them, and the results back.
 
 A matrix of M elements lies in ``parts`` slices, by ``dp_shard``, ``cp`` and ``tp``, each of which ``replicas`` ranks
 hold. One of these ranks owns it::

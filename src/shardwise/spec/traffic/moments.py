@@ -23,7 +23,7 @@ from shardwise.spec.order import Ahead, units_ahead
 
 
 class What(Enum):
-    """What happens at a moment."""
+    """The kinds of events at a moment."""
 
     GATHER = "the gather of a unit is issued, where one is due"
     WAIT = "computation waits for the unit's gather"
@@ -52,7 +52,7 @@ class Moment(NamedTuple):
 
 
 class UnitMoves(Protocol):
-    """What has to be known of a unit; ``UnitFacts`` knows it, and :class:`Moves`."""
+    """The properties of a unit that moves need; ``UnitFacts`` and :class:`Moves` have them."""
 
     @property
     def name(self) -> str:

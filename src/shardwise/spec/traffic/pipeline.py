@@ -93,7 +93,7 @@ def action_messages(action: Action, crossing: Sequence[Sequence[CrossingBytes]])
 
 
 def copy_messages(copies: Sequence[Copies], rank: int) -> list[Collective]:
-    """What ``rank`` sends and receives of the gradients of parameters that several stages hold."""
+    """The messages of ``rank`` for the gradients of parameters that several stages hold."""
     found = []
     for held in copies:
         others = [peer for peer in held.ranks if peer != rank]

@@ -46,7 +46,7 @@ def row_bounds(num_rows: int, size: int) -> tuple[int, ...]:
 
 
 def lookup_bytes(rank: int, asked: Sequence[Sequence[int]], row_bytes: int) -> tuple[int, ...]:
-    """What a rank sends for a lookup: counts, ids, rows, and in backward gradients of rows.
+    """The bytes that a rank sends for a lookup: counts, ids, rows, and in backward gradients of rows.
 
     Args:
         rank: The rank.

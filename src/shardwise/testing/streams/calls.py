@@ -271,7 +271,7 @@ class Calls:
         stream.pending.append(_UnderWay(detector, started, [Target(tensor) for tensor in writes]))
 
     def _copy(self, *tensors: Tensor) -> Tensor:
-        """What is sent: the tensors one after the other, with what was to come into them on this stream."""
+        """Copy the sent data: the tensors one after another, with writes still pending on this stream."""
         _deliver_into(current_stream(), tensors)
         with self._detector.hidden(), torch.no_grad():
             copies = [tensor.detach().clone() for tensor in tensors]

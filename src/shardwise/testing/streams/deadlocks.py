@@ -41,7 +41,7 @@ class DeadlockError(AssertionError):
 
 
 class Program(NamedTuple):
-    """What a rank issues, in order.
+    """The operations that a rank issues, in order.
 
     Attributes:
         collectives: The collectives. Ranks may share them.
@@ -203,7 +203,7 @@ class _Run:
         return DeadlockError("\n".join([f"deadlock in the order of {self._order}: {told}", *lines]), circle)
 
     def _head_of(self, rank: int) -> tuple[Collective, _Meeting] | None:
-        """What a rank has begun and cannot end."""
+        """The collective that a rank has begun and cannot end."""
         for lane in self._lanes[rank]:
             for meeting in lane.meetings or ():
                 if not meeting.is_over:

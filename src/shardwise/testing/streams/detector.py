@@ -107,13 +107,13 @@ class Detector:
     # -- order
 
     def moment_of(self, agent: Agent) -> Clock:
-        """What is certain to be done where the calling thread enqueues something on a stream now (an event)."""
+        """The work certain to be done when the calling thread enqueues something on a stream now (an event)."""
         with self.lock:
             agent.learn(self.host.clock)
             return dict(agent.clock)
 
     def wait(self, agent: Agent, moment: Clock) -> None:
-        """Have a stream wait for an event, or a thread of the host."""
+        """Make a stream, or a thread of the host, wait for an event."""
         with self.lock:
             agent.learn(self.host.clock)
             agent.learn(moment)
@@ -265,12 +265,12 @@ _locked: dict[int, Memory] = {}
 
 
 def set_memory(storage: torch.UntypedStorage, memory: Memory) -> None:
-    """Have a storage lie in this memory."""
+    """Place a storage in this memory."""
     storage.__dict__[_KEY] = memory
 
 
 def lock_memory(address: int, memory: Memory) -> None:
-    """Have storages at this address that are yet to be made lie in this memory."""
+    """Place storages at this address that are yet to be made in this memory."""
     _locked[address] = memory
 
 
@@ -319,7 +319,7 @@ def active() -> Detector:
 
 @contextmanager
 def at_work(detector: Detector) -> Iterator[Seen]:
-    """Have a detector see what happens inside."""
+    """Observe all work inside the context with a detector."""
     _active.append(detector)
     try:
         yield detector.seen

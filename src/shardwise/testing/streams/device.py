@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` is while the device is pretended: streams and events that only order, and answers of a GPU.
+"""The pretended ``torch.cuda``: streams and events that only order, and answers of a GPU.
 
 Everything that is enqueued is done at once, in the order in which the host comes to it, so results are right. Streams
 and events move clocks of the detector. What other ranks have a part in, a collective, is delivered when a stream or the
@@ -97,7 +97,7 @@ class Stream:
         return all(each.is_done() for each in self.pending)
 
     def synchronize(self) -> None:
-        """Have the host wait for all that was enqueued."""
+        """Make the host wait for all that was enqueued."""
         self.deliver()
         active().host_waits("stream.synchronize", self.agent.clock)
 
@@ -133,7 +133,7 @@ class Event:
             active().wait(stream.agent, self._moment)
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Make the host wait for it."""
         if self._moment is not None:
             _deliver(self._pending)
             active().host_waits("event.synchronize", self._moment)

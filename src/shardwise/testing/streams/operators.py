@@ -29,7 +29,7 @@ _COPIES = {"aten::_to_copy", "aten::clone"}
 
 @dataclass(frozen=True)
 class _Schema:
-    """What an operator's schema says of its arguments, by position and by name.
+    """The arguments in an operator's schema, by position and by name.
 
     Attributes:
         name: As ``aten::add_``.

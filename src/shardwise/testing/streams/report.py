@@ -161,7 +161,7 @@ class Collective:
 
 @dataclass
 class Seen:
-    """What the detector has seen so far in its context.
+    """The detector's observations so far in its context.
 
     Attributes:
         races: Accesses that no wait orders.

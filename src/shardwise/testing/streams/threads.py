@@ -24,19 +24,19 @@ _END = "_shardwise_end"
 
 
 def install(patches: Patches, detector: Detector) -> None:
-    """Have pools, threads and queues tell the detector what they hand over."""
+    """Report to the detector what pools, threads and queues hand over."""
     for part in (_pools, _threads, _queues):
         part(patches, _Handover(detector))
 
 
 class _Handover:
-    """What one thread has seen when it hands something over, the other one has seen when it gets it."""
+    """Order between threads: all that one has seen when it hands something over, the other has seen when it gets it."""
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
 
     def moment(self) -> Clock:
-        """What the calling thread has seen and done."""
+        """The observations and work of the calling thread."""
         with self._detector.lock:
             self._detector.host.tick()
             return dict(self._detector.host.clock)
@@ -112,7 +112,7 @@ def _queues(patches: Patches, handover: _Handover) -> None:
 
 
 def run_backward_in_a_thread(patches: Patches, detector: Detector) -> None:
-    """Have every backward run in a thread of the device, as on CUDA, while the thread that calls it waits."""
+    """Run every backward in a thread of the device, as on CUDA, while the calling thread waits."""
     pool = concurrent.futures.ThreadPoolExecutor(1, _THREAD)
 
     def elsewhere(original: Callable[..., Any]) -> Callable[..., Any]:

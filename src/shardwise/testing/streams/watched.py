@@ -133,7 +133,7 @@ class _OfGpu(Detector):
             super().host_waits(why, moment)
 
     def callbacks(self) -> dict[str, Callable[..., None]]:
-        """What the trace calls, by the name of the event."""
+        """The trace's callbacks, by the name of the event."""
 
         def record(event: int, stream: int) -> None:
             self._events[event] = self.moment_of(self._agent(stream))

@@ -1,4 +1,4 @@
-"""What every rank of a large world issues in a step, from dry runs of a few of its ranks."""
+"""The operations of every rank of a large world in a step, from dry runs of a few of its ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def world_traces(
     ranks_per_machine: int | None = None,
     **options: Any,
 ) -> list[Program]:
-    """What each rank of a world issues in two steps and an update, in the order of issue.
+    """The operations of each rank of a world in two steps and an update, in the order of issue.
 
     Ranks that differ on data-parallel axes, ``tp`` and ``ep`` only do the same with other peers: of these one is run.
 

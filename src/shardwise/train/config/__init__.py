@@ -1,1 +1,1 @@
-"""What a run is: sections and fields, files, checks across sections."""
+"""The configuration of a run: sections and fields, files, checks across sections."""

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder's own configuration says, without transformers and without torch."""
+"""The configuration in a Hugging Face folder, read without transformers and without torch."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def read_language_model(folder: Path) -> LanguageModel:
 
 
 def _task(held: dict[str, Any]) -> Task:
-    """What the model of a folder's configuration is trained for.
+    """The task of a folder's model, by its configuration.
 
     Raises:
         NotTrainedError: For something else than language and classes.

@@ -867,7 +867,7 @@ def _seq_len(raw: RawConfig, positions: int | None, plan: ParallelPlan) -> int:
 
 
 def _items(error: Exception) -> list[str]:
-    """What a message of several lines lists; of a message without a list, what is wrong and what to do."""
+    """The entries that a message of several lines lists; of a message without a list, the fault and the advice."""
     lines = [line.strip().rstrip(".:") for line in str(error).splitlines() if line.strip()]
     return [line.removeprefix("- ") for line in lines if line.startswith("- ")] or ["; ".join(lines)]
 

@@ -67,7 +67,7 @@ def _place(name: str) -> str:
 
 
 class ModelSection(Section):
-    """What is trained: a built-in GPT (``preset`` and overrides of its fields), or a Hugging Face folder."""
+    """The model that is trained: a built-in GPT (``preset`` and overrides of its fields), or a Hugging Face folder."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -318,7 +318,7 @@ class TrainSection(Section):
 
 
 class CheckpointSection(Section):
-    """What is kept on disk."""
+    """The checkpoints on disk."""
 
     every: Positive | None = Field(None, description="steps between checkpoints; null: none on the way")
     keep: Annotated[int, Field(ge=2, le=10**6)] = Field(3, description="newest checkpoints kept, at least 2")
@@ -344,7 +344,7 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """What is shown and recorded."""
+    """The output and records of a run."""
 
     every: Positive = Field(
         1,
@@ -587,7 +587,7 @@ def _item(held: Any, key: str) -> Any:
 
 
 def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
-    """What was expected in place of ``got``; each branch of a union has reported a mismatch."""
+    """The expected values in place of ``got``; each branch of a union has reported a mismatch."""
     key, kind = path[-1], details[0]["type"]
     if kind in {"missing", "value_error"}:  # an error of ours says all; what was given may be secret
         return f"it has no {key}; name one" if kind == "missing" else str(details[0]["ctx"]["error"])

@@ -1,4 +1,4 @@
-"""What rows become: examples, by a form that texts, conversations and pairs have each."""
+"""From rows to examples, by a form that texts, conversations and pairs have each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.train.data.token_files import DataError
 
 
 class Example(NamedTuple):
-    """What a row becomes.
+    """An example, made of a row.
 
     Attributes:
         ids: Of all its tokens.

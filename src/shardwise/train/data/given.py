@@ -163,7 +163,7 @@ class LoaderSampler(IterableSampler):
             raise DataError(f"the loader {name} {what}: {type(error).__name__}: {error}") from error
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: with ``own``, which is this reader's."""
+        """The state for a checkpoint: with ``own``, this reader's part."""
         own = {"batches": self._num_read, "epoch": self._epoch}
         return Sampler.state(self) | {"own": own | ({"state": self.data.state_dict()} if has_state(self.data) else {})}
 

@@ -1,4 +1,4 @@
-"""What a step reads: some rows of tokens, by their index."""
+"""The samples of a step: some rows of tokens, by their index."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shifted(tokens: np.ndarray, end: int | None) -> Rows:
 
 
 class Samples(Protocol):
-    """What is read by index.
+    """Samples that are read by index.
 
     Attributes:
         num_samples: How many there are.

@@ -139,7 +139,7 @@ class Sampler:
         return _without_end(dataclasses.replace(self))
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint holds."""
+        """The state for a checkpoint."""
         return {"position": self.position, "seed": self.seed, "num_samples": self.num_samples}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a source's name means: its files, what is in them, and a look at them before training.
+"""Sources by name: their files, the contents of these, and a check of them before training.
 
 A *source* is a file, a folder (every visible file below it), a glob, ``stdlib`` (the source text of Python's own
 standard library) or ``random``. Its files hold text, token ids (``token_files``), or the rows of a data set
@@ -51,7 +51,7 @@ _LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a source name means: the files, what their tokens are, and how many.
+    """A source: its files, the kind of their tokens, and how many.
 
     Attributes:
         name: As it was configured.

@@ -101,7 +101,7 @@ class IterableSampler(Sampler):
         return ENDLESS
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; of an iterable with ``state_dict`` its own state, too."""
+        """The state for a checkpoint; for an iterable with ``state_dict`` its own state, too."""
         own = {"epoch": self._epoch, "state": self.data.state_dict()} if has_state(self.data) else None
         return Sampler.state(self) | ({} if own is None else {"own": own})
 
@@ -191,7 +191,7 @@ class StreamSampler(IterableSampler):
         return tokens[starts + np.arange(self.seq_len + 1)]
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint holds."""
+        """The state for a checkpoint."""
         where = dict(zip(("epoch", "place", "row"), self._begin, strict=True))
         return {**Sampler.state(self), **where, "taken": self._taken, "num_files": len(self.data.files)}
 
@@ -233,7 +233,7 @@ def _begun(items: Iterator[Any]) -> Future[Any]:
 
 @dataclass(frozen=True, slots=True)
 class StreamRows:
-    """What a sampler of text gives, as samples of the present step.
+    """The rows of a sampler of text, as samples of the present step.
 
     Attributes:
         data: The sampler.

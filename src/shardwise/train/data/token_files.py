@@ -77,7 +77,7 @@ def _is_index(path: Path) -> bool:
 
 
 def read_header(path: Path) -> TokenHeader:
-    """What a file of ids says of itself, compared with its real size.
+    """Read the header of a file of ids, and compare it with the file's real size.
 
     Raises:
         DataError: The header is damaged, or the file is shorter or longer than it says.

@@ -48,7 +48,7 @@ class Bytes:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """What is no byte, or no UTF-8, becomes U+FFFD."""
+        """Decode ids. Those that are no byte, or no UTF-8, become U+FFFD."""
         return bytes(token if token < BYTE_VOCAB else 0xFF for token in ids).decode("utf-8", "replace")
 
 
@@ -140,7 +140,7 @@ def _check_links(folder: Path) -> None:
 
 
 def _further_ends(folder: Path) -> list[int]:
-    """What ends an answer by the folder's settings for generation: chat models often have a token for it."""
+    """The tokens that end an answer by the folder's settings for generation: chat models often have one."""
     try:
         ends = read_json(folder / "generation_config.json").get("eos_token_id")
     except (OSError, ValueError, AttributeError):

@@ -1,1 +1,1 @@
-"""What a run writes and shows."""
+"""The files and the output of a run."""

@@ -1,4 +1,4 @@
-"""What a run says of itself: plan.json, summary.json and other files of its folder, first and last lines."""
+"""Reports of a run: plan.json, summary.json and other files of its folder, first and last lines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Speed:
-    """What this process has measured of its steps.
+    """Measurements of this process's steps.
 
     Attributes:
         tokens: Tokens of the steps that are timed, over all ranks.
@@ -167,7 +167,7 @@ class Report:
     def summary(
         self, done: Progressed, outcome: Outcome, speed: Speed, *, peak_bytes: int, failed_saves: list[str]
     ) -> dict[str, Any]:
-        """What summary.json says: steps, losses, predicted and measured memory and time."""
+        """The content of summary.json: steps, losses, predicted and measured memory and time."""
         return {
             "steps": done.step,
             "first_loss": done.first_loss,

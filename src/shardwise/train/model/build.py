@@ -204,7 +204,7 @@ def _call_with_decoder(model: Any, batch: TokenBatch) -> Any:
 
 
 def _cross_entropy(logits: Tensor, batch: TokenBatch) -> Tensor:
-    """Of logits (B, T, V) and targets (B, T), or (B, V) and (B,)."""
+    """Cross-entropy of logits (B, T, V) and targets (B, T), or (B, V) and (B,)."""
     logits, targets = logits.float().flatten(0, -2), batch.targets.flatten()
     if batch.num_targets is None:
         return F.cross_entropy(logits, targets)

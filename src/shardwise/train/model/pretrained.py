@@ -169,7 +169,7 @@ def _refusal(folder: Path, error: Exception) -> ConfigError:
 
 
 def _dtype(config: Any, files: WeightFiles | None) -> torch.dtype:
-    """What ``dtype="auto"`` is: the configuration's, or that of the first floating-point tensor in the files."""
+    """The dtype that ``"auto"`` means: the configuration's, or that of the first floating-point tensor in the files."""
     named = getattr(config, "dtype", None)
     if isinstance(named, str):
         named = getattr(torch, named.removeprefix("torch."), None)

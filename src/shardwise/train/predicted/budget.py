@@ -88,7 +88,7 @@ def find_device(num_ranks: int) -> Device | None:
 
 
 def _container_bytes() -> int | None:
-    """What a container leaves to its processes; ``None``: it sets no limit."""
+    """The memory that a container leaves to its processes; ``None``: it sets no limit."""
     try:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii")) for name in ("max", "current"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What the planner says of a run's step before the first one, for predicted.json."""
+"""The planner's prediction of a run's step, made before the first one, for predicted.json."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from shardwise.train.config.sections import OptimizerSection
 
 
 def traced(resolved: RunConfig) -> Any:
-    """What the model and the loss of a spec compute in a microbatch, traced without values: an ``sw.TracedModel``.
+    """The computation of a spec's model and loss in a microbatch, traced without values: an ``sw.TracedModel``.
 
     Raises:
         ConfigError: They cannot be traced; why.
@@ -60,7 +60,7 @@ def shape_of(resolved: RunConfig) -> ModelShape:
 
 
 def workload_of(resolved: RunConfig) -> Workload:
-    """What a step of the run computes, for the planner."""
+    """The planner's workload for a step of the run."""
     plan, section = resolved.plan, resolved.config.optimizer
     dtype = plan.precision.param_dtype if plan.mp_policy is not None else None
     return Workload(

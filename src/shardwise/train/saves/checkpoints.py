@@ -107,7 +107,7 @@ _NEW_LENGTH = " (from here on the learning rate is that of a schedule of the new
 
 
 def resharded(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """What is said of a checkpoint that was saved on another mesh: sizes by axis then and now."""
+    """The differences between the meshes of a checkpoint and of this run: sizes by axis then and now."""
     if not before or before == now:
         return []
     cuts = [" * ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) for sizes in (before, now)]
@@ -323,7 +323,7 @@ class Checkpoints:
         return self.uploads.add(path, keep=keep or self._keep, run_id=self._run_id) if path.exists() else []
 
     def hear(self) -> str | None:
-        """What there is to say of the save and the upload under way, as far as this rank knows. Does not wait."""
+        """The news of the save and the upload under way, as far as this rank knows. Does not wait."""
         step = self._step_under_way
         said = self._upload(step) if step else []
         if self._control.is_first:

@@ -1,4 +1,4 @@
-"""What a run's checkpoint says of the run beside its tensors, checked before anything is touched."""
+"""The run's own state in a checkpoint, next to tensors, checked before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What steps leave, find and take: values, times, updates, odd losses."""
+"""The results, data and problems of steps: values, times, updates, odd losses."""

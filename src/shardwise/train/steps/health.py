@@ -34,7 +34,7 @@ class Health:
         self._skipped_in_a_row = 0
 
     def warnings(self, step: int, values: ReadStep, *, safe: str) -> list[str]:
-        """What has to be said of a step.
+        """Warnings about a step.
 
         Raises:
             NonFiniteError: A loss or a norm is not finite, and such steps are not skipped, or too many of them were.

@@ -117,7 +117,7 @@ class ReadStep:
 
 
 def not_finite(values: ReadStep) -> str | None:
-    """What of a step is not finite: its loss on some ranks, or the norm of its gradient; ``None`` where all is well."""
+    """The first value of a step that is not finite: its loss on some ranks, or its gradient's norm; else ``None``."""
     bad = [rank for rank, value in values.losses.items() if not math.isfinite(value)]
     if bad:
         others = f" on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if len(values.losses) > 1 else ""

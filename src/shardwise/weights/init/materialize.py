@@ -326,7 +326,7 @@ def _unsaved_buffers(model: nn.Module) -> set[int]:
 
 
 def _agree_on_states(states: Sequence[Tensor], comm: Comm, mode: str) -> None:
-    """Have generator states equal rank 0's, in place."""
+    """Make generator states equal rank 0's, in place."""
     numbers = agree(comm, int(digest_of(states)[0]) if states else 0)
     if len(set(numbers)) == 1:
         return
@@ -357,7 +357,7 @@ def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """What a module owns, by name: its parameters, and its buffers."""
+    """The dictionaries of a module by name: its parameters, and its buffers."""
     return torch_private.parameters_of(module), torch_private.buffers_of(module)
 
 

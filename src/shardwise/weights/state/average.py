@@ -91,7 +91,7 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Have the model hold the average inside the context, and its own weights again afterwards.
+        """Show the average in the model inside the context, and its own weights again afterwards.
 
         Weights and average are exchanged in place; 16-bit weights are copied. Inside, forwards, ``sw.full_state_dict``
         and ``sw.save`` use the average; an optimizer's step and updates of the average are refused.
@@ -192,7 +192,7 @@ class ExponentialMovingAverage:
 
     @property
     def num_host_bytes(self) -> int:
-        """Of these, bytes on the host: where the weights are offloaded."""
+        """The bytes of these on the host: where the weights are offloaded."""
         return sum(average.nbytes for group, average in self._pairs() if group.facts.is_offloaded)
 
     @property

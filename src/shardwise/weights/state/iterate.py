@@ -110,7 +110,7 @@ class Units:
 
 
 def _owned(engine: Engine) -> list[Holding]:
-    """What this rank sends: over all ranks every element of every parameter once."""
+    """The elements that this rank sends: over all ranks every element of every parameter once."""
     found = [of_group(group, gathered_pieces(engine, group)) for group in in_order(engine)]
     found += of_sliced(engine, lambda _, part: part.is_counted)
     if is_first_of_stage(engine):

@@ -171,7 +171,7 @@ def _taken(tensor: Tensor, gathered: set[int]) -> Tensor:
 
 @contextlib.contextmanager
 def _whole_tensors_in(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[dict[int, str]]:
-    """Let the modules show whole parameters, so that torch's own ``state_dict`` walks them, hooks and all.
+    """Show whole parameters in the modules, so that torch's own ``state_dict`` walks them, hooks and all.
 
     Yields:
         The name of each parameter that is shown, by its ``id``.

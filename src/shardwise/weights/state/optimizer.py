@@ -334,7 +334,7 @@ class OptimizerState:
             self._allocate(held, parameter, keys[held.spec.name])
 
     def _allocate_flat(self, flat: FlatParameter, keys: Mapping[str, Mapping[str, Extent]]) -> None:
-        """Let the parameters of a flat one share its tensors, where the same was stored of all of them."""
+        """Make the parameters of a flat one share its tensors, where the same was stored of all of them."""
         names = [self._names[shard] for shard in flat.shards]
         stored = [{key: extent.dtype for key, extent in keys.get(name, {}).items()} for name in names]
         if any(other != stored[0] for other in stored):
