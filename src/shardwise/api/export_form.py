@@ -1,4 +1,4 @@
-"""How transformers knows a model: the names and shapes of its tensors in files, and its configuration."""
+"""The form in which transformers knows a model: names and shapes of its tensors in files, and its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.spec.shape.gpt import GPTConfig
 
 
 class Form(Protocol):
-    """How transformers knows a model.
+    """The form in which transformers knows a model.
 
     Attributes:
         stem: Of the files' names.
@@ -34,7 +34,7 @@ class Form(Protocol):
 
 
 def form_of(model: nn.Module, *, merges: bool = False) -> Form:
-    """How transformers, or for an adapted model peft, knows ``model``.
+    """The form in which transformers, or for an adapted model peft, knows ``model``.
 
     Args:
         model: The model.

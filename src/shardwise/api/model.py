@@ -17,7 +17,7 @@ from shardwise.spec.slice import slice_of
 
 
 def data_parallel_rank(model: nn.Module) -> int:
-    """Which share of the samples this rank reads, from 0 to :func:`data_parallel_size` - 1.
+    """The share of the samples that this rank reads, from 0 to :func:`data_parallel_size` - 1.
 
     A sampler of one's own divides the samples by these two, and a program seeds dropout by it: ranks that differ on
     ``tp``, ``cp`` or ``pp`` alone compute one model together, from the same samples. No communication.

@@ -29,7 +29,7 @@ from shardwise.spec.plan import ParallelPlan, check_plan
 
 @dataclass(frozen=True)
 class Preparation:
-    """Which modules and parameters of one model a plan treats apart.
+    """The modules and parameters of one model that a plan treats apart.
 
     Attributes:
         plan: The plan.

@@ -146,7 +146,7 @@ class Summary(Shown):
 
     @property
     def _groups(self) -> str:
-        """How the ranks are grouped, where they are."""
+        """The groups of ranks, if there are several."""
         replicas = self.mesh["dp_replicate"]
         if replicas == 1:
             return ""
@@ -162,7 +162,7 @@ class Summary(Shown):
 
     @property
     def _place(self) -> list[str]:
-        """Which stage, which part of a sequence and which slices this rank holds."""
+        """The stage, the part of a sequence and the slices of this rank."""
         words = {"pp": "pipeline stage", "cp": "part of each sequence", "tp": "slice"}
         shown = [f"{words[axis]} {at + 1} of {self.mesh[axis]} ({axis})" for axis, at in self.coordinate.items()]
         return [f"this rank holds {', '.join(shown)}"] if shown else []
@@ -350,7 +350,7 @@ def predict(
 
 
 def _accumulations(engine: Engine) -> set[str]:
-    """How microbatches have been added up so far; backwards that each synchronise are ``sharded`` anywhere."""
+    """The ways in which microbatches were added up so far; backwards that each synchronise are ``sharded`` anywhere."""
     seen = {engine.window.mode} if engine.backward.has_waited else set()
     return seen | ({"sharded"} if any(group.gradient.has_added for group in engine.groups) else set())
 

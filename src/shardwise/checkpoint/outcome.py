@@ -22,7 +22,7 @@ def report_name(rank: int) -> str:
 
 
 def name_space(error: OSError, folder: str | Path, needed_bytes: int) -> None:
-    """Where a disk was full, add to the error what the file needs and what is free now."""
+    """Add to the error, if a disk was full, what the file needs and what is free now."""
     if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
         return
     with contextlib.suppress(OSError):

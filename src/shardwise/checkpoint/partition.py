@@ -1,4 +1,4 @@
-"""How the elements of tensors are divided over ranks, as columns of numbers.
+"""The division of tensors' elements over ranks, as columns of numbers.
 
 A *partition* is one way to divide: the slices that tensor or expert parallelism makes (none where the tensor is not
 cut), and for each slice the pieces of ranks, one after the other from its first element to its last. Tensors that are
@@ -53,7 +53,7 @@ def column(values: Sequence[int]) -> Column:
 
 
 def offsets(counts: Column) -> Column:
-    """Where each of consecutive groups with so many members begins, and last their sum."""
+    """The first place of each of consecutive groups with so many members, and last their sum."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 

@@ -120,7 +120,7 @@ def _layout(metadata: dict[str, str], pieces: Iterable[Piece]) -> Layout:
 def file_layout(
     metadata: dict[str, str], entries: Iterable[tuple[str, str, tuple[int, ...]]]
 ) -> tuple[bytes, list[int], int]:
-    """Where a safetensors file has its tensors.
+    """The layout of a safetensors file.
 
     Args:
         metadata: Of the file.

@@ -1,4 +1,4 @@
-"""Where checkpoints are stored: folders of a file system, or an object store. Both answer the same five calls.
+"""Storage of checkpoints: folders of a file system, or an object store. Both answer the same five calls.
 
 A checkpoint in a folder is written beside its place and committed by a rename. An object store cannot rename: files are
 written in place, under names that no other save has, and the manifest, which is written last, commits them. A folder of
@@ -118,7 +118,7 @@ class StoredFile:
 
 
 def temporary_of(directory: Path, save_id: str) -> Path:
-    """Where the save ``save_id`` of a folder is written."""
+    """The place where the save ``save_id`` of a folder is written."""
     return directory.with_name(f"{directory.name}.tmp-{save_id}")
 
 

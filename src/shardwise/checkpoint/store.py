@@ -40,7 +40,7 @@ _TRASH = re.compile(
 
 
 def step_directory(root: str | os.PathLike[str], step: int) -> Path:
-    """Where the run in ``root`` keeps the checkpoint of ``step``."""
+    """The folder of the checkpoint of ``step`` in the run at ``root``."""
     return place_of(root) / CHECKPOINTS / f"step-{step:08d}"
 
 

@@ -143,7 +143,7 @@ def _written(
 
 
 def num_ranks_of(raw: RawConfig, gpus: int | None) -> int:
-    """How many ranks the run has: as asked, or the product of the degrees where the configuration has all of them.
+    """The number of ranks of the run: as asked, or the product of the degrees if the configuration has all of them.
 
     Raises:
         ConfigError: Neither says.

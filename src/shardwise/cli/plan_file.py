@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(made: Estimate, path: str) -> str:
-    """How the run is started: on one node one command, on several the same one on each."""
+    """The command that starts the run: on one node one command, on several the same one on each."""
     gpus, node = made.cluster.num_gpus, min(made.cluster.gpus_per_node, made.cluster.num_gpus)
     if gpus == node:
         return f"torchrun --nproc-per-node {node} -m shardwise train {path}"

@@ -124,7 +124,7 @@ class Comms:
 
     @property
     def reader(self) -> tuple[int, int]:
-        """Which share of the samples this rank reads, of how many. Ranks of one model read the same share."""
+        """The share of the samples that this rank reads, and of how many. Ranks of one model read the same share."""
         context = self.cp.size if self.cp is not None else 1
         return self.control.rank // context, self.control.size // context
 
@@ -288,7 +288,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Transport:
-    """How tensors travel.
+    """The transport of tensors.
 
     Attributes:
         backend: Backend of the process groups for tensors on a GPU.
@@ -450,7 +450,7 @@ def communicator(
 
 
 def timeout_s_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long a collective of ``group`` may take."""
+    """The time limit of a collective of ``group``."""
     timeout: dt.timedelta = group._get_backend(device).options._timeout
     return timeout.total_seconds()
 

@@ -193,7 +193,7 @@ class Sum(StrEnum):
 
 
 def way_of_sum(divisor: float, size: int, dtype: torch.dtype) -> Sum:
-    """How NCCL is to compute a sum divided by ``divisor``, without a kernel of its own for the division.
+    """The way for NCCL to compute a sum divided by ``divisor``, without a kernel of its own for the division.
 
     Where the divisor is a power of two NCCL multiplies every term by its reciprocal as it reads it: this is exact, so
     the result has the same bits. Any other divisor needs a true division of the sum (x/3 is not x * (1/3)).

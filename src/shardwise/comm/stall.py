@@ -574,7 +574,7 @@ def _described(kind: str, unit: str, numel: int, dtype: str) -> str:
 
 
 def _line(status: Mapping[str, Any]) -> str:
-    """Where in the program a rank waits; empty where it does not, or where it is in files of torch and ours alone."""
+    """The line of the program where a rank waits; empty if it does not, or only in files of torch and ours."""
     return f", at {status['line']}" if status["line"] else ""
 
 

@@ -137,7 +137,7 @@ class Extras:
 
 
 class Step:
-    """How the forwards and backwards between two updates of the parameters follow one another: here one of each.
+    """The order of forwards and backwards between two updates of the parameters: here one of each.
 
     Attributes:
         skips_hooks: All units are gathered and in their modules and stay so: the hooks return at once.

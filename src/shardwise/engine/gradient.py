@@ -48,7 +48,7 @@ class Meter:
         self.live = self.most = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes have been allocated; freed, where the number is negative."""
+        """Count bytes that have been allocated; freed ones, if the number is negative."""
         self.live += num_bytes
         self.most = max(self.most, self.live)
 
@@ -101,7 +101,7 @@ class _Kept(NamedTuple):
 
 
 class GradientStorage:
-    """Where ``.grad`` of a group's shards lives: memory that it has from the first gradient to ``zero_grad()``.
+    """The memory of ``.grad`` of a group's shards, which it has from the first gradient to ``zero_grad()``.
 
     Attributes:
         tensor: The memory, laid out as the master is: a slice of :attr:`full`, or memory of its own.
@@ -270,7 +270,7 @@ class Gradient:
 
     @property
     def held_buffers(self) -> tuple[Tensor | None, ...]:
-        """Where ``.grad`` lives, and sums that wait."""
+        """The memory of ``.grad``, and sums that wait."""
         return self.storage.tensor, None if self.storage.full is None else self.storage.full.memory, self.partial_store
 
     @property
@@ -471,7 +471,7 @@ class Gradient:
         return replicate.follow(inside, lambda: self._go_across(replicate), arrived)
 
     def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
-        """Where the sum over ``dp_shard`` goes: straight to where ``.grad`` lives if that is free, else in place."""
+        """The place of the sum over ``dp_shard``: straight where ``.grad`` lives if that is free, else in place."""
         if not self.group.facts.row.shards_optimizer:
             return buffer
         is_free = not (self.storage.is_lent or self.storage.is_apart or self.has_sums)

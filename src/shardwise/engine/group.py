@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Form:
-    """How one group is held and moved: in its own dtype, on the device that computes.
+    """The plain way to hold and move one group: in its own dtype, on the device that computes.
 
     The group passes itself to every method. Only the methods that are named in a form differ from this one's.
 
@@ -238,7 +238,7 @@ class Group:
 
     @property
     def resident_buffer(self) -> Tensor | None:
-        """Where the whole group lies for good; ``None`` where it is gathered from nothing."""
+        """The tensor that holds the whole group for good; ``None`` if it is gathered from nothing."""
         return self.master if self.is_alone else self.replica
 
     @property

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class State(StrEnum):
-    """Where a unit's parameters are."""
+    """The states of a unit's parameters."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"

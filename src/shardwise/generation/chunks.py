@@ -23,7 +23,7 @@ from shardwise.generation.sample import RngStreams, Sampling
 
 
 class Settings(NamedTuple):
-    """How to continue the prompts of a call: what makes decoders, what chooses tokens, its seed, the most tokens."""
+    """Settings for continuing a call's prompts: what makes decoders, what chooses tokens, its seed, the most tokens."""
 
     make_decoder: MakeDecoder
     sampling: Sampling
@@ -90,7 +90,7 @@ class Chunk:
 
 
 class RowSplit:
-    """Which data-parallel rank generates which rows of a batch, in chunks.
+    """The rows of a batch that each data-parallel rank generates, in chunks.
 
     Args:
         num_rows: Rows of each data-parallel rank's batch.

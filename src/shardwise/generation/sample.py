@@ -19,7 +19,7 @@ from shardwise.spec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen.
+    """The choice of the next token.
 
     Attributes:
         temperature: The divisor of logits; 0 takes the largest logit.

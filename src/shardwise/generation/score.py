@@ -41,7 +41,7 @@ _NORMALISED_NUMEL = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely a continuation is.
+    """The likelihood of a continuation.
 
     Attributes:
         logprobs: The natural logarithm of each token's probability after the tokens before it.

@@ -77,7 +77,7 @@ class ShardwiseFabricStrategy(DDPStrategy):
     # -- the model
 
     def module_init_context(self, empty_init: bool | None = None) -> Any:  # noqa: FBT001  fabric's form
-        """Where ``fabric.init_module()`` builds: with ``empty_init=True`` on meta, and ``setup`` makes the values."""
+        """The device of ``fabric.init_module()``: with ``empty_init=True`` meta, and ``setup`` makes the values."""
         return torch.device("meta") if empty_init else super().module_init_context(empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Which optimizers update which model."""
+"""The assignment of optimizers to the models that they update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank ended an attempt and why: from exit notes, exit codes and heartbeats to one block for people."""
+"""The rank that ended an attempt, and why: from exit notes, exit codes and heartbeats to one block for people."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def find_cause(
 def _ends(
     notes: Mapping[int, ExitNote], failures: Mapping[int, tuple[int, float]]
 ) -> list[tuple[int, float, int, Cause]]:
-    """How each rank that failed did: how little it counts as a cause, when, its rank, the cause that it would be."""
+    """The end of each failed rank: how little it counts as a cause, when, its rank, the cause that it would be."""
     ends: list[tuple[int, float, int, Cause]] = []
     first_s = min((time_s for _, time_s in failures.values()), default=0.0)
     for rank in sorted({*notes, *failures}):
@@ -175,7 +175,7 @@ def what_next(beat: heartbeat.Beat | None, logs: Path, next_words: str) -> str:
 
 
 def safe(beat: heartbeat.Beat | None, logs: Path) -> str:
-    """Which checkpoint of the run is safe: by a rank's heartbeat, else, as where a rank died early, by the folder."""
+    """The newest safe checkpoint: by a rank's heartbeat, else, as where a rank died early, by the folder."""
     folder = logs.parent / CHECKPOINTS
     step = 0 if beat is None else beat.saved_step
     if not step:

@@ -125,7 +125,7 @@ def launch(
 
 
 def num_workers(nproc: int | None = None) -> int:
-    """How many workers to start on this machine: ``nproc``, by default one for each GPU, else two.
+    """The number of workers to start on this machine: ``nproc``, by default one for each GPU, else two.
 
     Raises:
         ConfigError: ``nproc`` makes no sense here; with the arithmetic.

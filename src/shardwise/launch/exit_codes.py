@@ -63,7 +63,7 @@ PEER_LOST_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Bro
 
 @dataclass(frozen=True, slots=True)
 class ExitNote:
-    """How one rank ended.
+    """The end of one rank.
 
     Attributes:
         code: Exit code.

@@ -1,4 +1,4 @@
-"""Which rank has stopped making progress, what it is doing, and the end of the run.
+"""The search for a rank that has stopped making progress, its stack, and the end of the run.
 
 A run hangs when a rank's heartbeat (``launch.heartbeat``) stays at one place for longer than the limit that the rank
 has written there itself. The ranks that wait for it are overdue at the same time; the rank named is the one that the

@@ -1,4 +1,4 @@
-"""Which program this process runs, to be compared over ranks: versions that differ compute other numbers."""
+"""The program that this process runs, to be compared over ranks: versions that differ compute other numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who started this process: a run that its launcher starts again, perhaps on other machines, goes on in its folder.
+"""The starter of this process. A run that its launcher starts again, perhaps on other machines, stays in its folder.
 
 torchrun's count of restarts does not say so. Each agent has its own count, which stays 0 where a machine was lost or
 came back, and is above 0 after a first attempt that was refused. So a run's folder holds the names of the agents that

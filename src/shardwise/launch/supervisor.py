@@ -112,7 +112,7 @@ def kill_workers() -> None:
 
 
 def num_killed_for_memory() -> int:
-    """How many processes the kernel of this machine has killed for want of memory since it started."""
+    """The number of processes that this machine's kernel has killed for want of memory since it started."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -126,7 +126,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> World:
 
 
 def ranks_per_machine(size: int) -> int | None:
-    """How many of the world's ``size`` ranks each machine runs; ``None`` where the environment does not say."""
+    """The number of the world's ``size`` ranks on each machine; ``None`` if the environment does not say."""
     with contextlib.suppress(ConfigError, MeshError):
         world = read_world()
         if world.size == size:

@@ -370,7 +370,7 @@ def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any], *, count: int = 8
 
 
 def _shared(clock: Clock, comm: Comm) -> float:
-    """How far a computation and a gather that run at the same time take as long as one after the other."""
+    """The share of a computation and a gather that is lost when both run at the same time: 1 is one after the other."""
     if comm.device.type == "cuda":
         return 0.0
     buffer = torch.zeros((32 << 20) // 4 // comm.size * comm.size)

@@ -157,7 +157,7 @@ class Exchange:
         return dict(zip(names, arrived.split(sizes), strict=True))
 
     def _cuts(self, by_rank: Sequence[Sequence[str]], holder: Callable[[int], int]) -> list[int]:
-        """Where the elements for or from each rank begin, and the end; ``holder`` says whose ranges they are."""
+        """The first element for or from each rank, and the end; ``holder`` says whose ranges they are."""
         sizes = [
             sum(self._matrices[n].holders[holder(rank)].numel for n in names) for rank, names in enumerate(by_rank)
         ]

@@ -1,4 +1,4 @@
-"""Which parameters of a model Muon trains, and which of them are several matrices in one."""
+"""The parameters of a model that Muon trains, and those among them that are several matrices in one."""
 
 from __future__ import annotations
 

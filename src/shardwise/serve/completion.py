@@ -126,7 +126,7 @@ class Queue:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """How many completions wait."""
+        """The number of waiting completions."""
         return len(self._waiting)
 
     @property

@@ -60,7 +60,7 @@ class Span(NamedTuple):
 
 
 class Slowdown(NamedTuple):
-    """How much longer work takes while computation and communication run at the same time.
+    """The slowdown of work while computation and communication run at the same time.
 
     Attributes:
         compute: Factor of computation.
@@ -82,7 +82,7 @@ class Slowdown(NamedTuple):
         return stream in self.streams if self.streams else stream not in {COMPUTE, "host", "update"}
 
     def factors(self, num_computing: int, num_sending: int) -> tuple[float, float]:
-        """How much longer computation and communication take while so many streams are busy."""
+        """The slowdown of computation and of communication while so many streams are busy."""
         if self.shared:
             return (1 + self.shared * max(num_computing + num_sending - 1, 0),) * 2
         return (self.compute, self.transfer) if num_computing and num_sending else (1.0, 1.0)

@@ -102,7 +102,7 @@ _Best = tuple[int, int, int]
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Where each stage begins, so that the most expensive one costs as little as possible.
+    """The first layer of each stage, such that the most expensive stage costs as little as possible.
 
     Among divisions equal in that, one with the most even costs (by the sum of their squares) of those compared.
     Elements without cost stay with the element behind them where possible.

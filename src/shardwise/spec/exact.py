@@ -42,7 +42,7 @@ def splits_sums(plan: ParallelPlan) -> bool:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a run whose sums are split may be from one process after a few steps.
+    """The permitted distance from one process, after a few steps, of a run whose sums are split.
 
     Attributes:
         relative: Relative difference of losses and gradient norms.

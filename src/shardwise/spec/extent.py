@@ -176,7 +176,7 @@ def range_in_slice(extent: Extent, cuts: tuple[Cut, ...], box: Sequence[_Range])
 
 
 def tiling_problems(name: str, shape: tuple[int, ...], slices: Sequence[tuple[Cut, ...]]) -> list[str]:
-    """Where slices of a tensor overlap, and what none of them holds; empty where they make the whole.
+    """The overlaps and gaps of slices of a tensor; empty if they make the whole.
 
     Linear in the number of cells that all cuts together make, at most ``MAX_CELLS``.
     """

@@ -287,7 +287,7 @@ class EngineOptions:
         return (value, None) if isinstance(value, bool) else (True, value)
 
     def accumulation(self, row: Placements) -> str:
-        """How microbatches are added up, in the plan's words."""
+        """The way in which microbatches are added up, in the plan's words."""
         if self.defers_replicate:
             return "defer_replicate"
         is_sharded = row.pools_gradients if self.accumulates_sharded is None else self.accumulates_sharded

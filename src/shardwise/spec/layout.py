@@ -202,11 +202,11 @@ class GroupLayout:
         return self.cuts[rank + 1] - self.cuts[rank]
 
     def slice_of(self, rank: int) -> slice:
-        """Where slice ``rank`` lies in the gathered buffer."""
+        """The place of slice ``rank`` in the gathered buffer."""
         return slice(self.cuts[rank], self.cuts[rank + 1])
 
     def inner_cuts(self, size: int) -> tuple[int, ...]:
-        """Where the slices of an inner group of ``size`` ranks begin and end: as even as the alignment allows."""
+        """The ends of the slices of an inner group of ``size`` ranks: as even as the alignment allows."""
         pieces = self.numel // self.align_numel
         return tuple(index * pieces // size * self.align_numel for index in range(size + 1))
 
@@ -334,7 +334,7 @@ class ReduceLayout:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """Where the slices begin in the buffer, and where the last one ends."""
+        """The first element of each slice in the buffer, and the end of the last one."""
         return (0, *itertools.accumulate(self.data_numel(i) + self.header_numel(i) for i in range(self.num_slices)))
 
     @cached_property
@@ -363,7 +363,7 @@ class ReduceLayout:
         return self.cuts[place + 1] - self.cuts[place]
 
     def slice_of(self, rank: int) -> slice:
-        """Where the slice whose sum ``rank`` gets lies in the buffer."""
+        """The place in the buffer of the slice whose sum ``rank`` gets."""
         place = self.place(rank)
         return slice(self.cuts[place], self.cuts[place + 1])
 
@@ -420,7 +420,7 @@ class ReduceLayout:
         return tuple(gaps)
 
     def headers(self) -> tuple[tuple[int, int], ...]:
-        """Where each header starts, and its elements, of the slices that have one."""
+        """The start of each header, and its number of elements, for the slices that have one."""
         return tuple(
             (self.cuts[place] + self.data_numel(place), self.header_numel(place))
             for place in range(self.num_slices)
@@ -442,12 +442,12 @@ class FlatRange:
 
     @property
     def start(self) -> int:
-        """Where its first piece begins."""
+        """The start of its first piece."""
         return self.pieces[0].offset
 
     @property
     def stop(self) -> int:
-        """Where its last piece ends."""
+        """The end of its last piece."""
         return self.pieces[-1].offset + self.pieces[-1].numel
 
     @property

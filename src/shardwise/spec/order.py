@@ -344,7 +344,7 @@ class AgreedOrder:
         return len(self._order) > self._most
 
     def marks(self) -> list[int]:
-        """Which places this rank (where ranks negotiated: any) has used, 1 or 0: in this pass, then since `keep`."""
+        """Places that this rank (where ranks negotiated: any) has used, 1 or 0: in this pass, then since `keep`."""
         return [int(used == self._pass) for used in self._used_in] + [
             int(used > self._kept_since) for used in self._used_in
         ]
@@ -377,7 +377,7 @@ class AgreedOrder:
         return units_ahead(self._order[self._cursor :], ahead)
 
     def remaining(self, unit: int) -> int:
-        """How often ``unit`` is still expected in this pass."""
+        """The number of times that ``unit`` is still expected in this pass."""
         return self._order[self._cursor :].count(unit)
 
     def is_last(self, unit: int) -> bool:

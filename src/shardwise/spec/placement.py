@@ -1,4 +1,4 @@
-"""Where parameters, gradients and optimizer state live: the table that replaces "modes" and "stages".
+"""Placements of parameters, gradients and optimizer state: the table that replaces "modes" and "stages".
 
 A data-parallel strategy is one row. The engine reads the row's placements and never asks for the strategy's name.
 
@@ -17,7 +17,7 @@ from shardwise.spec.text import did_you_mean
 
 
 class Placement(StrEnum):
-    """Where a flat buffer lives on the ``dp_shard`` axis."""
+    """The place of a flat buffer on the ``dp_shard`` axis."""
 
     REPLICATE = "replicate"
     SHARD = "shard"

@@ -1,4 +1,4 @@
-"""How to train: one frozen description that planning, the engine, checkpoints and configuration share."""
+"""The plan: one frozen description that planning, the engine, checkpoints and configuration share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SYNCS = ("warn", "error", "rank0")
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Which strategy, on how many ranks of each axis, in which dtypes, with which units.
+    """The strategy, the number of ranks of each axis, the dtypes and the units of a training.
 
     Every policy can be given as the object, or as the mapping of its fields that a configuration file writes.
 
@@ -361,7 +361,7 @@ class ParallelPlan:
 
     @property
     def placements(self) -> Placements:
-        """Where parameters, gradients and optimizer state live."""
+        """The placements of parameters, gradients and optimizer state."""
         from shardwise.spec.placement import resolve_strategy  # loaded only when a strategy is asked for
 
         return resolve_strategy(self.strategy)
@@ -454,7 +454,7 @@ class ParallelPlan:
 
     @property
     def prefetch(self) -> tuple[int, int]:
-        """How many units are gathered ahead in forward and in backward."""
+        """The number of units gathered ahead in forward and in backward."""
         forward, backward = self.forward_prefetch, self.backward_prefetch
         return 1 if isinstance(forward, str) else forward, 1 if isinstance(backward, str) else backward
 

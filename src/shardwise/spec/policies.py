@@ -312,7 +312,7 @@ _RECOMPUTE_USAGE = (
 
 @dataclass(frozen=True, slots=True)
 class RecomputePolicy:
-    """Which modules are recomputed in backward, and which operators' outputs are kept all the same.
+    """The modules that are recomputed in backward, and the operators whose outputs are kept all the same.
 
     Attributes:
         modules: ``"units"``, the outermost units below the root; or a wrap policy that chooses other modules.
@@ -399,7 +399,7 @@ _ACTIVATIONS_USAGE = (
 
 @dataclass(frozen=True, slots=True)
 class ActivationOffloadPolicy:
-    """Which modules keep in host memory what their forward leaves for backward.
+    """The modules that keep in host memory what their forward leaves for backward.
 
     Of a module that is recomputed these are its inputs, else all tensors that autograd saves. They are copied while
     forward goes on, and copied back one module before backward needs them.
@@ -554,7 +554,7 @@ def check_offload(policy: OffloadPolicy | None, row: Placements) -> None:
 
 
 def choose(sizes: Sequence[int], ratio: float) -> list[bool]:
-    """Which units of these sizes in bytes are offloaded: ``ratio`` of all bytes, spread evenly over the units.
+    """Choose the units of these sizes in bytes to offload: ``ratio`` of all bytes, spread evenly over the units.
 
     The sum is off by at most half of the largest unit.
     """

@@ -1,4 +1,4 @@
-"""How results show themselves: a short ``repr``, text, a table in a notebook, a dict and a ``pandas.DataFrame``."""
+"""The display of results: a short ``repr``, text, a table in a notebook, a dict and a ``pandas.DataFrame``."""
 
 from __future__ import annotations
 

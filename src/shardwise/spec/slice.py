@@ -1,4 +1,4 @@
-"""Which part of a logical tensor a rank holds, where tensor or expert parallelism has cut the model.
+"""The part of a logical tensor on a rank, if tensor or expert parallelism has cut the model.
 
 A cut selects ranges of one dimension: a column-parallel weight of shape ``(f, h)`` on rank 1 of 2 is
 ``Cut(0, ((f/2, f),))``; a fused query-key-value weight has one cut with three ranges, the rank's rows of each. Cuts of

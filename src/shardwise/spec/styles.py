@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts the modules of a model: styles by name pattern, as plain data.
+"""The cuts of a model's modules for tensor parallelism: styles by name pattern, as plain data.
 
 ==================================  =================================================================================
 style                               what it does to the module or parameter at a pattern

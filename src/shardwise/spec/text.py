@@ -1,4 +1,4 @@
-"""How quantities, hints and tables are put into text."""
+"""Text of quantities, hints and tables."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Comparison:
         return spread | {path for path, count in planned.items() if count != alone.get(path)}
 
     def factor(self, point: Point) -> int:
-        """How many times that of one process a gradient is."""
+        """The ratio of a gradient to that of one process."""
         is_inside = point.path not in {"", LOSS} and point.kind in {INPUT_GRADIENT, OUTPUT_GRADIENT}
         return self._context if is_inside else 1
 

@@ -1,4 +1,4 @@
-"""Which difference is the first, and how it came about, from the sketches of all ranks."""
+"""The first difference, and how it came about, from the sketches of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a plan departs from one process: the first module, in the order of the step, that is not right.
+"""The place where a plan departs from one process: the first wrong module in the order of the step.
 
 A step is made under the plan and in one process (``record``). Every rank compares its tensors, as sketches, with its
 parts of the tensors of one process (``compare``). Ranks then exchange the sketches that differ, and judge them alike

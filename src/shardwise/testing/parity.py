@@ -96,7 +96,7 @@ class ParityRow:
 
     @property
     def shown_location(self) -> str:
-        """Where the plan differs, and what to look at if no module does."""
+        """The place where the plan differs, and what to look at if no module does."""
         if self.holds or not isinstance(self.location, NoDifference):
             return str(self.location)
         return (

@@ -111,7 +111,7 @@ class Shard:
 
     @property
     def range(self) -> Range:
-        """Which elements of the plain parameter these are; it keeps nothing of the model alive."""
+        """The elements of the plain parameter that these are; the range keeps nothing of the model alive."""
         return Range(self.start, self.stop, self.shape, self.stride, self._cuts)
 
 
@@ -211,17 +211,17 @@ class Probe:
 
     @property
     def reader(self) -> tuple[int, int]:
-        """Which share of the samples this rank reads, and of how many: ranks of one model read the same."""
+        """The share of the samples that this rank reads, and of how many: ranks of one model read the same."""
         return self._engine.comms.reader
 
     @property
     def replica(self) -> int:
-        """Which of the groups along ``dp_replicate`` this rank is in."""
+        """This rank's group along ``dp_replicate``."""
         return self._engine.comms.replica
 
     @property
     def placements(self) -> Placements:
-        """How the strategy holds parameters, gradients and optimizer state."""
+        """The placements of parameters, gradients and optimizer state under the strategy."""
         return self._engine.row
 
     @property
@@ -236,7 +236,7 @@ class Probe:
 
     @property
     def accumulation(self) -> str:
-        """How microbatches are added up: ``sharded``, ``unsharded`` or ``defer_replicate``."""
+        """The way in which microbatches are added up: ``sharded``, ``unsharded`` or ``defer_replicate``."""
         return self._engine.window.mode
 
     # -- values
@@ -300,7 +300,7 @@ class Probe:
 
     @property
     def receive_buffers(self) -> tuple[Tensor, ...]:
-        """Where the transport needs some (Gloo): the buffers in which sums are received, but for those in use now."""
+        """The buffers in which sums are received, if the transport needs some (Gloo), without those in use now."""
         scratches = (getattr(comm, "_scratch", None) for comm in self._engine.comms)
         return tuple(buffer for scratch in scratches if scratch is not None for buffer in scratch.free)
 

@@ -24,7 +24,7 @@ MICROBATCHES_AT_ONCE = 16
 
 
 def held_out_samples(part: Samples, batch: Batch, num_batches: int) -> int:
-    """How many held-out samples an evaluation takes.
+    """The number of held-out samples of an evaluation.
 
     ``num_batches`` global batches, or all there are where that is less, cut to a multiple of what all ranks forward at
     once. So the number does not depend on the world as long as the global batch does not.

@@ -63,7 +63,7 @@ MEASURED_STEPS = 3
 
 
 class Owner(Protocol):
-    """Who makes the steps, and knows what they are made of."""
+    """The maker of the steps, who knows what they are made of."""
 
     def state(self) -> dict[str, Any]:
         """The state for checkpoints in addition to tensors, the same on every rank. Collective, if it likes."""
@@ -472,7 +472,7 @@ class Loop:
 
     @property
     def safe(self) -> str:
-        """Which checkpoint holds the run."""
+        """The checkpoint that holds the run."""
         return f"checkpoint of step {self.saves.saved_step}" if self.saves.saved_step else "no checkpoint yet"
 
     def _take(self, values: ReadStep, *, made_steps: int) -> Record:

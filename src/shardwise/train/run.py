@@ -52,7 +52,7 @@ class Stateful(Protocol):
     """A sampler, a loader or a schedule that can say where it is, in what JSON holds."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """The place of the data."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
@@ -210,7 +210,7 @@ class Run:
 
     @contextlib.contextmanager
     def _exit_codes(self) -> Iterator[None]:
-        """Where something has started this rank, an error becomes what it understands: a note and an exit code."""
+        """Turn an error into what the starter of this rank, if there is one, understands: a note and an exit code."""
         try:
             yield
         except ShardwiseError as error:
@@ -305,7 +305,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """How many steps of the whole run have been made."""
+        """The number of steps of the whole run so far."""
         return self._running.step
 
     @property

@@ -43,7 +43,7 @@ class BufferSync(Observer):
         self._flats: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def set_sources(self, ranks: Sequence[int]) -> None:
-        """Whose buffers count: those of the ranks that have a batch. The first one's are sent."""
+        """Send the buffers of the first of these ranks: those that have a batch."""
         self._root, self._num_sources = ranks[0], len(ranks)
         self._is_source = self._comm.rank in ranks
 

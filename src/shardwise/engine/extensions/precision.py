@@ -68,7 +68,7 @@ def tell_of_narrow_masters(engine: Engine, _optimizer: torch.optim.Optimizer) ->
 
 
 class Policies:
-    """Which policy is in force where in ``model``.
+    """The policies in force in the parts of ``model``.
 
     Attributes:
         heads: Where a policy begins: the paths of modules that an override names, and the root's, ``""``.

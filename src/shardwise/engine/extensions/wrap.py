@@ -195,7 +195,7 @@ def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def assign_parameters(
     root: nn.Module, unit_names: Iterable[str], ignored: Ignored = NOTHING
 ) -> dict[str, list[OwnedParameter]]:
-    """Which unit owns which parameter: the lowest one that covers all uses. ``""`` is the root. No unit: ``ignored``.
+    """Assign each parameter to the lowest unit that covers all its uses. ``""`` is the root. No unit: ``ignored``.
 
     Tied parameters are found by identity. Order within a unit is the order of registration.
     """

@@ -1,4 +1,4 @@
-"""How a shard is held, and how it becomes the gathered buffer: in int8, on the host, kept over a few ranks.
+"""Forms of a shard, and of its way into the gathered buffer: in int8, on the host, kept over a few ranks.
 
 Also what extensions, weights and optimizers all know of shards: what is left alone (``ignored``), gradients
 that wait for their reduction (``waiting``), and how optimizers hold shards (``flat_parameters``, ``optimizer``).

@@ -1,4 +1,4 @@
-"""How a module is known to be parallelized, and a parameter to be a shard: what the user passes leads to the engine."""
+"""Marks on parallelized modules and on shards, which lead from what the user passes to the engine."""
 
 from __future__ import annotations
 

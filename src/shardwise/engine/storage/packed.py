@@ -173,7 +173,7 @@ def is_quantizable(parameter: nn.Parameter, uses: Iterable[Use], form: str) -> b
 
 
 def _gathered_cuts(group: Group) -> tuple[int, ...]:
-    """Where the slices of a gather begin, in bytes, and where the last one ends."""
+    """The first byte of each slice of a gather, and the end of the last one."""
     return packed_cuts(group.layout.cuts, group.facts.sent_as or "none", dtype_name(group.dtype))
 
 

@@ -241,7 +241,7 @@ _Way = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 @functools.cache
 def _way_of(func: Callable[..., Any]) -> _Way:
-    """How a function is called that has parts among its arguments: decided by the function alone."""
+    """The way to call a function that has parts among its arguments: decided by the function alone."""
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # pyrefly: ignore[missing-attribute] - of a property

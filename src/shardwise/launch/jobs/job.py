@@ -229,7 +229,7 @@ def _check_time(time: str, saves_s: int) -> None:
 
 
 def machines(num_ranks: int, most_on_one: int) -> tuple[int, int]:
-    """How many machines, and ranks on each.
+    """The number of machines, and of ranks on each.
 
     Raises:
         ConfigError: The ranks do not fill the machines.

@@ -1,4 +1,4 @@
-"""Which models context parallelism serves, and how it is installed in them.
+"""The models that context parallelism serves, and its installation in them.
 
 Causal language models of transformers call attention by a name in the model's configuration (``AttentionInterface``). A
 model under ``cp`` has our name there; the attention module holds its ring. transformers has no function for masks by

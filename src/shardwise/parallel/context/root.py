@@ -32,7 +32,7 @@ class Root(Replacement):
         self._has_compared = self.is_alone
 
     def divide(self, whole_BT: Tensor, targets_BT: Tensor | None = None) -> Division:
-        """How sequences of these tokens are divided; compares tokens and targets with the other ranks once.
+        """Divide sequences of these tokens; compares tokens and targets with the other ranks once.
 
         Collective:
             The first time an all-gather of one integer on ``cp``.
@@ -83,7 +83,7 @@ IGNORED = -100
 
 
 class Division:
-    """How sequences of one length are divided.
+    """The division of sequences of one length.
 
     Sequences that cannot be divided evenly are padded with their last token, and with targets that do not count. Under
     causal attention no other position sees the padding.

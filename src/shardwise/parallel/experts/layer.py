@@ -1,4 +1,4 @@
-"""Which modules are mixtures of experts, how they are divided, and the one forward that sends tokens to their experts.
+"""Mixtures of experts: their modules, their division, and the one forward that sends tokens to their experts.
 
 Shape suffixes: ``B`` batch, ``T`` sequence, ``N`` tokens, ``K`` choices of each, ``M`` rows that this rank's experts
 compute, ``E`` experts, ``C`` width.

@@ -1,4 +1,4 @@
-"""Which rows go to which expert, and the way there and back: all-to-alls on ``ep`` as a pair of autograd functions.
+"""Rows on their way to experts and back: all-to-alls on ``ep`` as a pair of autograd functions.
 
 =================  =========================================  ====================================================
 function           forward                                    backward

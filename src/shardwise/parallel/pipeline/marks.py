@@ -1,4 +1,4 @@
-"""Which activations a value was computed from: marks on tensors that every operation copies to its results.
+"""The activations from which a value was computed: marks on tensors that every operation copies to its results.
 
 The autograd graph does not tell: what is detached, compared or rounded has no graph. Marks belong to the memory of a
 tensor, so that views, detached tensors and tensors written in place carry them. Needed by models that compute between

@@ -183,7 +183,7 @@ class ScheduleRunner:
 
     @property
     def _trained(self) -> int:
-        """Which parameters are trained, as a number: gradients, and so headers, depend on that."""
+        """The set of trained parameters, as a number: gradients, and so headers, depend on it."""
         return 0 if self._job.agreement is None else self._job.agreement.wait()
 
     # -- messages

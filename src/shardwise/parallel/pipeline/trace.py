@@ -1,4 +1,4 @@
-"""Which tensors go from stage to stage, for one shape of batch: found by a forward that computes nothing.
+"""The tensors between stages, for one shape of batch: found by a forward that computes nothing.
 
 Every stage module returns zeros that take no memory, of the shapes that its meta copy returns. What the model computes
 between its stage modules really runs on these zeros, and marks (``marks``) tell from which modules' outputs a value was
@@ -285,7 +285,7 @@ def _copied(value: Any) -> Any:
 
 
 def _versions(values: Iterable[Any]) -> list[tuple[int, int]]:
-    """How often each tensor among ``values`` has been written to."""
+    """The number of writes so far to each tensor among ``values``."""
     return [(id(value), value._version) for value in values if isinstance(value, Tensor)]  # noqa: SLF001
 
 

@@ -81,7 +81,7 @@ class WeightGradStore:
         return output.add_(bias) if key is None else _Add.apply(output, bias, (self, key))
 
     def _key_for(self, parameter: Tensor, device: torch.device) -> Key | None:
-        """Where to store the gradient of ``parameter``; ``None``: autograd has it, as that of a computed weight."""
+        """The key for the gradient of ``parameter``; ``None``: autograd has it, as that of a computed weight."""
         is_ready = torch.is_grad_enabled() and parameter.requires_grad and parameter.is_leaf
         return self._key if is_ready and not _is_autocast(device) else None
 

@@ -141,7 +141,7 @@ def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Route:
-    """Where the rows of one call lie.
+    """The places of one call's rows.
 
     Attributes:
         cuts: Where this rank's different ids begin for each rank that holds their rows, and the end.

@@ -237,7 +237,7 @@ def _check_ties(model: nn.Module, cuts: ShardingPlan) -> None:
 
 
 def _check_positions(model: nn.Module, cuts: ShardingPlan) -> None:
-    """Where positions are divided, gradients of uncut parameters are partial, and some forward must sum them."""
+    """Check divided positions: gradients of uncut parameters are partial, and some forward must sum them."""
     for path, module in model.named_modules():
         if not cuts.divides_sequence(path):
             continue

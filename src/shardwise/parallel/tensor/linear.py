@@ -32,7 +32,7 @@ class Deferral(Protocol):
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """How a column-parallel layer computes and communicates.
+    """The computation and communication of a column-parallel layer.
 
     Attributes:
         comm: The axis ``tp``.

@@ -20,7 +20,7 @@ from shardwise.parallel.tensor.pairs import join_last
 
 
 class Vocabulary:
-    """How ids are divided over the ranks."""
+    """The division of ids over the ranks."""
 
     def __init__(self, sizes: Sequence[int], comm: Comm) -> None:
         self.sizes = tuple(sizes)

@@ -18,7 +18,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 @dataclass(frozen=True, slots=True)
 class PipelinePolicy:
-    """How microbatches go through the stages of a pipeline.
+    """The way of microbatches through the stages of a pipeline.
 
     Attributes:
         schedule: ``"gpipe"``: all forwards, then all backwards. ``"1f1b"``: the same bubble, and activations of at most

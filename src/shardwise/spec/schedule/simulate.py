@@ -21,7 +21,7 @@ _SENT_BY = {Kind.RECEIVE_ACTIVATION: Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT
 
 @dataclass(frozen=True)
 class Durations:
-    """How long one (virtual) stage takes for one microbatch, in any unit of time.
+    """The time of one (virtual) stage for one microbatch, in any unit of time.
 
     Attributes:
         forward: A forward.

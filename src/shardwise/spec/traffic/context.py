@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """Which of a rank's queries attend to which keys of a block.
+    """The part of a rank's queries that attend to a block, and the keys that they attend to.
 
     Attributes:
         rows: The queries.
@@ -56,7 +56,7 @@ def own_ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], tupl
 
 
 def part_of(rank: int, source: int, length: int, *, is_causal: bool) -> Part:
-    """Which of ``rank``'s queries attend to which of ``source``'s keys, both of ``length`` positions."""
+    """The part of ``rank``'s queries and of ``source``'s keys, both of ``length`` positions, that attention needs."""
     everything = slice(0, length)
     if not is_causal or source == rank:
         return Part(everything, everything, is_causal)

@@ -30,7 +30,7 @@ class Agent:
 
     @property
     def time(self) -> int:
-        """How many things it has done."""
+        """The number of things that it has done."""
         return self.clock[self.number]
 
     def tick(self) -> int:

@@ -296,7 +296,7 @@ def memory_of(tensor: Tensor) -> Memory | None:
 
 
 def side_of(tensor: Tensor) -> Side:
-    """Where a tensor lies; what the detector does not know lies on the host."""
+    """The side on which a tensor lies; a tensor that the detector does not know lies on the host."""
     memory = memory_of(tensor)
     return Side.HOST if memory is None else memory.side
 

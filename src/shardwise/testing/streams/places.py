@@ -1,4 +1,4 @@
-"""Where in a program something happened: a short stack, without torch's frames and those of this package."""
+"""The place in a program where something happened: a short stack, without torch's frames and those of this package."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _replace_factories(patches: Patches, detector: Detector) -> dict[Any, Any]:
 
 
 def _side_of_options(kwargs: dict[str, Any]) -> Side | None:
-    """Where a factory with these options makes its tensor; the options become those of a CPU."""
+    """The side on which a factory with these options makes its tensor; the options become those of a CPU."""
     is_pinned = bool(kwargs.pop("pin_memory", False))
     if _is_device(kwargs.get("device")):
         kwargs["device"] = _CPU

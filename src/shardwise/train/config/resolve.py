@@ -642,7 +642,7 @@ def _form(
     task: Task,
     first: Mapping[str, Any],
 ) -> Form:
-    """How rows like the first one become examples.
+    """Find the form in which rows like the first one become examples.
 
     Raises:
         ConfigError: There is no such column, or the tokenizer cannot make conversations text.

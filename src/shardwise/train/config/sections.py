@@ -85,7 +85,7 @@ class ModelSection(Section):
 
 
 class OneSource(Section):
-    """How one source of tokens is read."""
+    """The reading of one source of tokens."""
 
     column: str | None = Field(
         None,
@@ -112,7 +112,7 @@ class MixedSection(OneSource):
 
 
 class DataSection(OneSource):
-    """Where tokens come from and how they are cut into samples."""
+    """The sources of tokens, and their division into samples."""
 
     source: str | None = Field(
         None,
@@ -261,7 +261,7 @@ class ScheduleSection(Section):
 
 
 class TrainSection(Section):
-    """How long, how much at once, and how often the held-out loss is taken."""
+    """The length of the run, the sizes of batches, and the evaluations."""
 
     steps: Positive = Field(1000, description="optimizer steps; derived where epochs is given")
     epochs: PositiveFloat | None = Field(

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation, or of a prompt and its answer, are learned.
+"""The learned tokens of a conversation, or of a prompt and its answer.
 
 A conversation becomes text by the chat template of its tokenizer. Where the template marks what the assistant says
 (``{% generation %}``), that is learned. Any other template is applied to the conversation up to an answer, once without
@@ -54,7 +54,7 @@ def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
 
 
 def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | None:
-    """Where an answer ends in a conversation's text.
+    """The end of an answer in a conversation's text.
 
     Args:
         text: Of the whole conversation.
@@ -95,7 +95,7 @@ def rendered(held: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """How rows become examples.
+    """Rows of conversations as examples.
 
     Attributes:
         held: The tokenizer of transformers.

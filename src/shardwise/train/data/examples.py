@@ -184,7 +184,7 @@ class Examples:
         return cls(found["ids"], found["spans"] if "spans" in found.column_names else None)
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of examples."""
         return len(self.ids)
 
     def split(self, held_out: float | None) -> tuple[Examples, Examples]:
@@ -206,7 +206,7 @@ class Examples:
         return np.concatenate([np.zeros(0, np.int64), *(chunk.flatten() for chunk in self.spans.chunks)]).reshape(-1, 2)
 
     def num_targets(self, most: int) -> np.ndarray:
-        """How many tokens of each are learned where it is cut to ``most``: the first has nothing before it."""
+        """The number of learned tokens of each example cut to ``most``: the first has nothing before it."""
         starts, ends = self.edges().T
         learned = np.maximum(np.minimum(ends, most) - np.maximum(starts, 1), 0)
         numbers = np.repeat(np.arange(len(self)), _lengths(self.spans) // 2)

@@ -26,7 +26,7 @@ Placed = tuple[str, Mapping[str, Any]]
 
 
 class Form(Protocol):
-    """How rows become examples."""
+    """The conversion of rows to examples."""
 
     def encode(self, rows: Sequence[Placed]) -> Sequence[Example]:
         """The examples of rows.

@@ -44,11 +44,11 @@ class Apportionment:
         return (2 * number + 1) * self._halves[source]
 
     def due_before(self, time: int) -> list[int]:
-        """How many samples of each source are due before a time."""
+        """The number of samples of each source that are due before a time."""
         return [(time + half - 1) // (2 * half) for half in self._halves]
 
     def taken(self, position: int) -> list[int]:
-        """How many of the first ``position`` samples are of each source."""
+        """The number of samples of each source among the first ``position``."""
         early = max(position - len(self._halves), 0)  # each source is at most half a sample ahead of its share
         counts = self.due_before(math.floor(early * self._time_of_sample))
         while sum(counts) < position:
@@ -113,7 +113,7 @@ class MixedSamples:
         return joined(found, has_positions=self.has_positions)
 
     def num_targets(self, indices: Iterable[int]) -> int | None:
-        """How many tokens of these samples are learned; ``None``: all, as in every source."""
+        """The number of learned tokens of these samples; ``None``: all, as in every source."""
         if all(part.num_targets(()) is None for part in self.parts):
             return None
         own: list[list[int]] = [[] for _ in self.parts]

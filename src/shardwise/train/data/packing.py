@@ -50,7 +50,7 @@ class PackedRows:
         return len(self.ends)
 
     def __str__(self) -> str:
-        """How the examples were laid out, in a line."""
+        """The layout of the examples, in a line."""
         room = max(self.num_samples * self.seq_len, 1)
         notes = [f"{self.num_cut:,} longer than {self.seq_len:,} tokens and cut"] if self.num_cut else []
         notes += [f"{self.num_left_out:,} left out, as nothing of them is learned"] if self.num_left_out else []
@@ -60,7 +60,7 @@ class PackedRows:
         ) + "".join(f"; {note}" for note in notes)
 
     def num_targets(self, indices: Iterable[int]) -> int:
-        """How many tokens of these rows are learned."""
+        """The number of learned tokens of these rows."""
         return int(self.targets[list(indices)].sum())
 
     def rows(self, indices: Sequence[int]) -> Rows:

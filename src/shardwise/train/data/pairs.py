@@ -22,7 +22,7 @@ from shardwise.train.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """How rows become examples.
+    """Rows of pairs as examples.
 
     Attributes:
         held: The tokenizer of transformers.

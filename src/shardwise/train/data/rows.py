@@ -73,5 +73,5 @@ class Samples(Protocol):
         ...
 
     def num_targets(self, indices: Iterable[int]) -> int | None:
-        """How many tokens of these samples are learned; ``None``: all. Reads no tokens."""
+        """The number of learned tokens of these samples; ``None``: all. Reads no tokens."""
         ...

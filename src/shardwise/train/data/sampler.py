@@ -1,4 +1,4 @@
-"""Which sample is read by whom: a permutation of each epoch, cut into global batches, cut over ranks.
+"""The reader of each sample: a permutation of each epoch, cut into global batches, cut over ranks.
 
 The order of samples is one endless sequence of *global positions* 0, 1, 2, ... Position ``p`` belongs to epoch
 ``p // num_samples`` and reads sample ``permutation(seed, epoch)[p % num_samples]``. A step with a global batch of ``B``
@@ -161,7 +161,7 @@ def _without_end(sampler: Sampler) -> Iterator[list[Draw]]:
 
 
 class DistributedSampler:
-    """Which samples of a data set this rank reads, for ``DataLoader(data, batch_size, sampler=...)``.
+    """The samples of a data set that this rank reads, for ``DataLoader(data, batch_size, sampler=...)``.
 
     Every sample is read once in an epoch, by one rank: nothing is repeated to fill up, and nothing is left out unless
     ``drop_last`` says so. The order of an epoch depends on ``seed`` and the epoch alone; rank ``r`` of ``n`` takes
@@ -242,7 +242,7 @@ class DistributedSampler:
             self.epoch, self._start, self._num_given = epoch, 0, 0
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Where the epoch is, for any number of ranks.
+        """The place in the epoch, for any number of ranks.
 
         With ``DataLoader(num_workers=...)`` the iterator is ahead of training, because workers read in advance. So give
         the number of samples that training has consumed::
@@ -321,7 +321,7 @@ def natural(state: Mapping[str, Any], key: str) -> int:
 
 
 def _place_of(model: Any, rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Which share of the samples is read here, of how many."""
+    """The share of the samples that is read here, and of how many."""
     if (rank is None) != (num_replicas is None) or (model is not None and rank is not None):
         raise ConfigError(
             "DistributedSampler: rank and num_replicas are given together, or a model, which knows both.\n"

@@ -206,7 +206,7 @@ def open_data(
 
 
 def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
-    """How many of the tokens are for training; the rest, at least one sample where there are two, is held out."""
+    """The number of tokens for training; the rest, at least one sample where there are two, is held out."""
     held = max(int(num_tokens * held_out), min(seq_len + 1, num_tokens // 2))
     return num_tokens - held
 

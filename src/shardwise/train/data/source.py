@@ -272,7 +272,7 @@ def text_among_tokens(file: Path, name: str) -> DataError:
 
 
 def ending(file: Path) -> str:
-    """How a file's name ends, that of a compression left out."""
+    """The ending of a file's name, without that of a compression."""
     endings = [part for part in Path(str(file)).suffixes if part not in _COMPRESSED]
     return endings[-1] if endings else ""
 

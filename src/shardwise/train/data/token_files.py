@@ -36,7 +36,7 @@ class DataError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class TokenHeader:
-    """Where the ids of a file are, and of what kind.
+    """The place and kind of the ids in a file.
 
     Attributes:
         dtype: Of an id, unsigned: an id below 0 is one beyond every vocabulary.

@@ -1,4 +1,4 @@
-"""Which rank owns which elements of which unit, for plan.json."""
+"""The owner of each element of each unit, for plan.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where rank 0 writes the numbers of a step: metrics.jsonl, TensorBoard, Weights & Biases, MLflow, Trackio."""
+"""Rank 0's writers of the numbers of a step: metrics.jsonl, TensorBoard, Weights & Biases, MLflow, Trackio."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _MUCH_DATA = 0.1
 
 @dataclass(slots=True)
 class Progressed:
-    """How far a run has come: what checkpoints hold beside tensors.
+    """The progress of a run: the content of checkpoints in addition to tensors.
 
     ``best`` is the best value of ``checkpoint.best`` so far, of ``best_step``, and ``num_worse`` the evaluations since.
     """
@@ -54,7 +54,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run."""
 
     exit_code: int
     reason: str

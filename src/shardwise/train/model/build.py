@@ -123,7 +123,7 @@ def _deferred_hf(folder: Path, lora: LoraSection, device: torch.device) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """How the model is called with inputs and targets, and what of its output is the loss, as for ``sw.train_step``.
+    """The model's call with inputs and targets, and the loss in its output, as for ``sw.train_step``.
 
     Attributes:
         forward: Gives the model's output.

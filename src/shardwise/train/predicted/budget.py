@@ -30,7 +30,7 @@ PROCESS_BYTES = 240 << 20
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where ranks compute.
+    """The device on which ranks compute.
 
     Attributes:
         device_type: ``cuda`` or ``cpu``.

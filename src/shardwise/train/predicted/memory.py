@@ -34,7 +34,7 @@ from shardwise.weights.state.average import ExponentialMovingAverage
 
 
 class ActiveUnit:
-    """Which unit of a model computes forward now, while it is entered; recomputation in backward counts as forward."""
+    """The unit of a model that computes forward now, while entered; recomputation in backward counts as forward."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -168,7 +168,7 @@ def predict(
 
 
 def _workspace_bytes(device: torch.device) -> int:
-    """What torch gives cuBLAS for each thread that multiplies, out of the memory for tensors, unless told otherwise.
+    """Bytes that torch gives cuBLAS for each multiplying thread, from the memory for tensors, unless told otherwise.
 
     Source: docs.nvidia.com/cuda/cublas, cublasSetWorkspace: 32 MiB from Hopper on; torch's own 4096:2:16:8 KiB before.
     """

@@ -40,7 +40,7 @@ class _Strict(BaseModel):
 
 
 class SavedProgress(_Strict):
-    """How far the run had come (``log.Progressed``)."""
+    """The progress of the saved run (``log.Progressed``)."""
 
     step: _Natural
     tokens: _Natural
@@ -54,7 +54,7 @@ class SavedProgress(_Strict):
 
 
 class SavedSampler(_Strict):
-    """Where the data was: samples consumed, in a stream where in which chunk, and what a user's own says (``own``)."""
+    """The place of the data: samples consumed, in a stream where in which chunk, and a user's own state (``own``)."""
 
     seed: int
     position: _Natural | None = None

@@ -1,4 +1,4 @@
-"""How long the ranks may take for what they do, told to those who watch them (``launch.hang``) by the heartbeat."""
+"""Time limits for the ranks' work, told by the heartbeat to those who watch them (``launch.hang``)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Pace:
 
     @property
     def step_limit_s(self) -> float:
-        """How long a step may take, once one has been made."""
+        """The time limit of a step, once one has been made."""
         return self.step_timeout_s or max(SHORTEST_S, TIMES * self._longest_s)
 
     @property
     def long_limit_s(self) -> float:
-        """How long starting, the first step, a load, a save or an evaluation may take."""
+        """The time limit of starting, the first step, a load, a save or an evaluation."""
         return max(LONG_S, TIMES * self.step_limit_s)
 
     def start(self) -> None:

@@ -27,7 +27,7 @@ TOKENS = "tokens"
 
 
 class StepTime:
-    """How long a step takes, without waiting for its end."""
+    """The time of a step, taken without waiting for its end."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None

@@ -62,7 +62,7 @@ Given = Init | Mapping[str, Tensor] | Weights
 
 
 class Source:
-    """Where the values of meta tensors come from: what was recorded of them. Values are made on the CPU.
+    """The source of meta tensors' values: what was recorded of them. Values are made on the CPU.
 
     Args:
         recording: ``None`` where nothing is computed.
@@ -293,7 +293,7 @@ def _read(files: Weights, name: str, like: Tensor) -> Tensor:
 
 
 def _no_reset(model: nn.Module) -> str | None:
-    """Which module with meta tensors that are saved cannot initialise them; ``None``: all of them can."""
+    """The module with meta tensors that are saved which cannot initialise them; ``None``: all of them can."""
     unsaved = _unsaved_buffers(model)
     for path, module in model.named_modules():
         owned = {name: tensor for name, tensor in _meta_tensors(module).items() if id(tensor) not in unsaved}

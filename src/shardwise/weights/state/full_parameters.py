@@ -32,7 +32,7 @@ from shardwise.weights.state.held import gathered_pieces, of_group
 
 @dataclass(slots=True)
 class Whole:
-    """How a unit is shown whole at the moment."""
+    """The way in which a unit is shown whole at the moment."""
 
     is_written_back: bool
     is_on_root_only: bool

@@ -213,7 +213,7 @@ def ignored_extents(names: Names) -> Pairs:
 
 
 def count_holders(ignored: Ignored, comms: Comms) -> dict[str, int]:
-    """How many ranks hold each ignored parameter of this rank.
+    """The number of ranks that hold each ignored parameter of this rank.
 
     Collective:
         With ``pp``, an all-gather of their names; without, all ranks hold the same.

@@ -77,7 +77,7 @@ class _Held:
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        """Which slice of the logical tensor the parameter is."""
+        """The slice of the logical tensor that the parameter is."""
         return self.spec.extent(0, 0).cuts
 
     @property
@@ -127,7 +127,7 @@ class _Held:
             yield (*self.view.shape[:first], *ones), (*logical[:first], *ones), self.cuts
 
     def _cuts_of_parts(self, part: int) -> tuple[Cut, ...] | None:
-        """Which rows or blocks are those of this slice, where it consists of whole ones; ``None`` where it does not."""
+        """The rows or blocks of this slice, if it consists of whole ones; ``None`` if it does not."""
         if not self.cuts:
             return ()
         inner = math.prod(self.spec.logical_shape[1:])
