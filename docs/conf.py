@@ -81,8 +81,7 @@ contents: dict[str, tuple[str, ...]] = {
         "Pipeline parallelism <docs/pipeline-parallelism>",
         "Context parallelism <docs/context-parallelism>",
         "Expert parallelism <docs/expert-parallelism>",
-        "Inference <docs/inference>",
-        "Serving <docs/serving>",
+        "Evaluate and serve <docs/evaluate-and-serve>",
         "Reports <docs/reports>",
     ),
     "How it works": (

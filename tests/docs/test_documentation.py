@@ -143,7 +143,7 @@ def test_two_machines_meet_as_the_page_says_and_rank_0_alone_prints_and_saves(tm
 
 
 def test_times_of_generation_are_those_of_the_file_that_is_linked() -> None:
-    page = (ROOT / "docs" / "inference.md").read_text()
+    page = (ROOT / "docs" / "evaluate-and-serve.md").read_text()
     shown = [line for line in page.splitlines() if line.startswith(("| one process ", "| tp=2", "| pp=2", "| ddp |"))]
     measured = (ROOT / "docs" / re.findall(r"\]\(([^)]+-generation\.md)\)", page)[0]).read_text().splitlines()
     assert len(shown) == 4
