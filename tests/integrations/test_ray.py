@@ -46,7 +46,7 @@ def train(config: dict[str, Any]) -> None:
     """What each worker does."""
     import ray.train
 
-    from shardwise.integrations.ray import report, restore
+    from shardwise.integrations.contrib.ray import report, restore
 
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()

@@ -52,7 +52,7 @@ def engine(folder: str, plan: Any, **options: Any) -> Any:
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
-    from shardwise.integrations.verl import ShardwiseEngineConfig
+    from shardwise.integrations.contrib.verl import ShardwiseEngineConfig
 
     if not is_initialized():
         init_process_group("gloo")
@@ -159,7 +159,7 @@ def test_steps_are_those_of_the_plain_model_and_go_on_under_another_plan(tmp_pat
 
 def refuse(folder: str) -> None:
     be_on_cpu()
-    from shardwise.integrations.verl import ShardwiseEngineConfig
+    from shardwise.integrations.contrib.verl import ShardwiseEngineConfig
     from shardwise.spec.errors import PlanError, StateError
 
     assert "tp=2: verl's engine" in refusal(PlanError, ShardwiseEngineConfig, plan={"tp": 2})

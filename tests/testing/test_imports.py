@@ -84,7 +84,7 @@ READ_PRIVATE_NAMES = {
     "engine/hooks.py",
     "engine/extensions/activation_offload.py",
     "weights/init/deferred.py",
-    "integrations/verl.py",
+    "integrations/contrib/verl.py",
     "measure/calibrate.py",
     "measure/meta.py",
     "measure/storage.py",

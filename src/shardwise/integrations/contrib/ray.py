@@ -1,8 +1,11 @@
 """Checkpoints in Ray Train.
 
+Tested with two workers on the CPUs of one machine. It has never run on a GPU, on several machines or with storage that
+is no file system.
+
 ::
 
-    from shardwise.integrations.ray import report, restore
+    from shardwise.integrations.contrib.ray import report, restore
 
     def train(config):  # what TorchTrainer calls on every worker
         model = sw.parallelize(build().to(ray.train.torch.get_device()), sw.ParallelPlan(strategy="zero3"))

@@ -1,9 +1,12 @@
 """An engine for verl's training workers.
 
+Tested alone on two CPU ranks: steps, checkpoints, weights. It has never run on a GPU, in verl's trainers under Ray, or
+with rollouts.
+
 ::
 
     torchrun --nproc-per-node 8 -m verl.trainer.sft_trainer engine=fsdp engine.strategy=shardwise +engine.plan=zero3
-        engine._target_=shardwise.integrations.verl.ShardwiseEngineConfig ...
+        engine._target_=shardwise.integrations.contrib.verl.ShardwiseEngineConfig ...
 
 ``_target_`` imports this module, which registers the engine under ``backend="shardwise"``. It is verl's FSDP engine for
 language models (how a batch is divided, what of the logits is the loss), with a model that ``sw.parallelize`` has made
