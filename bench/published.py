@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,7 @@ def _plan(row: Mapping[str, str], degrees: Mapping[str, int], num_microbatches: 
     given = row["strategy"]
     kind = "ddp"
     for strategy, marks in (
-        ("hsdp", ("HSDP", "HYBRID", "Megatron-FSDP")),  # Megatron-Bridge says: sharding group of 8
+        ("hsdp", ("HSDP", "HYBRID", "Megatron-FSDP")),
         ("zero3", ("FSDP", "ZeRO-3")),
         ("zero2", ("ZeRO-2",)),
         ("zero1", ("ZeRO-1", "dist-opt")),
@@ -169,14 +170,19 @@ def _plan(row: Mapping[str, str], degrees: Mapping[str, int], num_microbatches: 
             kind = strategy
             break
     options: dict[str, Any] = dict(degrees)
+    if group := re.search(r"FSDP sharding group=(\d+)", row["notes"]):
+        options["dp_shard"] = int(group[1])
     if degrees["pp"] > 1:
         options["pipeline"] = _pipeline(row, degrees["pp"], num_microbatches)
+    if row["source"].startswith("PyTorch FSDP API"):  # it wraps single linear layers
+        options["auto_wrap_policy"] = {"by_class": ["Block", "Linear"]}
     divides = degrees["tp"] > 1 and ("SP" in given or "(RS)" in given or given.startswith("FSDP2"))
     return ParallelPlan(
         strategy=kind,
         sequence_parallel=divides,
         activation_checkpointing="full" if row["act_ckpt"] == "full" else "none",
         offload_policy="cpu" if "param-cpu" in row["offload"] else "none",
+        offload_activations="activation-cpu" in row["offload"],
         mp_policy=PrecisionPolicy(reduce_dtype="bf16") if row["source"].startswith(_REDUCES_BF16) else None,
         **options,
     )

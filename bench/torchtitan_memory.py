@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bench.accounting import TORCHTITAN
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import memory_on
 from shardwise.spec.plan import ParallelPlan
@@ -63,7 +64,8 @@ def predicted_gib(run: Run) -> float:
         recompute=run.recompute,
         compile=run.is_compiled,
     )
-    return memory_on("cuda", ModelShape.from_config(run.model), plan, workload).reserved_bytes / GIB
+    found = memory_on("cuda", ModelShape.from_config(run.model), plan, workload, accounting=TORCHTITAN)
+    return found.reserved_bytes / GIB
 
 
 def main() -> None:

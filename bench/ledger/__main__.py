@@ -22,7 +22,8 @@ from pathlib import Path
 import yaml
 
 import bench.software  # noqa: F401  the names in the column ``software``
-from bench.validate_memory import MEGATRON, predicted
+from bench.accounting import MEGATRON
+from bench.validate_memory import predicted
 from shardwise.planner import Cluster, Workload, estimate
 from shardwise.planner.accounting import OURS
 from shardwise.planner.band import BANDS, regime

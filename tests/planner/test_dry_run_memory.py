@@ -15,6 +15,7 @@ from shardwise.planner.memory import memory_on
 MODEL = {"num_layers": 6, "hidden": 256, "num_heads": 4, "vocab_size": 2048, "seq_len": 256, "tied": False}
 FEW_WORDS = {**MODEL, "vocab_size": 64}
 WORLD = 8
+LAYERS = {"strategy": "zero3", "auto_wrap_policy": {"by_class": ["Block", "Linear"]}}
 
 #: Model, plan, samples of a microbatch, microbatches, dtype.
 CASES = [
@@ -33,6 +34,10 @@ CASES = [
     (MODEL, {"strategy": "zero3", "offload_policy": {"ratio": 0.5}}, 1, 1, "bf16"),
     (MODEL, {"strategy": "zero3", "quantized_gather": "int8"}, 1, 1, "bf16"),
     (MODEL, {"strategy": "zero3", "reshard_after_forward": 2}, 1, 1, "bf16"),
+    (MODEL, LAYERS, 1, 1, "bf16"),
+    (FEW_WORDS, LAYERS, 1, 1, "bf16"),
+    (FEW_WORDS, {**LAYERS, "activation_checkpointing": "full"}, 4, 1, "bf16"),
+    (FEW_WORDS, {**LAYERS, "accumulation": "unsharded"}, 1, 2, "bf16"),
     (FEW_WORDS, {"strategy": "zero3", "tp": 2, "sequence_parallel": True}, 4, 1, "bf16"),
     (FEW_WORDS, {"strategy": "zero3", "cp": 2}, 4, 1, "bf16"),
     (FEW_WORDS, {"strategy": "zero1", "pp": 2, "pipeline": "1f1b"}, 4, 4, "bf16"),

@@ -6,8 +6,8 @@ import csv
 
 import pytest
 
+from bench.accounting import ZERO
 from bench.published import TABLE
-from shardwise.planner.accounting import ZERO, framework_states
 from shardwise.planner.states import Parameters, Rules
 from shardwise.spec.placement import PRESETS
 
@@ -26,5 +26,5 @@ def test_there_are_54_cells():
 def test_model_states_are_those_of_the_table(row, strategy, column):
     rules = Rules(row=PRESETS[strategy], shard_size=int(row["dp"]))
     billions = float(row["params_b"])
-    held = framework_states(Parameters(0), ((1, Parameters(int(billions * 1e9))),), rules, ZERO).footprint
+    held = ZERO(Parameters(0), ((1, Parameters(int(billions * 1e9))),), rules)[0].footprint
     assert held.on_device / 1e9 == pytest.approx(float(row[column]), rel=0.0005)  # four digits

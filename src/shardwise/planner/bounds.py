@@ -88,14 +88,14 @@ class MemoryBound:
         return held
 
     def _live(self, candidate: Candidate) -> tuple[float, float]:
-        """Parameters of the largest block, and bytes that the blocks of a rank keep for backward."""
+        """Parameters of the largest layer, which may be a unit, and bytes that a rank's blocks keep for backward."""
         layout, recompute = candidate.layout, candidate.recompute
         kind = recompute if isinstance(recompute, str) else "full"
         key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch, kind
         if key not in self._work:
             workload = dataclasses.replace(self._workload, micro_batch=candidate.micro_batch)
             blocks = model_work(self._shape, degrees_of(layout), workload)[1:-1]
-            largest = max((unit.num_parameters for unit in blocks), default=0)
+            largest = max((each.num_weights / each.num_kernels for unit in blocks for each in unit.products), default=0)
             self._work[key] = largest, sum(unit.count * unit.kept_bytes(kind) for unit in blocks)
         block, kept = self._work[key]
         if candidate.offloads_activations:

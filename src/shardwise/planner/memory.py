@@ -7,15 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardwise.cost.hardware import Cluster
-from shardwise.cost.work import UnitWork, hidden_matrices, model_work
+from shardwise.cost.work import UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
-from shardwise.planner.accounting import OURS, Accounting, StateBytes, framework_states
+from shardwise.planner.accounting import OURS, Accounting
 from shardwise.planner.activations import Around, HeadSaved, Saved, block_saved, head_saved
 from shardwise.planner.device import BESIDE
 from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
 from shardwise.planner.stage import Chain, Stage, stages
-from shardwise.planner.states import Parameters, Rules, States, held_matrices, states
+from shardwise.planner.states import Parameters, Rules, States, Unit, held_matrices, states
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import WrapByClass
 from shardwise.spec.shape import Block, ModelShape
 
 
@@ -70,13 +71,13 @@ def memory_on(
     """As :func:`estimate_memory`, of which the type of the device is all that the bytes depend on."""
     if accounting.is_fused:
         workload = replace(workload, compile=True)
-    inputs = _Inputs(shape, plan, workload, accounting)
+    inputs = _Inputs(shape, plan, workload, accounting, _rules(plan, workload, device_type))
     units = model_work(shape, plan, workload)
-    rules = _rules(plan, workload, device_type)
-    ranks = [_on_rank(stage, units, rules, inputs) for stage in _stages(inputs, units)]
+    ranks = [_on_rank(stage, units, inputs) for stage in _stages(inputs, units)]
     found = [(rank, list(rank.moments())) for rank in ranks]
     rank, moments = max(found, key=lambda item: max(sum(held.values()) for _, held in item[1]))
-    return _estimate(rank, moments, inputs)
+    num_logits = units[-1].inner_bytes / item_bytes(workload) if rank.head is not None else 0.0
+    return _estimate(rank, moments, inputs, num_logits)
 
 
 class _Inputs(NamedTuple):
@@ -84,6 +85,7 @@ class _Inputs(NamedTuple):
     plan: ParallelPlan
     workload: Workload
     accounting: Accounting
+    rules: Rules
 
 
 def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
@@ -132,7 +134,7 @@ def _accumulation(plan: ParallelPlan, workload: Workload) -> str | None:
 
 def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
     """The pipeline ranks of which one holds most: the first, the second, and the last."""
-    shape, plan, workload, accounting = inputs
+    shape, plan, workload, accounting, _ = inputs
     blocks = units[1:-1]
     costs = tuple(unit.num_parameters for unit in blocks)
     head_cost = shape.vocab * shape.hidden // plan.tp
@@ -159,8 +161,8 @@ def _parameters(unit: UnitWork, workload: Workload, *, block_of: ModelShape | No
     return Parameters(unit.num_trained, frozen=frozen, packed=packed, matrices=min(matrices, unit.num_trained))
 
 
-def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _Inputs) -> Rank:
-    shape, plan, workload, accounting = inputs
+def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank:
+    shape, plan, workload, accounting, rules = inputs
     embedding, *blocks, head = units
     root = _parameters(embedding, workload) if stage.has_embedding else Parameters(0)
     if stage.has_head:
@@ -172,8 +174,11 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
         for unit, count in zip(blocks, stage.blocks, strict=True)
         if count
     )
-    held = accounting.states
-    found = states(root, runs, rules) if held is None else framework_states(root, runs, rules, held)
+    if accounting.states is None:
+        found = states(root, runs, rules)
+        update = _update_bytes(found, rules, sum(count * held_matrices(unit, rules) for count, unit in runs))
+    else:
+        found, update = accounting.states(root, runs, rules)
     around = Around.of(shape, plan, workload)
     ending = head_saved(head, around) if stage.has_head else None
     if ending is not None and accounting.logit_bytes is not None:
@@ -185,9 +190,9 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
         parts=tuple(_parts(stage, found, blocks, inputs, around)),
         head=ending,
         rules=rules,
-        is_constant=held is not None,
+        is_constant=accounting.states is not None,
         num_microbatches=num_microbatches(plan, workload),
-        update_bytes=_update_bytes(found, rules, held, sum(count * held_matrices(unit, rules) for count, unit in runs)),
+        update_bytes=update,
     )
 
 
@@ -196,18 +201,31 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
 _MUON_BYTES = 8
 
 
-def _update_bytes(found: States, rules: Rules, held: StateBytes | None, matrices: int) -> float:
+def _update_bytes(found: States, rules: Rules, matrices: int) -> float:
     """What the optimizer's step holds beside its state.
 
     The square roots of Adam's second moments, as torch updates all parameters at once (``foreach``) on a GPU; what Muon
     exchanges.
     """
-    if held is not None:
-        return held.update / held.optimizer * found.footprint.optimizer
     if matrices:
         return _MUON_BYTES * matrices
     is_at_once = rules.device_type != "cpu" and rules.optimizer_tensors == 2 and not rules.in_backward
     return found.footprint.optimizer / rules.optimizer_tensors if is_at_once else 0.0
+
+
+#: Classes of linear layers. Where a plan makes units of them, a block is gathered and reduced a layer at a time.
+_LAYERS = frozenset({"Linear", "Conv1D"})
+
+
+def _by_layer(unit: Unit, work: UnitWork, inputs: _Inputs) -> Unit:
+    """The unit of a block with what its largest layer has at a time, where layers are units and are released."""
+    policy, rules = inputs.plan.auto_wrap_policy, inputs.rules
+    classes = policy.classes if isinstance(policy, WrapByClass) else ()
+    if not rules.reshards or _LAYERS.isdisjoint(c if isinstance(c, str) else c.__name__ for c in classes):
+        return unit
+    share = max(each.num_weights / each.num_kernels for each in work.products) / (work.num_parameters * unit.blocks)
+    pooled = unit.buffer if rules.accumulation == "unsharded" else int(share * unit.buffer)
+    return replace(unit, gathered=int(share * unit.gathered), gradients=int(share * unit.gradients), buffer=pooled)
 
 
 def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inputs, around: Around) -> Iterator[Part]:
@@ -219,7 +237,7 @@ def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inpu
     for block, work, count in zip(blocks, works, stage.blocks, strict=True):
         done = 0
         while done < count:
-            unit = next(units)
+            unit = next(units) if block is None else _by_layer(next(units), work, inputs)
             done += unit.count * unit.blocks
             if isinstance(recompute, str):
                 saved = _merged(_saved(work, block, around, recompute, inputs), unit.blocks)
@@ -244,6 +262,9 @@ def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, 
     saved, accounting = block_saved(unit, block, around, recompute), inputs.accounting
     more = (unit.scores_bytes if accounting.keeps_scores else 0.0) - unit.regathered_bytes * accounting.regathers
     kept = saved.kept + (more if recompute == "none" else 0.0)
+    if recompute == "selective" and accounting.drops_products:
+        outputs = sum(product.rows * product.columns * product.count for product in unit.products)
+        kept -= accounting.drops_products * around.item * outputs
     return Saved(kept, saved.whole + more, saved.passing, saved.output)
 
 
@@ -254,17 +275,20 @@ def _merged(saved: Saved, blocks: int) -> Saved:
     return Saved(saved.kept * blocks, saved.whole + (blocks - 1) * saved.kept, saved.passing, saved.output)
 
 
-def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs) -> MemoryEstimate:
-    plan = inputs.plan
+def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num_logits: float) -> MemoryEstimate:
+    plan, accounting = inputs.plan, inputs.accounting
     peak, held = max(moments, key=lambda moment: sum(moment[1].values()))
     by_category = {name: int(held[name]) for name in CATEGORIES}
-    by_category["reduce"] += inputs.accounting.bucket_bytes
+    by_category["reduce"] += accounting.bucket_bytes
     allocated = sum(by_category.values())
     first = max(sum(bytes_.values()) - (bytes_["optimizer"] if name != "optimizer" else 0) for name, bytes_ in moments)
     reserved, device = allocated, allocated
     if rank.rules.device_type != "cpu":
-        fragments = inputs.accounting.fragments
-        reserved = int((1 + (BESIDE.fragments if fragments is None else fragments)) * allocated) + BESIDE.workspace
+        unused = accounting.unused_logit_bytes * num_logits
+        if accounting.keeps_reduced:
+            unused += max(rank.states.footprint.gradients - by_category["gradients"], 0)
+        fragments = BESIDE.fragments if accounting.fragments is None else accounting.fragments
+        reserved = int((1 + fragments) * allocated + unused) + BESIDE.workspace
         axes = sum(size > 1 for size in (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)) + 1
         device = reserved + BESIDE.context + axes * BESIDE.communicator
     return MemoryEstimate(
