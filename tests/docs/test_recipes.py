@@ -48,7 +48,11 @@ def row(model: recipes.Model, num_gpus: int) -> list[str]:
 def test_figures_are_the_planners_for_the_configuration_of_the_page(model: recipes.Model, num_gpus: int) -> None:
     content = yaml.safe_load(CONFIGURATIONS[model.file(num_gpus)])
     plan = ParallelPlan(**content["parallel"])
-    workload = replace(model.workload(num_gpus), micro_batch=content["train"]["micro_batch_size"])
+    workload = replace(
+        model.workload(num_gpus),
+        micro_batch=content["train"]["micro_batch_size"],
+        chunked_loss=content["train"].get("chunked_cross_entropy", False),
+    )
     made = estimate(ModelShape.from_config(model.name), plan, model.cluster(num_gpus), workload)
     assert list(recipes.figures(made)) == row(model, num_gpus), STALE
 

@@ -18,7 +18,7 @@ BANDS = {
     "dense, one node": 0.22,
     "dense, many nodes": 0.18,
     "long context": 0.21,
-    "little work per GPU": 0.19,
+    "little work per GPU": 0.18,
 }
 
 _LONG, _LITTLE = 16384, 2048
