@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 import bench.software  # noqa: F401  the names in the column ``software``
-from bench.accounting import MEGATRON
+from bench.accounting import MEGATRON, TORCHTITAN
 from bench.validate_memory import predicted
 from shardwise.planner import Cluster, Workload, estimate
 from shardwise.planner.accounting import OURS
@@ -41,7 +41,11 @@ FIGURES = ("step_s", "tokens_per_s_per_gpu", "peak_gib", "mfu")
 COLUMNS = (*INPUTS, *FIGURES, "memory", "band", "commit", *(f"published_{name}" for name in FIGURES), "source")
 
 #: How each framework holds memory, and what its users publish of it.
-MEMORY = {"torchtitan": (OURS, "reserved"), "megatron-core": (MEGATRON, "allocated"), "pytorch": (OURS, "reserved")}
+MEMORY = {
+    "torchtitan": (TORCHTITAN, "reserved"),
+    "megatron-core": (MEGATRON, "allocated"),
+    "pytorch": (OURS, "reserved"),
+}
 
 Row = Mapping[str, str]
 
