@@ -113,7 +113,7 @@ def test_adding_over_the_groups_first_would_differ() -> None:
     """
     deferred, sharded = (Variant(mode, 2, mode) for mode in ("defer_replicate", "sharded"))
     ways = ((PLAIN, 1), (PLAIN, 4), (PLAIN, 2), (deferred, 2), (sharded, 2))  # and groups
-    trained = [train("gpt", "hsdp", variant, dp_replicate=1, dp_shard=4 // groups) for variant, groups in ways]
+    trained = [train("gpt", "hsdp", variant, steps=2, dp_replicate=1, dp_shard=4 // groups) for variant, groups in ways]
     flat, columns, grouped, deferred, sharded = [result.plain.blocks[0].mlp.up.weight.detach() for result in trained]
     assert torch.equal(flat, columns)
     assert not torch.equal(flat, grouped)

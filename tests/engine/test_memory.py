@@ -42,10 +42,10 @@ def build(seq_len: int = SEQ) -> nn.Module:
     return sw.models.gpt("gpt-tiny", num_layers=6, hidden=128, num_heads=4, vocab_size=VOCAB, seq_len=seq_len)
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    """Eight tokens: steps are short, and an activation that stayed would still be no :data:`SMALL_BYTES`."""
+def batch(*, rows: int = 1, seq_len: int = 8) -> tuple[Tensor, Tensor]:
+    """Few tokens: steps are short, and an activation that stayed would still be more than :data:`SMALL_BYTES`."""
     generator = torch.Generator().manual_seed(distributed.get_rank())
-    tokens_BT = torch.randint(0, VOCAB, (1, 8), generator=generator)
+    tokens_BT = torch.randint(0, VOCAB, (rows, seq_len), generator=generator)
     return tokens_BT, tokens_BT.clone()
 
 

@@ -29,6 +29,7 @@ from shardwise.cost.unit import AttentionWork, Product, UnitWork
 from shardwise.engine.extensions.recompute import operators
 from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.measure.meta import FusedAttention, on_meta
+from shardwise.measure.shapes import KnownShapes
 
 _aten = torch.ops.aten
 
@@ -109,7 +110,7 @@ def trace(model: nn.Module, compute_loss: Callable[[], Tensor], dtype: torch.dty
     units = find_units(model, "auto")
     with on_meta(model, dtype), torch.device("meta"), _in_training(model):
         tracer = _Tracer(model, units)
-        with tracer, FusedKernels():
+        with KnownShapes(), tracer, FusedKernels():
             loss = compute_loss()
             tracer.begin_backward()
             torch_private.backward_under_modes([loss])
