@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import shardwise as sw
 from shardwise.engine.extensions import recompute
 from shardwise.parallel.context.apply import CACHE_NAMES
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import compare_each_with_one_process, probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
 
@@ -309,23 +309,24 @@ def test_attention_is_kept_where_it_drops_nothing():
     assert kept == [save, again, save, again]
 
 
-@torch.library.custom_op("shardwise_tests::attend", mutates_args=())
 def attend(x: Tensor, dropout_p: float) -> Tensor:
     """An operator of others: it draws, and has no tag that says so."""
     return x * (torch.rand_like(x) >= dropout_p)
 
 
-attend.register_autograd(
-    lambda ctx, grad: (grad * (ctx.saved_tensors[1] != 0), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output),
-)
-
-
 def test_an_operator_of_others_that_drops_is_computed_again():
+    # Not at the head of this module, which ranks import: torch looks for the operator's source in all modules.
+    torch.library.custom_op("shardwise_tests::attend", attend, mutates_args=()).register_autograd(
+        lambda ctx, grad: (grad * (ctx.saved_tensors[1] != 0), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output),
+    )
     decide = recompute._context_fn(sw.RecomputePolicy(save="shardwise_tests.attend"))()[0].policy_fn
     operator, x = torch.ops.shardwise_tests.attend.default, torch.ones(2)
     kept = [decide(None, operator, x, rate) for rate in (0.0, 0.2)]
     assert kept == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+
+
+KINDS = ("gpt2", "llama", "t5")
 
 
 def tiny(kind: str) -> nn.Module:
@@ -354,13 +355,22 @@ def own_loss(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 @needs_transformers
+@pytest.mark.preload(*(f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS))
 @on_ranks(2)
 def test_transformers_blocks_are_recomputed_though_their_models_ask_for_a_cache():
-    kinds = ("gpt2", "llama", "t5")
-    for kind in kinds:
+    plans = {
+        f"{strategy}, {way}": sw.ParallelPlan(strategy=strategy, activation_checkpointing=way)
+        for way in ("full", "selective")
+        for strategy in ("zero2", "zero3")
+    }
+    for kind in KINDS:
         assert tiny(kind).config.use_cache
-        for way in ("full", "selective"):
-            compare_each(lambda k=kind: tiny(k), own_loss, ("zero2", "zero3"), steps=3, activation_checkpointing=way)
+        compare_each_with_one_process(
+            lambda k=kind: tiny(k),
+            own_loss,
+            {f"{kind}, {name}": lambda model, p=plan: sw.parallelize(model, p) for name, plan in plans.items()},
+            steps=3,
+        )
 
 
 @needs_transformers

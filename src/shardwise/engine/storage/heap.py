@@ -25,7 +25,8 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not (hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt")):
         return False
-    if any(other in Path("/proc/self/maps").read_text() for other in _OTHERS):
+    loaded = Path("/proc/self/maps").read_text()
+    if any(other in loaded for other in _OTHERS):
         return False
     # All blocks lie in the heap, of which -1 has nothing returned to the system.
     return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1))
