@@ -1,8 +1,8 @@
 """What other people's frameworks hold in memory: their model states, activations and what their allocators keep.
 
 Written down from their code and papers before errors were looked at. Changed afterwards, because the code of the
-framework says so: nanotron keeps gathered inputs, Alpa divides optimizer state, the update of ZeRO over fp16 gradients
-copies them (BLOOM), MosaicML's loss is one kernel.
+framework says so: nanotron keeps gathered inputs and fills stages in order, Alpa divides optimizer state, the update of
+ZeRO over fp16 gradients copies them (BLOOM), MosaicML's loss is one kernel, and all of torchtitan's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.planner.accounting import Accounting
+from shardwise.planner.stage import Chain
 from shardwise.planner.states import Parameters, Rules, Runs, States, Unit, merged_runs
 from shardwise.spec.memory.footprint import Footprint
 from shardwise.spec.placement import Placements
@@ -73,9 +74,23 @@ MEGATRON = Accounting(
     source="Megatron-LM, distributed optimizer: bf16 weights, fp32 main gradients, fp32 masters and moments sharded;"
     " Transformer Engine's fused layers; the cross entropy's gradient lies where its softmax was",
 )
+
+
+def _filled(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Blocks by nanotron's rule: a stage takes them until the cost of all so far exceeds its share of the whole."""
+    costs = [cost for count, cost in zip(chain.counts, chain.costs, strict=True) for _ in range(count)]
+    share = (sum(costs) + chain.head_cost) / num_stages
+    held, done, stage = [0] * num_stages, 0, 0
+    for cost in costs:
+        held[stage] += 1
+        done += cost
+        stage += done > share * (stage + 1)
+    return tuple((count,) for count in held)  # its models have one kind of block
+
+
 NANOTRON = Accounting(
     states=StateBytes(weight=2, gradient=6, optimizer=12),
-    embedding_blocks=0,
+    divide=_filled,
     source="nanotron: fp32 gradient accumulator beside 16-bit gradients, ZeRO-1; inputs of products are gathered over"
     " tensor-parallel ranks by an autograd function whose output the product saves (tp_linear_async_communication off)",
 )

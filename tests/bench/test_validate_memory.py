@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
+from bench.accounting import NANOTRON
 from bench.torchtitan_memory import RUNS, predicted_gib
 from bench.validate_memory import cases, predicted, role, zero_cells
 from shardwise.planner.planned import MARGIN
+from shardwise.planner.stage import Chain
 
 
 def test_held_out_sources_are_predicted_within_5_percent_on_average():
@@ -42,6 +44,12 @@ def test_reserved_memory_of_torchtitans_8b_is_predicted_within_6_percent():
     runs = [run for run in RUNS if run.model == "llama-3-8b"]
     assert len(runs) == 8
     assert max(abs(predicted_gib(run) / run.reserved_gib - 1) for run in runs) <= 0.06
+
+
+def test_nanotrons_stages_take_blocks_until_their_share_is_exceeded():
+    assert NANOTRON.divide is not None
+    blocks = NANOTRON.divide(Chain((24,), (42,), 103), 8)  # of Llama-1B; the head costs as much as 2.45 blocks
+    assert blocks == ((4,), (3,), (3,), (4,), (3,), (3,), (4,), (0,))
 
 
 def test_all_cells_of_zeros_table():

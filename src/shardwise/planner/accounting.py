@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwise.planner.stage import Divide
 from shardwise.planner.states import Parameters, Rules, Runs, States
 
 
@@ -25,7 +26,8 @@ class Accounting:
         drops_products: Share of the outputs of products that selective recomputation does not keep.
         logit_bytes: Bytes for each logit at the worst moment of the loss; ``None``: ours.
         embedding_blocks: Blocks that the embedding, and the head, count as where stages of a pipeline are divided;
-            ``None``: stages are balanced by their products, as ours.
+            ``None``: they count as their products do.
+        divide: Which blocks each stage of a pipeline has; ``None``: stages are balanced, as ours.
         fragments: Share of the bytes of tensors that the allocator holds besides; ``None``: as ``planner.device`` says.
         unused_logit_bytes: Bytes for each logit that the allocator holds and no tensor of the loss fits in.
         keeps_reduced: Reduced gradients lie in memory of a stream of their own, which activations cannot use.
@@ -40,6 +42,7 @@ class Accounting:
     drops_products: float = 0.0
     logit_bytes: float | None = None
     embedding_blocks: int | None = None
+    divide: Divide | None = None
     bucket_bytes: int = 0
     fragments: float | None = None
     unused_logit_bytes: int = 0

@@ -142,7 +142,7 @@ def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
     if accounting.embedding_blocks is not None:
         head_cost = embedding_cost = accounting.embedding_blocks * max(costs)
     chain = Chain(tuple(unit.count for unit in blocks), costs, head_cost, embedding_cost)
-    every = stages(chain, plan.pp, plan.pipeline_policy, num_microbatches(plan, workload))
+    every = stages(chain, plan.pp, plan.pipeline_policy, num_microbatches(plan, workload), accounting.divide)
     return every if len(every) < 4 else (every[0], every[1], every[-1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.spec.chain import balance
@@ -51,15 +52,21 @@ class Chain:
     embedding_cost: int = 0
 
 
+#: For each of so many stages the blocks of each run.
+Divide = Callable[[Chain, int], tuple[tuple[int, ...], ...]]
+
+
 @functools.lru_cache(maxsize=4096)
-def stages(chain: Chain, pp: int, policy: PipelinePolicy | None, num_microbatches: int) -> tuple[Stage, ...]:
+def stages(
+    chain: Chain, pp: int, policy: PipelinePolicy | None, num_microbatches: int, divide: Divide | None = None
+) -> tuple[Stage, ...]:
     """What each rank of a pipeline holds; without a policy there is one rank, with everything."""
     if policy is None:
         return (Stage(0, chain.counts, has_embedding=True, has_head=True, num_stages=1, held=1.0),)
     virtual = policy.virtual_stages
     num_stages = pp * virtual
     ranks = folded_ranks(pp) if policy.schedule == "zb-v" else looped_ranks(pp, virtual)
-    split = stage_blocks(chain, num_stages)
+    split = (divide or stage_blocks)(chain, num_stages)
     found = []
     for rank in range(pp):
         own = [stage for stage, owner in enumerate(ranks) if owner == rank]
