@@ -5,7 +5,7 @@ import pytest
 from shardwise.cost import hardware
 from shardwise.planner import Cluster, Workload, estimate
 from shardwise.planner.band import BANDS, regime
-from shardwise.planner.explain import why
+from shardwise.planner.explain import title, why
 from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy
@@ -102,3 +102,22 @@ def test_the_band_is_that_of_the_runs_own_kind(name: str, gpu: str, num_gpus: in
     assert regime(made.shape, made.plan, made.cluster, made.workload) == kind
     (sentence,) = [text for text in why(made) if f"this kind ({kind})" in text]
     assert (f"8 of 10 took within {BANDS[kind]:.0%}" in sentence) if kind in BANDS else ("Too few runs" in sentence)
+
+
+def test_a_plan_whose_units_are_layers_says_so_and_gathers_and_reduces_a_layer_at_a_time() -> None:
+    shape, cluster = ModelShape.from_config("gpt-175b"), Cluster(gpu="A100-80GB-SXM", num_gpus=128)
+    workload = Workload(seq_len=2048, global_batch=256, micro_batch=2)
+    plans = [
+        ParallelPlan(mp_policy="bf16", activation_checkpointing="full", auto_wrap_policy=policy)
+        for policy in ("auto", {"by_class": ["Block", "Linear"]})
+    ]
+    by_block, by_layer = (estimate(shape, plan, cluster, workload) for plan in plans)
+    assert [title(made) for made in (by_block, by_layer)] == ["zero3", "zero3 by-layer"]
+    h = shape.hidden
+    less = (12 * h * h + 13 * h) - 4 * h * h  # parameters of a block, and of one of its two largest layers
+    moments = [
+        next(held for name, held in made.memory.timeline if name == "backward of block 94")
+        for made in (by_block, by_layer)
+    ]
+    for category, num_bytes in (("gathered", 2 * 2), ("reduce", 4)):  # two units in 16 bit, one in 32
+        assert moments[0][category] - moments[1][category] == pytest.approx(num_bytes * less, rel=1e-4)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from shardwise.cost.hardware import GIB
 from shardwise.planner.band import BANDS, regime
 from shardwise.planner.candidate import divisors, kind_of
-from shardwise.planner.memory import estimate_memory, num_microbatches
+from shardwise.planner.memory import estimate_memory, has_layers, num_microbatches
 from shardwise.planner.planned import MARGIN, Made, Planned, fastest_of
 from shardwise.spec.plan import ParallelPlan
 
@@ -52,6 +52,8 @@ def title(made: Planned) -> str:
         words.append("offload" if plan.offload.parameters else "offload-states")
     if plan.activation_offload is not None:
         words.append("offload-activations")
+    if has_layers(plan):
+        words.append("by-layer")
     if plan.prefetch == (0, 0):
         words.append("no-prefetch")
     if made.workload.in_backward:

@@ -217,11 +217,17 @@ def _update_bytes(found: States, rules: Rules, matrices: int) -> float:
 _LAYERS = frozenset({"Linear", "Conv1D"})
 
 
+def has_layers(plan: ParallelPlan) -> bool:
+    """Whether single linear layers are units."""
+    policy = plan.auto_wrap_policy
+    classes = policy.classes if isinstance(policy, WrapByClass) else ()
+    return not _LAYERS.isdisjoint(each if isinstance(each, str) else each.__name__ for each in classes)
+
+
 def _by_layer(unit: Unit, work: UnitWork, inputs: _Inputs) -> Unit:
     """The unit of a block with what its largest layer has at a time, where layers are units and are released."""
-    policy, rules = inputs.plan.auto_wrap_policy, inputs.rules
-    classes = policy.classes if isinstance(policy, WrapByClass) else ()
-    if not rules.reshards or _LAYERS.isdisjoint(c if isinstance(c, str) else c.__name__ for c in classes):
+    rules = inputs.rules
+    if not (rules.reshards and has_layers(inputs.plan)):
         return unit
     share = max(each.num_weights / each.num_kernels for each in work.products) / (work.num_parameters * unit.blocks)
     pooled = unit.buffer if rules.accumulation == "unsharded" else int(share * unit.buffer)
