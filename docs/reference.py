@@ -82,6 +82,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "summary",
         "full_parameters",
         "iterate_full_parameters",
+        "lerp_parameters",
         "logical_shape",
         "record_collectives",
         "record_pipeline",

@@ -79,6 +79,7 @@ _LAZY = {
     "declare_granularity": "shardwise.engine.storage.optimizer",
     "full_state_dict": "shardwise.weights.state.model",
     "iterate_full_parameters": "shardwise.weights.state.iterate",
+    "lerp_parameters": "shardwise.weights.state.lerp",
     "load_full_state_dict": "shardwise.weights.state.model",
     "GradScaler": "shardwise.optim.scaler",
     "summary": "shardwise.api.summary",
@@ -152,6 +153,7 @@ __all__ = [
     "gradient_sync",
     "iterate_full_parameters",
     "join",
+    "lerp_parameters",
     "load",
     "load_full_state_dict",
     "logical_shape",
@@ -247,6 +249,7 @@ if TYPE_CHECKING:
     from shardwise.weights.state.average import ExponentialMovingAverage
     from shardwise.weights.state.full_parameters import full_parameters
     from shardwise.weights.state.iterate import iterate_full_parameters
+    from shardwise.weights.state.lerp import lerp_parameters
     from shardwise.weights.state.model import full_state_dict, load_full_state_dict
 
 

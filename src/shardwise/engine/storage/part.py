@@ -402,8 +402,9 @@ def _where_it_is_whole(part: Part) -> str:
         f"Compute in the forward of {unit}: call that module, or make the inner module that is called a unit"
         " (auto_wrap_policy; with 'none', which makes one unit of the model, layers may be entered in any way, as"
         " Reformer's are), or have sw.register_fsdp_forward_method(module, name) gather a method of it. For a loss"
-        " that is fused with the head call sw.chunk_cross_entropy(model) before sw.parallelize(). Numbers that need no"
-        " gradient compute inside `with sw.full_parameters(model):`, where parameters are whole."
+        " that is fused with the head call sw.chunk_cross_entropy(model) before sw.parallelize(). A teacher or target"
+        " network follows by sw.lerp_parameters(target, source, weight). Numbers that need no gradient compute inside"
+        " `with sw.full_parameters(model):`, where parameters are whole."
     )
 
 

@@ -193,11 +193,11 @@ def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cp
         reports, _ = survey(engine.comms.world, holdings, lambda _: None)
         gather(engine.comms.world, holdings, reports, lambda extent: views[extent.name])
     for group in groups:
-        whole = wholes.get(group) if group in apart else _gathered(group)
+        whole = wholes.get(group) if group in apart else gathered(group)
         yield _Shown(group, whole if is_root or not mode.is_on_root_only else None, mode, offload_to_cpu=offload_to_cpu)
 
 
-def _gathered(group: Group) -> Tensor:
+def gathered(group: Group) -> Tensor:
     """The whole group in its master's dtype, on every rank."""
     comm, standing = group.comms.gather, group.resident_buffer
     if standing is not None and not group.is_apart:

@@ -1,0 +1,181 @@
+"""One module's parameters follow another's: teachers of self-distillation, target networks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.dtype import memory_order
+from shardwise.engine.engine import Engine
+from shardwise.engine.group import Group
+from shardwise.engine.storage.attachment import mark_of
+from shardwise.spec.errors import StateError
+from shardwise.spec.layout import GroupLayout, Piece
+from shardwise.weights.state.full_parameters import gathered
+from shardwise.weights.state.held import part_of
+
+_CALL = "sw.lerp_parameters()"
+
+
+@torch.no_grad()
+def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None:
+    """Move each parameter of ``target`` towards that of ``source``: ``target.lerp_(source, weight)``.
+
+    This is the update of a teacher by its student (BYOL, DINO, mean teacher), of a momentum encoder (MoCo), and of a
+    target network (DDPG, SAC)::
+
+        model = sw.parallelize(SelfDistillation(student, teacher), plan)
+        for batch in batches:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sw.lerp_parameters(model.teacher, model.student, 1 - 0.996)
+
+    The values are those of ``lerp_`` on plain parameters, to the last bit. Buffers are left alone. To evaluate an
+    average of the model itself, use :class:`sw.ExponentialMovingAverage`, which needs no second model.
+
+    Args:
+        target: A parallelized model, a module in one, or a plain module.
+        source: The same. Parameters may be divided differently, by another plan.
+        weight: From 0 (nothing changes) to 1 (copies).
+
+    Collective:
+        Nothing is sent for parameters of which every rank has the same part in both, as under ``zero3`` where the
+        groups of both are alike. Of others an all-gather of each group of ``source`` on ``dp_shard``, in its master's
+        dtype, as before a forward; one whole group is held at a time. All ranks must call.
+
+    Raises:
+        StateError: Names or shapes differ, ``weight`` is out of range, ``target`` is quantized, one of them is a
+            pipeline, or a forward or backward is under way.
+    """
+    if not 0 <= weight <= 1:
+        raise StateError(f"{_CALL} got weight={weight}: expected a number from 0 to 1.")
+    pairs = _pairs(target, source)
+    engines = _engines_of(pairs)
+    values = {into.group: into.group.values() for into, _ in pairs if into.group is not None}
+    for group in {by.group: None for _, by in pairs}:
+        found = [(into, by) for into, by in pairs if by.group is group]
+        is_aligned = all(_is_aligned(into, by) for into, by in found)
+        flat = None if group is None else group.values() if is_aligned else gathered(group)
+        for into, by in found:
+            held, piece = into.elements(None if into.group is None else values[into.group])
+            if group is None or is_aligned:
+                other, _ = by.elements(flat)
+            else:
+                assert flat is not None
+                offset = group.layout.offsets[by.index]
+                other = flat[offset + piece.start : offset + piece.stop]
+            if group is None:
+                other = other[piece.start : piece.stop]
+            held.lerp_(other.to(held), weight)
+        del flat  # not beside the next
+    for group, changed in values.items():
+        group.set_values(changed)
+    for engine in engines:
+        written = frozenset(id(into.shard) for into, _ in pairs if into.engine is engine)
+        if written:
+            engine.invalidate(written)
+
+
+class _Side(NamedTuple):
+    """A parameter of one of the two modules; ``group`` is ``None`` for one that no engine moves."""
+
+    name: str
+    parameter: nn.Parameter
+    group: Group | None
+    index: int
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that moves it."""
+        reference = None if self.group is None else self.group.unit.engine
+        return None if reference is None else reference()
+
+    @property
+    def shard(self) -> nn.Parameter:
+        """The Parameter between steps."""
+        return self.parameter if self.group is None else self.group.shards[self.index]
+
+    @property
+    def form(self) -> tuple[list[int], tuple[int, ...]]:
+        """Shape and strides of the whole parameter, or of this rank's slice where the model itself is cut."""
+        if self.group is None:
+            return list(self.parameter.shape), self.parameter.stride()
+        spec = self.group.layout.params[self.index]
+        return list(spec.shape), tuple(spec.strides)
+
+    def elements(self, flat: Tensor | None) -> tuple[Tensor, Piece]:
+        """This rank's elements, of which ``flat`` holds those of the group, and their range in the parameter."""
+        if self.group is None or flat is None:
+            return memory_order(self.parameter.detach()), Piece(0, 0, self.parameter.numel(), 0)
+        piece = self.group.held[self.index]
+        return part_of(self.group, piece, flat), piece
+
+
+def _side(name: str, parameter: nn.Parameter) -> _Side:
+    mark = mark_of(parameter)
+    group = None if mark is None else mark.group
+    return _Side(name, parameter, group, 0 if mark is None or group is None else mark.index)
+
+
+def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
+    """The parameters of both modules by name; refuses those that do not fit."""
+    ours, theirs = dict(target.named_parameters()), dict(source.named_parameters())
+    if only := sorted(ours.keys() ^ theirs.keys()):
+        where = "target" if only[0] in ours else "source"
+        raise StateError(
+            f"{_CALL}: {len(only)} parameters are in one module only, such as {only[0]!r} in the {where}.\n"
+            "  Pass modules of one architecture, such as a module and a copy that was made before sw.parallelize()."
+        )
+    pairs = [(_side(name, ours[name]), _side(name, theirs[name])) for name in ours]
+    for into, by in pairs:
+        if into.form != by.form:
+            shapes = " and ".join(f"shape {side.form[0]} with strides {list(side.form[1])}" for side in (into, by))
+            raise StateError(
+                f"{_CALL}: {into.name!r} has {shapes} in target and source on this rank.\n"
+                "  Pass modules of one architecture; under tp give both the same tp_plan."
+            )
+        if into.group is not None and into.group.facts.held_as is not None:
+            raise StateError(
+                f"{_CALL}: {into.name!r} is held as {into.group.facts.held_as}, which loses small changes.\n"
+                "  Leave quantize_frozen out of the plan."
+            )
+    return pairs
+
+
+def _engines_of(pairs: Sequence[tuple[_Side, _Side]]) -> list[Engine]:
+    """The engines of both modules, which must be between steps."""
+    engines = list({engine: None for pair in pairs for side in pair if (engine := side.engine) is not None})
+    for engine in engines:
+        if engine.comms.pp is not None:
+            raise StateError(
+                f"{_CALL} got a pipeline, of which a rank has some stages only.\n  Set pp=1; tp divides a model too."
+            )
+        if any(unit.whole is not None for unit in engine.units):
+            raise StateError(f"{_CALL} works on shards.\n  Call it outside of sw.full_parameters().")
+        engine.require_idle(_CALL)
+    return engines
+
+
+def _is_aligned(into: _Side, by: _Side) -> bool:
+    """Whether every rank has the same range of both parameters. The same answer on every rank."""
+    if into.group is None or by.group is None:
+        return into.group is by.group
+    here, there = into.group, by.group
+    if not (here.row.shards_optimizer and there.row.shards_optimizer):
+        return here.row.shards_optimizer is there.row.shards_optimizer
+    same_ranks = here.comms.gather.size == there.comms.gather.size
+    return same_ranks and _ranges(here.layout)[into.index] == _ranges(there.layout)[by.index]
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranges(layout: GroupLayout) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """By parameter, the ranks that have a part of it and the range of each."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in layout.params]
+    for rank, piece in layout.pieces():
+        found[piece.index].append((rank, piece.start, piece.stop))
+    return tuple(map(tuple, found))
