@@ -84,7 +84,7 @@ def test_every_scenario_holds_for_merged_units(name, world, limit):
 @on_ranks(4, timeout_s=150)
 def test_merged_units_may_be_sharded_and_replicated():
     with planned(merge_units=PAIRS):
-        test_hybrid.sums()
+        test_hybrid.test_ranks_may_use_different_parameters_and_units_on_either_axis.__wrapped__()
 
 
 # -- what is merged
