@@ -103,3 +103,18 @@ def test_no_further_module_reads_private_names():
     root = ROOT / "src" / "shardwise"
     marked = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "SLF001" in path.read_text()}
     assert marked - {"torch_private.py"} == READ_PRIVATE_NAMES
+
+
+#: Words that make the first words of a docstring no noun and no verb: a free relative, or an order without its subject.
+FOREIGN = {"What", "How", "Where", "Which", "Who", "Whose", "Of", "Have", "Let", "Be"}
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    found = []
+    for path in (ROOT / "src" / "shardwise").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text and text.split()[0].rstrip(",.:") in FOREIGN:
+                    found.append(f"{path.name}: {text.splitlines()[0]}")
+    assert found == []

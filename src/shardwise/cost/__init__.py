@@ -1,1 +1,1 @@
-"""What the work of a step costs: operations of a model's units, and how long hardware takes for them. No torch."""
+"""The cost of a step's work: operations of a model's units, and hardware's time for them. No torch."""

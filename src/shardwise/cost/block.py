@@ -1,4 +1,4 @@
-"""What one rank computes, sends and keeps in one block."""
+"""The work of one rank in one block: what it computes, sends and keeps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Count:
         self.products.append(Product(rows, inner, columns, count, trains, is_batched, parts))
 
     def _add_stream(self, num_layers: int) -> None:
-        """What happens to the residual stream: norms, dropouts, additions."""
+        """Add the work on the residual stream: norms, dropouts, additions."""
         rank, block, arithmetic = self.rank, self.block, self.rank.arithmetic
         hidden = rank.shape.hidden
         last = arithmetic.norm(block.norm, rank.between, hidden, keeps_output=False)
@@ -235,7 +235,7 @@ class _Count:
         return forward.expert_parameters(self.rank.shape.hidden) // (degrees.tp * degrees.ep)
 
     def _shared_parameters(self) -> int:
-        """Those that are not routed experts': what ``tp`` divides, and the rest whole."""
+        """The parameters that are not routed experts': what ``tp`` divides, and the rest whole."""
         block, hidden, t = self.block, self.rank.shape.hidden, self.rank.degrees.tp
         whole, divided = block.num_parameters(hidden), 0.0
         for layer in (block.attention, block.cross):

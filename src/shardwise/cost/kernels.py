@@ -42,7 +42,7 @@ _GAP_S = 4e-6
 
 @dataclass(frozen=True, slots=True)
 class ShapeFactors:
-    """How the shape of a product changes its speed.
+    """The factors by which the shape of a product changes its speed.
 
     Attributes:
         wave: Share of the loss of a last wave that is not full.
@@ -139,7 +139,7 @@ class _On:
 
 
 def _aligned(size: float) -> float:
-    """How fast a product is with a dimension of this size, over a multiple of 64."""
+    """The speed of a product with a dimension of this size, relative to a multiple of 64."""
     whole = round(size)
     power = whole & -whole
     if power >= 64:

@@ -23,7 +23,7 @@ _NODE_HOP_S = 8e-6
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins the ranks of one axis.
+    """The link between the ranks of one axis.
 
     Attributes:
         kind_size: Ranks of a group.

@@ -1,4 +1,4 @@
-"""What ``shardwise calibrate`` measured on a machine: tables of seconds, and how a value between two rows is found.
+"""The tables of seconds that ``shardwise calibrate`` measured on a machine, and interpolation between their rows.
 
 The file is JSON: the fields of ``Gpu`` (``cost.hardware``), and beside them what has a table here. ``measured`` is null
 in a file of ``shardwise plan --save-hardware``, whose ``speeds`` are those that runs showed::
@@ -207,7 +207,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Measured:
-        """What :meth:`as_dict` gave."""
+        """Undo :meth:`as_dict`."""
 
         def tables(name: str, kind: Any) -> dict[str, tuple[Any, ...]]:
             return {key: tuple(kind(**row) for row in rows) for key, rows in given.get(name, {}).items()}

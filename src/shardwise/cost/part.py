@@ -1,4 +1,4 @@
-"""What the parts of a block between its products read and write, and what autograd keeps of them, by arithmetic.
+"""The parts of a block between its products: what they read and write, and what autograd keeps of them, by arithmetic.
 
 One row for each kind of part, in bytes for one element of its width; ``e`` is the size of an element of an activation,
 4 in fp32 and 2 else. "Kept" counts a tensor where it is made, once, also where several operations keep it: the output
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How parts are computed.
+    """The form in which parts are computed.
 
     Attributes:
         item: Bytes of an element of an activation.
@@ -124,7 +124,7 @@ class Arithmetic:
         return Part("rotary", (10 * share + 2) * e * numel, (14 * share + 7) * e * numel, 0.0, 12)
 
     def activation(self, kind: str, numel: float) -> Part:
-        """What lies between the projections of a feed-forward of ``numel`` inner elements, not gated."""
+        """The part between the projections of a feed-forward of ``numel`` inner elements, not gated."""
         e = self.item
         if kind == "relu":
             return Part(kind, 2 * e * numel, 3 * e * numel, e * numel, 1)
@@ -171,7 +171,7 @@ class Arithmetic:
         return Part("split", 0.0, 2 * self.item * numel, 0.0, 0)
 
     def attention(self, q_numel: float, kv_numel: float, rows: float) -> Part:
-        """What the kernel of attention keeps: queries, keys, values, output, and one number for each row of a head.
+        """The tensors that attention keeps: queries, keys, values, output, and a number for each row of a head.
 
         Args:
             q_numel: Elements of the queries, and of the output.

@@ -17,7 +17,7 @@ def item_bytes(workload: Workload) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """What divides a unit's work.
+    """The degrees that divide a unit's work.
 
     Attributes:
         tp: Ranks that divide the layers.
@@ -75,11 +75,11 @@ class Rank:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """How parts are computed."""
+        """The form in which parts are computed."""
         return Arithmetic(self.item, is_fused=self.workload.compile, trains=self.trains)
 
     def exchanges(self, num_pairs: int) -> list[Exchange]:
-        """Those of ``num_pairs`` pairs of layers that ``tp`` divides by columns and then by rows."""
+        """The exchanges of ``num_pairs`` pairs of layers that ``tp`` divides by columns and then by rows."""
         if self.degrees.tp == 1:
             return []
         moved = self.item * self.stream

@@ -1,4 +1,4 @@
-"""What differs between generations of software on the same hardware: shares of peaks, what is fused, what is hidden.
+"""Generations of software on the same hardware: shares of peaks, what is fused, what is hidden.
 
 ``products`` and ``attention`` are shares of the dense peak that large products and kernels of attention reach, one
 number for each architecture. ``python -m bench.fit`` fits them, and the constants below them, on rows of the sources

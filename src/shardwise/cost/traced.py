@@ -16,7 +16,7 @@ from shardwise.spec.plan import ParallelPlan
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """What one step of a module computes and keeps, traced without values.
+    """The work of one step of a module, traced without values.
 
     Attributes:
         name: The module's class.

@@ -1,4 +1,4 @@
-"""What one rank computes, sends and keeps in one unit of a model, for one microbatch, as plain data."""
+"""The work of one rank in one unit of a model, for one microbatch, as plain data."""
 
 from __future__ import annotations
 

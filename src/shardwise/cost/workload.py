@@ -1,4 +1,4 @@
-"""What a step trains: sequences, microbatches, dtypes, optimizer, recomputation."""
+"""The workload of a step: sequences, microbatches, dtypes, optimizer, recomputation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "ad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What one step computes on the whole cluster.
+    """The work of one step on the whole cluster.
 
     Attributes:
         seq_len: Tokens of a sequence.

@@ -1,4 +1,4 @@
-"""How a framework holds what it trains, where that differs from ours.
+"""Memory accounting of other frameworks, where it differs from ours.
 
 The published measurements are other people's: each is predicted with what its framework is known to keep, through the
 same function as our own engine (``bench/accounting.py``).
@@ -15,7 +15,7 @@ from shardwise.planner.states import Parameters, Rules, Runs, States
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
-    """What of the prediction a framework changes.
+    """The changes of the prediction for a framework.
 
     Attributes:
         states: What a rank holds of a stage, as :func:`planner.states.states`, and what the optimizer's step holds

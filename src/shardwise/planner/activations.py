@@ -33,7 +33,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What besides a unit's work decides about its activations.
+    """The facts outside of a unit's work that decide about its activations.
 
     Attributes:
         family: The model's family.
@@ -59,7 +59,7 @@ class Around:
 
     @classmethod
     def of(cls, shape: ModelShape, plan: ParallelPlan, workload: Workload) -> Around:
-        """Those of a plan."""
+        """The facts of a plan."""
         return cls(
             family=shape.family,
             tokens=workload.micro_batch * workload.seq_len / plan.cp,
@@ -79,7 +79,7 @@ class Around:
 
 
 def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: str) -> Saved:
-    """What a block saves.
+    """The tensors that a block saves.
 
     Args:
         unit: The block's work.
@@ -102,7 +102,7 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
 
 
 def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float]:
-    """What is saved besides where no kernel computes attention at once, and outputs of products therein.
+    """The tensors saved in addition where no kernel fuses attention, and the outputs of products among them.
 
     In fp32 no fused kernel of torch takes fewer heads of keys than of queries: scores are kept, and keys and values are
     repeated. Families for which transformers has no kernel at all keep theirs in ``unit`` already.
@@ -116,7 +116,7 @@ def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
 
 
 def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float, float]:
-    """What a feed-forward adds to outputs of products and to what is saved, and what its backward needs at once.
+    """The additions of a feed-forward to outputs of products and to what is saved, and its needs at once in backward.
 
     The last projection and its adapter each give a gradient of their input, which are then added. Experts run one after
     another. In the dense form of our GPT every one of them sees every token.
@@ -134,7 +134,7 @@ def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
 
 
 def _ring(unit: UnitWork, block: Block, around: Around) -> float:
-    """What attention around a ring holds in backward: blocks of keys and values that travel, and sums in fp32."""
+    """The memory of ring attention in backward: blocks of keys and values that travel, and sums in fp32."""
     item, wide = around.item, 4
     q = around.tokens * unit.attention[0].width
     kv = around.tokens * max(block.attention.kv_heads / around.tp, 1) * block.attention.head_dim

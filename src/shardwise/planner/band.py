@@ -1,4 +1,4 @@
-"""How far a predicted step time may be trusted, by the regime of the run.
+"""The band of trust around a predicted step time, by the regime of the run.
 
 Each regime's band holds 80% of the published rows of its kind, each predicted by constants that were fitted without the
 row's source: ``python -m bench.fit --loso`` makes the predictions, ``make validate`` prints the table, and a test holds

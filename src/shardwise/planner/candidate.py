@@ -84,7 +84,7 @@ class Candidate(NamedTuple):
         return ParallelPlan(**values)
 
     def workload(self, workload: Workload) -> Workload:
-        """What a step trains, with microbatches and recomputation filled in."""
+        """The workload of a step, with microbatches and recomputation filled in."""
         return dataclasses.replace(
             workload,
             micro_batch=self.micro_batch,
@@ -104,7 +104,7 @@ def kind_of(plan: ParallelPlan | Candidate) -> str:
 
 
 def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """What is fixed, in one spelling.
+    """Normalize the fixed values to one spelling.
 
     Raises:
         ConfigError: A name is not known.
@@ -168,7 +168,7 @@ def bases(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mappin
 
 
 def savings(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> list[Candidate]:
-    """What a base becomes by trading time for memory, the least of it first, the most last."""
+    """The variants of a base that trade time for memory, the smallest trade first."""
     is_pipeline, shards = base.layout.pp > 1, PRESETS[base.strategy].shards_parameters
     is_on_host = offload_policy(fixed.get("offload_policy") or "none") is not None
     ways = _ways(

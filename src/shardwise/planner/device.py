@@ -1,4 +1,4 @@
-"""What a GPU holds besides tensors: the context, communicators, workspaces, and memory that fragments waste."""
+"""A GPU's memory besides tensors: the context, communicators, workspaces, and fragmentation."""
 
 from __future__ import annotations
 

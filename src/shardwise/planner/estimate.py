@@ -20,7 +20,7 @@ _LEARNED = frozenset({"gpt", "gpt2", "opt", "bert", "vit"})
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate(Shown, Planned):
-    """What a step of one plan needs, and how long it takes.
+    """The memory and time of a step under one plan.
 
     Attributes:
         shape: The model.
@@ -50,7 +50,7 @@ class Estimate(Shown, Planned):
 
 
 class Plans(Shown, list[Estimate]):
-    """What ``search`` returns: a list of at least one plan, whose text is the page of ``shardwise plan``."""
+    """The result of ``search``: a list of at least one plan, whose text is the page of ``shardwise plan``."""
 
     def page(self) -> Page:
         """The page of ``shardwise plan``."""
@@ -61,7 +61,7 @@ class Plans(Shown, list[Estimate]):
         return [row for made in self for row in made.to_records()]
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``shardwise plan --json`` prints."""
+        """The content of ``shardwise plan --json``."""
         return screen.as_json(self[0].shape, self[0].cluster, self[0].workload, self, ())
 
     def __str__(self) -> str:

@@ -106,7 +106,7 @@ def recommendation(plans: Sequence[Planned]) -> str:
 
 
 def _words(made: Planned) -> list[str]:
-    """What a plan consists of."""
+    """The parts of a plan in words."""
     words = title(made).split()
     if made.plan.dp_replicate > 1:
         words[:2] = [" ".join(words[:2])]
@@ -131,12 +131,12 @@ TIME_WORDS = {
 
 
 def why(made: Planned) -> list[str]:
-    """What bounds the plan's time, what would shorten it, how far it is known, and what memory leaves room for."""
+    """The bounds of the plan's time, what would shorten it, how far it is known, and what memory leaves room for."""
     return [time_in_words(made), *_remedies_of_time(made), *_assumed_network(made), trust(made), *headroom(made)]
 
 
 def trust(made: Planned) -> str:
-    """How far the predicted time may be wrong, by published runs of the same kind."""
+    """The error to expect of the predicted time, by published runs of the same kind."""
     kind = regime(made.shape, made.plan, made.cluster, made.workload)
     if made.cluster.device.measured is not None:
         return "Times are put together from what `shardwise calibrate` measured on this machine."
@@ -146,7 +146,7 @@ def trust(made: Planned) -> str:
 
 
 def _assumed_network(made: Planned) -> Iterator[str]:
-    """What was assumed of the network where nobody said it, and what half of it would mean."""
+    """The assumption about a network that nobody stated, and the step time with half of it."""
     cluster = made.cluster
     if cluster.num_gpus <= cluster.gpus_per_node or cluster.inter_gbits_per_s_per_node is not None:
         return
@@ -170,7 +170,7 @@ def time_in_words(made: Planned) -> str:
 
 
 def _remedies_of_time(made: Planned) -> Iterator[str]:
-    """What would shorten the largest waiting."""
+    """The changes that would shorten the largest waiting."""
     waits = {name: spent for name, spent in made.time.by_category.items() if name != "compute"}
     if not waits:
         return
@@ -216,7 +216,7 @@ def may_compile(plan: ParallelPlan) -> bool:
 
 
 def headroom(made: Planned) -> Iterator[str]:
-    """What the memory that is left is not enough for: the next larger microbatch, less recomputation, no offloading."""
+    """The next steps for which the free memory is too small: a larger microbatch, less recomputation, no offloading."""
     capacity, used = made.cluster.device.memory_bytes, made.memory.device_bytes
     if not made.fits:
         return

@@ -1,4 +1,4 @@
-"""What would make a model fit, and the largest model that fits: found by trying, not by rules."""
+"""Changes that make a model fit, and the largest model that fits: found by trying, not by rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Ma
 
 
 def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> list[Remedy]:
-    """What would make a model fit that does not: each change alone, as far as it takes.
+    """Find changes that make a model fit which does not: each change alone, as far as it takes.
 
     What the search may choose by itself (recomputation, offloading, ``tp``, the microbatch) is tried where it was fixed
     to something else; besides, moments in 8 bit, more GPUs, GPUs with more memory, and shorter sequences.

@@ -1,4 +1,4 @@
-"""Which plans ``train`` and ``sw.parallelize`` accept for a model on a cluster, without building the model.
+"""The plans that ``train`` and ``sw.parallelize`` accept for a model on a cluster, without building the model.
 
 What depends on the model's class is a table by family, found by applying plans to models of transformers on meta
 tensors; a test repeats that for every family.
@@ -18,7 +18,7 @@ from shardwise.spec.shape import Experts, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Which degrees a family of models takes.
+    """The degrees that a family of models supports.
 
     Attributes:
         tp: Styles are known for its layers.
@@ -68,7 +68,7 @@ DATA_PARALLEL_ONLY = Support(tp=False, cp=False, pp=False)
 
 
 def support_of(shape: ModelShape) -> Support:
-    """What the shape's family takes."""
+    """The degrees that the shape's family supports."""
     return SUPPORT.get(shape.family, DATA_PARALLEL_ONLY)
 
 
@@ -207,7 +207,7 @@ def _replicas(cluster: Cluster, fixed: Mapping[str, object], data: int, ranks: i
 
 
 def why_none(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> list[str]:
-    """What of the fixed values no plan can have, in words; empty where each could be had by itself."""
+    """The fixed values that no plan can have together, in words; empty where each could be had alone."""
     world, support = cluster.num_gpus, support_of(shape)
     possible = {
         "tp": tensor_degrees(shape, world),

@@ -202,7 +202,7 @@ _MUON_BYTES = 8
 
 
 def _update_bytes(found: States, rules: Rules, matrices: int) -> float:
-    """What the optimizer's step holds beside its state.
+    """The memory of the optimizer's step in addition to its state.
 
     The square roots of Adam's second moments, as torch updates all parameters at once (``foreach``) on a GPU; what Muon
     exchanges.
@@ -275,7 +275,7 @@ def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, 
 
 
 def _merged(saved: Saved, blocks: int) -> Saved:
-    """What a merged unit saves; one block of it computes at a time."""
+    """The tensors that a merged unit saves; one block of it computes at a time."""
     if blocks == 1:
         return saved
     return Saved(saved.kept * blocks, saved.whole + (blocks - 1) * saved.kept, saved.passing, saved.output)

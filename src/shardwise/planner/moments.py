@@ -1,4 +1,4 @@
-"""What a rank holds at the moments of a step of which one is its peak.
+"""The memory of a rank at those moments of a step among which its peak is.
 
 Between these moments the bytes held change in equal parts, one for each of several equal units. So the most is held at
 one of the first two or last two units of a run.
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What one rank holds and computes.
+    """The memory and work of one rank.
 
     Attributes:
         stage: Which units it has.

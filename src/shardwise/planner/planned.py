@@ -180,7 +180,7 @@ def _check_batch(plan: ParallelPlan, workload: Workload, num_replicas: int) -> N
 
 
 def _recompute(shape: ModelShape, plan: ParallelPlan, workload: Workload) -> str | int:
-    """What is recomputed: as the workload says, else as the plan does."""
+    """The recomputation: as the workload says, else as the plan does."""
     policy = plan.recompute
     if workload.recompute != "none" or policy is None:
         return workload.recompute

@@ -76,7 +76,7 @@ def rescale(*runs: tuple[Estimate, float]) -> tuple[Gpu, list[str]]:
 
 
 def ranking(before: Estimate, after: Estimate) -> str:
-    """How the first plan of a search moved, and why."""
+    """The move of a search's first plan, and its reason."""
     old, new = seconds(before.step_time_s), seconds(after.step_time_s)
     if (before.plan, before.workload) == (after.plan, after.workload):
         return f"Plan 1 stays {_words(after)}: {new} a step, before {old}."
@@ -136,7 +136,7 @@ def _told_apart(table: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], 
 
 
 def _next(made: Estimate) -> str:
-    """Which second run would tell most: on one node, with larger microbatches, or with one microbatch a step."""
+    """The second run that would tell most: on one node, with larger microbatches, or with one microbatch a step."""
     plan, work, cluster, first = made.plan, made.workload, made.cluster, _dependence(made, made.step_time_s)
     micro, at_once = work.micro_batch, work.micro_batch * plan.dp_replicate * plan.dp_shard
     gpus = min(cluster.gpus_per_node, cluster.num_gpus)

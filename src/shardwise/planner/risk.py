@@ -1,4 +1,4 @@
-"""How much slower than predicted a plan may turn out, by which the search ranks: step time times one plus the risk.
+"""The risk that a plan turns out slower than predicted. The search ranks by step time times one plus the risk.
 
 A search over many plans finds the one whose error is the most optimistic. Each term below is a share of the step: what
 a plan has that the time model knows least about, or that costs people time when it goes wrong. A plan with one axis

@@ -1,4 +1,4 @@
-"""What ``plan`` and ``print(plans)`` show: one page of 80 columns for people, or JSON with the same content."""
+"""The output of ``plan`` and ``print(plans)``: one page of 80 columns for people, or JSON with the same content."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = (1, 3)
 
 
 def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str]:
-    """What is asked: model, cluster, and what a step trains."""
+    """The heading: model, cluster, and what a step trains."""
     nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
     where = f"{cluster.num_gpus} x {cluster.gpu}" + (
         f" in {nodes} nodes, {cluster.node_bandwidth / 1e9:.0f} GB/s a node" if nodes > 1 else " in one node"

@@ -123,7 +123,7 @@ class _Search:
         return [found[candidate][0] for candidate in result + missing]
 
     def _explored(self) -> dict[Candidate, tuple[Estimate, float]]:
-        """Of each kind the best by rough time that fit, or the smallest, with their costs."""
+        """The best plans of each kind by rough time that fit, or the smallest, with their costs."""
         capacity = self.cluster.device.memory_bytes
         ranked, smallest = self._ranked()
         most = NUM_ESTIMATED if self.cluster.device.measured is None else len(ranked)  # no rough time orders those
@@ -150,7 +150,7 @@ class _Search:
         return found | {c: (self._estimate(c), 0.0) for kind, c in smallest.items() if kind not in kinds}
 
     def _ranked(self) -> tuple[list[tuple[float, Candidate]], dict[str, Candidate]]:
-        """What may fit, by rough time and risk, and of each kind what holds least."""
+        """The plans that may fit, by rough time and risk, and the smallest of each kind."""
         found: list[tuple[float, Candidate]] = []
         smallest: dict[str, tuple[float, Candidate]] = {}
         for candidate in self._candidates():
@@ -163,7 +163,7 @@ class _Search:
         return found, {kind: candidate for kind, (_, candidate) in smallest.items()}
 
     def _candidates(self) -> Iterator[Candidate]:
-        """What is tried now: without what :data:`_RESORTS` are for, or with it."""
+        """The candidates to try now: without what :data:`_RESORTS` are for, or with it."""
         fixed, device = self.fixed, self.cluster.device
         if not device.link_bandwidth and device.measured is None and "axes" not in self.resorts:
             fixed = {**dict.fromkeys(_LINKED, 1), **fixed}

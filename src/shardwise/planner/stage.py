@@ -1,4 +1,4 @@
-"""Which of a model's units a pipeline rank holds, and how many microbatches of them at a time."""
+"""The units of a model on a pipeline rank, and the microbatches of them in flight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.spec.schedule.closed import peak_held
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one rank of a pipeline holds of a model.
+    """The part of a model on one rank of a pipeline.
 
     Attributes:
         rank: Coordinate on ``pp``.
@@ -37,7 +37,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What stages are balanced by.
+    """The costs by which stages are balanced.
 
     Attributes:
         counts: For each run of equal blocks their number.
@@ -60,7 +60,7 @@ Divide = Callable[[Chain, int], tuple[tuple[int, ...], ...]]
 def stages(
     chain: Chain, pp: int, policy: PipelinePolicy | None, num_microbatches: int, divide: Divide | None = None
 ) -> tuple[Stage, ...]:
-    """What each rank of a pipeline holds; without a policy there is one rank, with everything."""
+    """The stages of each rank of a pipeline; without a policy there is one rank, with everything."""
     if policy is None:
         return (Stage(0, chain.counts, has_embedding=True, has_head=True, num_stages=1, held=1.0),)
     virtual = policy.virtual_stages

@@ -1,4 +1,4 @@
-"""What a rank keeps of a model's units between and during steps, from the expressions that the engine's tests assert.
+"""A rank's memory for a model's units between and during steps, from the expressions that the engine's tests assert.
 
 A stage of the model is the root (embedding, head) and runs of equal units. Of each run a few units are enough:
 ``spec.memory.footprint`` grows by the same bytes for every further one, because only a few are gathered or reduced at
@@ -56,13 +56,13 @@ class Parameters:
         return self.trained + self.experts + self.frozen
 
     def times(self, count: int) -> Parameters:
-        """Those of ``count`` such units together."""
+        """The parameters of ``count`` such units together."""
         return Parameters(**{field.name: getattr(self, field.name) * count for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How the engine places and holds units: what of a plan, a workload and a device the bytes held depend on.
+    """The placement of units by the engine: all of a plan, a workload and a device on which the bytes held depend.
 
     Attributes:
         row: Placements of the strategy.
@@ -122,7 +122,7 @@ Runs = tuple[tuple[int, Parameters], ...]
 
 @dataclass(frozen=True)
 class Unit:
-    """What one unit adds while it computes.
+    """The additional memory of one unit while it computes.
 
     Attributes:
         count: Equal units in a row.
@@ -147,7 +147,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds of a stage.
+    """The memory of a rank for a stage.
 
     Attributes:
         footprint: The most of each category, as ``spec.memory.footprint`` says.
@@ -165,7 +165,7 @@ class States:
 
 @functools.lru_cache(maxsize=4096)
 def states(root: Parameters, runs: Runs, rules: Rules) -> States:
-    """What a rank holds of a stage with these units, in closed form.
+    """Compute the memory of a rank for a stage with these units, in closed form.
 
     Args:
         root: What no block owns: embedding, last norm, head.
@@ -282,7 +282,7 @@ def _every_group(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: S
 
 
 def _reductions(rules: Rules) -> dict[str, Any]:
-    """How gradients are reduced, for ``spec.memory.footprint``."""
+    """The arguments for ``spec.memory.footprint`` about the reduction of gradients."""
     is_deferred = rules.accumulation == "defer_replicate"
     return {
         "num_gradient_buffers": rules.num_gradient_buffers,

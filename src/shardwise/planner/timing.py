@@ -46,7 +46,7 @@ _SIMULATED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeEstimate:
-    """Where the time of a step goes, on the rank that takes longest.
+    """The parts of a step's time, on the rank that takes longest.
 
     Attributes:
         step_time_s: Seconds of a step, from the second one on.
@@ -558,7 +558,7 @@ class Timing:
         return sent
 
     def _times_gathered(self, part: float) -> float:
-        """How often parameters are sent in a step, of which a rank sends ``part`` each time."""
+        """The number of times that parameters are sent in a step, of which a rank sends ``part`` each time."""
         m, reshards = self.num_microbatches, self.plan.reshard_after_forward
         if self.plan.pp > 1 and reshards is not True:
             return part  # what is gathered stays for the step
