@@ -35,7 +35,6 @@ import contextlib
 import hashlib
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +52,7 @@ from shardwise.optim.clip import clip_grad_norm
 from shardwise.optim.in_backward import optimizer_in_backward
 from shardwise.parallel.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.spec.exact import Tolerance
+from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import row_numel
 from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, part_of, probe
 from shardwise.weights.state.model import full_state_dict
@@ -432,8 +432,7 @@ class _Judge:
         torch.distributed.all_gather_object(everyone, (owned, held))
         owners: dict[str, Tensor] = {}
         for extent in itertools.chain.from_iterable(owned for owned, _ in everyone):
-            whole = torch.arange(math.prod(extent.shape)).view(extent.shape)
-            owners.setdefault(extent.name, torch.zeros(whole.numel(), dtype=torch.int32))[part_of(extent, whole)] += 1
+            _count(extent, owners.setdefault(extent.name, torch.zeros(extent.logical_numel, dtype=torch.int32)))
         for name, parameter in self.copies[0].named_parameters():
             if name not in self.inside.ignored and parameter.numel():
                 assert name in owners, f"{where}: {name} is on no rank"
@@ -471,6 +470,14 @@ class _Judge:
         assert needed is not None
         part = needed.numel if needed.kind == "block" else row_numel(shard.shape)
         return whole.flatten()[shard.start // part : -(-shard.stop // part)]
+
+
+def _count(extent: Extent, owners: Tensor) -> None:
+    """Add one to the number of owners of each element of ``extent``, of its logical tensor in memory order."""
+    if extent.cuts:
+        owners[part_of(extent, torch.arange(owners.numel()).view(extent.shape))] += 1
+    else:
+        owners[extent.start : extent.stop] += 1
 
 
 def _parts(value: Tensor, got: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
