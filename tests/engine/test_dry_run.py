@@ -503,7 +503,7 @@ def test_without_a_choice_every_preset_that_fits_the_world_is_run(capsys):
 
 # -- large models
 
-#: Calls of functions for each block, in a dry run of one preset: 76,000 and 33,000 where written; 130,000 and more where
+#: Calls of functions for a block, in a dry run of one preset: 76,000 and 33,000 where written; 130,000 and more where
 #: every shape is computed anew. kB of memory for all presets of one model together.
 MOST_CALLS, MOST_KB = 90_000, 4 * 2**20
 LARGE = {"gpt-175b": (128, 175e9, 96), "gpt-1t": (1024, 1008e9, 128)}  # ranks, parameters, blocks
