@@ -278,14 +278,14 @@ class GroupLayout:
 
         * ``element`` and ``block``: (1, ..., 1, k), with as many dimensions as the parameter has.
         * ``row``: its rows: (k, columns), for a stack of matrices (1, k, columns), for a convolution (k, ...).
-        * ``tensor``, and wherever rows or blocks are no runs of memory: the parameter's own, or with 0 for the first
-          dimension where the rank does not hold it.
+        * ``tensor``, a single rank, and wherever rows or blocks are no runs of memory: the parameter's own, or with 0
+          for the first dimension where the rank does not hold it.
         """
         param = self.params[piece.index]
         shape, kind = param.shape, self.granularity.kind
         is_matrix = len(shape) > 1 and param.numel > 0
         row = row_numel(shape, param.stride) if kind == "row" and is_matrix else 0
-        if kind == "tensor" or row == param.numel > 0 or (kind == "block" and param.stride is not None):
+        if kind == "tensor" or self.size == 1 or row == param.numel > 0 or (kind == "block" and param.stride is not None):
             return (shape, param.stride) if piece.numel == param.numel else ((0, *shape[1:]), None)
         if row:
             rows = piece.numel // row
