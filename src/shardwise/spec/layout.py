@@ -285,7 +285,8 @@ class GroupLayout:
         shape, kind = param.shape, self.granularity.kind
         is_matrix = len(shape) > 1 and param.numel > 0
         row = row_numel(shape, param.stride) if kind == "row" and is_matrix else 0
-        if kind == "tensor" or self.size == 1 or row == param.numel > 0 or (kind == "block" and param.stride is not None):
+        is_odd = row == param.numel > 0 or (kind == "block" and param.stride is not None)
+        if kind == "tensor" or self.size == 1 or is_odd:
             return (shape, param.stride) if piece.numel == param.numel else ((0, *shape[1:]), None)
         if row:
             rows = piece.numel // row
