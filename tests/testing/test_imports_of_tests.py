@@ -88,7 +88,9 @@ ABOUT = {
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",
     "engine/test_memory.py": "engine.engine engine.gradient",
-    "parallel/tensor/test_tensor_memory.py": ("engine.extensions.recompute engine.extensions.wrap measure.meta"),
+    "parallel/tensor/test_tensor_memory.py": (
+        "engine.extensions.recompute engine.extensions.wrap engine.storage.attachment measure.meta"
+    ),
     "generation/test_generate.py": "parallel.context.apply generation.sample",
     "parallel/pipeline/test_pipeline_steps.py": "parallel.pipeline.batch parallel.pipeline.pipelined",
     # faults that are injected, and steps that are watched from within
