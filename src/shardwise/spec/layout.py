@@ -263,6 +263,14 @@ class GroupLayout:
             for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True))
         )
 
+    @cached_property
+    def holders(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """By parameter, the ranks that hold a part of it, each with the first element and the end of its part."""
+        found: list[list[tuple[int, int, int]]] = [[] for _ in self.params]
+        for rank, piece in self.pieces():
+            found[piece.index].append((rank, piece.start, piece.stop))
+        return tuple(map(tuple, found))
+
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """Every rank's pieces, with the rank, parameter by parameter; offsets count from the start of the slice."""
         for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.storage.attachment import mark_of
 from shardwise.spec.errors import StateError
-from shardwise.spec.layout import GroupLayout, Piece
+from shardwise.spec.layout import Piece
 from shardwise.weights.state.full_parameters import gathered
 from shardwise.weights.state.held import part_of
 
@@ -169,13 +168,4 @@ def _is_aligned(into: _Side, by: _Side) -> bool:
     if not (here.row.shards_optimizer and there.row.shards_optimizer):
         return here.row.shards_optimizer is there.row.shards_optimizer
     same_ranks = here.comms.gather.size == there.comms.gather.size
-    return same_ranks and _ranges(here.layout)[into.index] == _ranges(there.layout)[by.index]
-
-
-@functools.lru_cache(maxsize=4096)
-def _ranges(layout: GroupLayout) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """By parameter, the ranks that have a part of it and the range of each."""
-    found: list[list[tuple[int, int, int]]] = [[] for _ in layout.params]
-    for rank, piece in layout.pieces():
-        found[piece.index].append((rank, piece.start, piece.stop))
-    return tuple(map(tuple, found))
+    return same_ranks and here.layout.holders[into.index] == there.layout.holders[by.index]
