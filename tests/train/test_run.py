@@ -235,6 +235,53 @@ def test_a_loop_that_is_left_and_entered_again_saves_what_was_due(tmp_path: Path
     assert saved == ["step-00000003", "step-00000006", "step-00000009"]
 
 
+def adversaries(folder: str, stop_at: int | None = None) -> tuple[int, list[float]]:
+    """A generator and its critic, each with an optimizer: the exit code, and the generator's losses."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.manual_seed(0)
+    both = torch.nn.ModuleDict(
+        {
+            "generator": torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)),
+            "critic": torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)),
+        }
+    )
+    model = sw.parallelize(both, strategy="zero3")
+    generator, critic = model["generator"], model["critic"]
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (generator, critic)]
+    found = []
+    given = {"checkpoint": {"every": 2}, "log": {"tensorboard": False}}
+    try:
+        with sw.Run(folder, model=model, optimizer=optimizers, steps=6, **given) as run:
+            for step in run.steps():
+                if step == stop_at:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                draws = torch.Generator().manual_seed(step)  # the same on every rank
+                fake, real = generator(torch.randn(4, 4, generator=draws)), torch.randn(4, 8, generator=draws)
+                (critic(fake.detach()).mean() - critic(real).mean()).backward()
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+                loss = -critic(fake).mean()
+                loss.backward()
+                optimizers[0].step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                run.log(loss=loss)
+                found.append(loss.item())
+    except SystemExit as left:
+        return int(str(left.code)), found
+    return 0, found
+
+
+def test_a_run_of_two_optimizers_goes_on_where_it_was_stopped_on_another_world(tmp_path: Path) -> None:
+    ((code, expected),) = run_on_ranks(adversaries, 1, str(tmp_path / "whole"))
+    assert (code, len(expected)) == (0, 6)
+    before = run_on_ranks(adversaries, 2, str(tmp_path / "cut"), 3)
+    assert [code for code, _ in before] == [75, 75]
+    ((code, rest),) = run_on_ranks(adversaries, 1, str(tmp_path / "cut"))
+    assert code == 0
+    assert before[0][1] + rest == expected
+
+
 def alone(folder: str) -> list[str]:
     """What a wrong use says, in a process that nothing has started as a rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -257,6 +304,7 @@ def alone(folder: str) -> list[str]:
     tried(train={"clip_grad_norm": 1.0})
     tried(checkpoint={"best": "eval_loss"})
     tried(sampler=object())
+    tried(optimizer=[model])
     tried()
     tried(sampler=sw.DistributedSampler(8, model=model), steps=4)
     tried(name="a", values={"loss": torch.zeros(2)})
@@ -338,6 +386,7 @@ def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
             "'clip_grad_norm': ...}): what a step does is the loop's own",
             "'best': ...}): evaluations and code are the loop's own",
             "sw.Run(sampler=...): object has no state_dict and load_state_dict",
+            "sw.Run(optimizer=...): expected a torch optimizer, or several, got",
             "",
             "the checkpoint has no state of the sampler",
             "run.log(loss=...): expected a number or a tensor of one element, got a tensor of shape [2]",

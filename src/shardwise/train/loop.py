@@ -91,7 +91,7 @@ class Parts:
 
     Attributes:
         model: The parallelized model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         scaler: Of fp16 losses, if any.
         average: Of the model's weights, if any.
         reader: This rank among those that read different samples.
@@ -100,7 +100,7 @@ class Parts:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
     scaler: sw.GradScaler
     average: sw.ExponentialMovingAverage | None = None
     reader: int = 0
@@ -142,7 +142,7 @@ class Loop:
         self.stop, self.pace, self.callbacks, self._is_own_loop = stop, pace, callbacks, is_own_loop
         self.model, self.optimizer, self.device, self.directory = (
             parts.model,
-            parts.optimizer,
+            parts.optimizers[0],
             report.device,
             report.directory,
         )
@@ -272,7 +272,7 @@ class Loop:
     def _load(self, path: Path, *, is_newest: bool) -> dict[str, Any]:
         """Fill model, optimizer and average; says how to go around the newest checkpoint where that is damaged."""
         try:
-            return self.saves.load(path, self.optimizer, self.parts.average, keep_settings=not self._is_own_loop)
+            return self.saves.load(path, self.parts.optimizers, self.parts.average, keep_settings=not self._is_own_loop)
         except CheckpointError as error:
             if not is_newest:
                 raise
@@ -400,7 +400,7 @@ class Loop:
         if memory is not None:
             self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.peak_bytes - self._foreign_bytes)
             if self.control.is_first and 1 <= self.speed.made_steps < MEASURED_STEPS and memory.history:
-                held = held_bytes(engine_of(self.model, "train"), [self.optimizer])
+                held = held_bytes(engine_of(self.model, "train"), self.parts.optimizers)
                 self.report.write_memory(self.step + 1, memory.history, held, memory.by_unit)
                 self.speed.peak_by_unit = memory.by_unit
         self.speed.made_steps += 1
@@ -575,7 +575,7 @@ class Loop:
             As of ``sw.check_replicas``.
         """
         try:
-            sw.check_replicas(self.model, self.optimizer, after_backward=after_backward)
+            sw.check_replicas(self.model, self.parts.optimizers, after_backward=after_backward)
         except RankDisagreement as error:
             raise RankDisagreement(f"step {step}: {error}\n  Nothing was saved since; safe: {self.safe}.") from None
 
@@ -587,7 +587,7 @@ class Loop:
             self.check_replicas(self.done.step)
         with self.pace.long("save"):
             message = self.saves.save(
-                self.optimizer,
+                self.parts.optimizers,
                 self.parts.average,
                 step=self.done.step,
                 state=state,

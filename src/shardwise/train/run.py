@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.api.dry_run import DryRun
 from shardwise.api.model import data_parallel_rank, data_parallel_size
+from shardwise.api.save import Optimizers
 from shardwise.checkpoint import plain
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch import heartbeat
@@ -82,7 +83,8 @@ class Run:
     Args:
         directory: The run's folder, on a disk that all machines share.
         model: A parallelized model; on one process also a plain one, which becomes one that nothing is sent for.
-        optimizer: Built on its parameters.
+        optimizer: Built on its parameters; or several, such as those of a generator and its critic. The record has the
+            first one's learning rate.
         steps: How many steps the whole run has.
         checkpoint: Fields of ``checkpoint:`` in a run.yaml, such as ``{"every": 100, "keep": 3}``. By default one
             checkpoint, at the end.
@@ -105,7 +107,7 @@ class Run:
         directory: str | os.PathLike[str],
         *,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         steps: int,
         checkpoint: Mapping[str, Any] | None = None,
         log: Mapping[str, Any] | None = None,
@@ -127,6 +129,13 @@ class Run:
                     f"sw.Run({name}=...): {type(value).__name__} has no state_dict and load_state_dict, so that a"
                     " resume would begin its data anew.\n  Pass one that has, or leave it out."
                 )
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+            kinds = ", ".join(type(each).__name__ for each in optimizers) or "none"
+            raise ConfigError(
+                f"sw.Run(optimizer=...): expected a torch optimizer, or several, got {kinds}.\n"
+                "  Pass the optimizers that sw.save would get."
+            )
         try:
             engine_of(model, "sw.Run")
         except StateError:
@@ -137,7 +146,7 @@ class Run:
                 ) from None
             sw.parallelize(model, "ddp")  # of one rank: no number changes, and its parameters stay the same objects
         scaler = scaler or sw.GradScaler("cpu", enabled=False)
-        self._parts = Parts(model, optimizer, scaler, average, data_parallel_rank(model))
+        self._parts = Parts(model, optimizers, scaler, average, data_parallel_rank(model))
         self._callbacks = callbacks
         self._world: World = read_world()
         self._stack = contextlib.ExitStack()
@@ -285,7 +294,7 @@ class Run:
         loop.found(
             loss=loss,
             norm=norm,
-            lr=float(self._parts.optimizer.param_groups[0]["lr"]),
+            lr=float(self._parts.optimizers[0].param_groups[0]["lr"]),
             values=pairs,
         )
 

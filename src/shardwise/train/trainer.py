@@ -101,7 +101,13 @@ class Trainer:
         decay = config.train.ema_decay
         average = None if decay is None else sw.ExponentialMovingAverage(self.model, decay)
         parts = Parts(
-            self.model, self.optimizer, scaler, average, reader, seed=config.train.seed, saves_frozen=self._base is None
+            self.model,
+            [self.optimizer],
+            scaler,
+            average,
+            reader,
+            seed=config.train.seed,
+            saves_frozen=self._base is None,
         )
         if config.checkpoint.final or config.checkpoint.every is not None:
             num_bytes = least_checkpoint_bytes(config.optimizer, self.model, self.optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -266,7 +266,7 @@ class Checkpoints:
 
     def save(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         average: ExponentialMovingAverage | None = None,
         *,
         step: int,
@@ -299,7 +299,7 @@ class Checkpoints:
             save(
                 step_directory(self._run_dir / below, step),
                 self._model,
-                optimizer,
+                optimizers,
                 state=held,
                 average=average,
                 rank_state=own,
@@ -402,19 +402,19 @@ class Checkpoints:
     def load(
         self,
         path: Path,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         average: ExponentialMovingAverage | None = None,
         *,
         keep_settings: bool = True,
     ) -> dict[str, Any]:
-        """Fill model, optimizer and average from a checkpoint and return its state.
+        """Fill model, optimizers and average from a checkpoint and return its state.
 
-        With ``keep_settings`` the optimizer's groups keep the settings that they have, such as the rate.
+        With ``keep_settings`` the optimizers' groups keep the settings that they have, such as the rate.
 
         Raises:
             CheckpointError: It is damaged, or of another model or optimizer.
         """
-        state = sw.load(path, self._model, optimizer, average=average, keep_settings=keep_settings)
+        state = sw.load(path, self._model, optimizers, average=average, keep_settings=keep_settings)
         place, own = path.parent.parent.absolute(), (self._run_dir.absolute(), self.uploads.place)
         if place in own:
             self._run_id = state["run_id"]  # which the run keeps, however its folder is called by now
