@@ -248,8 +248,8 @@ def adversaries(folder: str, stop_at: int | None = None) -> tuple[int, list[floa
     model = sw.parallelize(both, strategy="zero3")
     generator, critic = model["generator"], model["critic"]
     optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (generator, critic)]
-    found = []
-    given = {"checkpoint": {"every": 2}, "log": {"tensorboard": False}}
+    schedules, found = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.3) for each in optimizers], []
+    given = {"scheduler": schedules, "checkpoint": {"every": 2}, "log": {"tensorboard": False}}
     try:
         with sw.Run(folder, model=model, optimizer=optimizers, steps=6, **given) as run:
             for step in run.steps():
@@ -263,8 +263,9 @@ def adversaries(folder: str, stop_at: int | None = None) -> tuple[int, list[floa
                 loss = -critic(fake).mean()
                 loss.backward()
                 optimizers[0].step()
-                for optimizer in optimizers:
+                for optimizer, schedule in zip(optimizers, schedules, strict=True):
                     optimizer.zero_grad()
+                    schedule.step()
                 run.log(loss=loss)
                 found.append(loss.item())
     except SystemExit as left:

@@ -61,6 +61,22 @@ class Stateful(Protocol):
         ...
 
 
+class _Together:
+    """Several schedules, saved and restored as one."""
+
+    def __init__(self, parts: Sequence[Stateful]) -> None:
+        self._parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each."""
+        return {str(place): part.state_dict() for place, part in enumerate(self._parts)}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Restore each."""
+        for place, part in enumerate(self._parts):
+            part.load_state_dict(state_dict[str(place)])
+
+
 class Run:
     """A run folder, metrics, checkpoints and all that ``shardwise train`` has, around a loop of one's own.
 
@@ -91,7 +107,7 @@ class Run:
         log: Fields of ``log:``, such as ``{"every": 10, "wandb": True}``.
         train: Of ``train:``: ``step_timeout_s``, ``grace_s``, ``non_finite`` and ``check_replicas_every``.
         sampler: What the samples come from, saved and restored: an ``sw.DistributedSampler``, a loader with state.
-        scheduler: The learning rate's, saved and restored.
+        scheduler: The learning rate's, saved and restored; of several optimizers a list.
         scaler: Of fp16 losses.
         average: Of the model's weights.
         config: Settings of one's own: in config.yaml and W&B. What has changed when a run goes on is said.
@@ -113,7 +129,7 @@ class Run:
         log: Mapping[str, Any] | None = None,
         train: Mapping[str, Any] | None = None,
         sampler: Stateful | None = None,
-        scheduler: Stateful | None = None,
+        scheduler: Stateful | Sequence[Stateful] | None = None,
         scaler: sw.GradScaler | None = None,
         average: sw.ExponentialMovingAverage | None = None,
         config: Mapping[str, Any] | None = None,
@@ -122,13 +138,17 @@ class Run:
     ) -> None:
         self._directory, self._own_config, self._predicted = Path(directory), dict(config or {}), predicted
         self._config = _checked(steps, checkpoint, log, train)
-        self._kept = {"sampler": sampler, "scheduler": scheduler}
-        for name, value in self._kept.items():
+        schedules = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        for name, value in [("sampler", sampler), *(("scheduler", each) for each in schedules)]:
             if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(
                     f"sw.Run({name}=...): {type(value).__name__} has no state_dict and load_state_dict, so that a"
                     " resume would begin its data anew.\n  Pass one that has, or leave it out."
                 )
+        self._kept = {
+            "sampler": sampler,
+            "scheduler": _Together(scheduler) if isinstance(scheduler, Sequence) else scheduler,
+        }
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             kinds = ", ".join(type(each).__name__ for each in optimizers) or "none"
