@@ -23,6 +23,7 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, ConfigError, NonFiniteError
 from shardwise.testing import RankFailure, run_on_ranks
+from tests.common.ranks import refusal
 from tests.train.towers import Pairs, Towers
 from tests.train.train_here import losses, metrics, summary
 
@@ -209,8 +210,16 @@ def test_a_plain_model_on_one_process_needs_no_plan_and_on_two_is_refused(tmp_pa
     for stop_after in (4, 9):
         (found,) = run_on_ranks(bare, 1, str(tmp_path / "run"), stop_after)
     assert found == expected
-    with pytest.raises(RankFailure, match=r"Towers is not parallelized, and there are several ranks"):
+    with pytest.raises(RankFailure, match=r"sw.Run got a Towers that is not parallelized"):
         run_on_ranks(bare, 2, str(tmp_path / "two"), 9)
+    apart = run_on_ranks(two_models, 2, str(tmp_path / "apart"))[0]
+    assert "Its 'generator' and 'critic' are, each as a model of its own; call sw.parallelize() once" in apart
+
+
+def two_models(folder: str) -> str:
+    parts = {name: sw.parallelize(torch.nn.Linear(8, 8)) for name in ("generator", "critic")}
+    model = torch.nn.ModuleDict(parts)
+    return refusal(ConfigError, sw.Run, folder, model=model, optimizer=torch.optim.SGD(model.parameters()), steps=1)
 
 
 def by_epochs(folder: str) -> None:

@@ -158,12 +158,9 @@ class Run:
             )
         try:
             engine_of(model, "sw.Run")
-        except StateError:
+        except StateError as error:
             if (dist.get_world_size() if dist.is_initialized() else read_world().size) > 1:
-                raise ConfigError(
-                    f"sw.Run(model=...): {type(model).__name__} is not parallelized, and there are several ranks.\n"
-                    "  Call model = sw.parallelize(model) before the optimizer is built."
-                ) from None
+                raise ConfigError(str(error)) from None
             sw.parallelize(model, "ddp")  # of one rank: no number changes, and its parameters stay the same objects
         scaler = scaler or sw.GradScaler("cpu", enabled=False)
         self._parts = Parts(model, optimizers, scaler, average, data_parallel_rank(model))

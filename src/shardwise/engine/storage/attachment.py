@@ -76,12 +76,20 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
     """
     attachment = attachment_of(module)
     if attachment is None:
-        inner = next((path for path, part in module.named_modules() if attachment_of(part) is not None), None)
+        inner: dict[Engine, str] = {}  # the outermost module of each engine
+        for path, part in module.named_modules():
+            if (found := attachment_of(part)) is not None:
+                inner.setdefault(found.engine, path)
         is_part = any(mark_of(parameter) is not None for parameter in module.parameters())
-        what = "is a part of a parallelized model" if is_part and inner is None else "is not parallelized"
+        what = "is a part of a parallelized model" if is_part and not inner else "is not parallelized"
         advice = "Call model = sw.parallelize(model, plan) first, and pass that model."
-        if inner is not None:
-            advice = f"Its {inner!r} is; pass that module, without what is wrapped around it."
+        if len(inner) > 1:
+            parts = " and ".join(map(repr, inner.values()))
+            advice = (
+                f"Its {parts} are, each as a model of its own; call sw.parallelize() once, on the module around them."
+            )
+        elif inner:
+            advice = f"Its {next(iter(inner.values()))!r} is; pass that module, without what is wrapped around it."
         elif is_part:
             advice = "Pass the whole model, which sw.parallelize() has returned."
         raise StateError(f"{call} got a {type(module).__name__} that {what}.\n  {advice}")
