@@ -64,7 +64,9 @@ class Reads(nn.Module):
         super().__init__()
         self.rates = [x.item() for x in torch.linspace(0, 0.3, 4)]
         self.weight = nn.Parameter(torch.rand(30) * self.rates[3])
-        self.pair = nn.Parameter(torch.tensor([self.weight[1], self.weight[2]]) + max(self.weight.tolist()))
+        self.pair = nn.Parameter(
+            torch.tensor([self.weight[1].detach(), self.weight[2].detach()]) + max(self.weight.tolist())
+        )
         self.name = f"{self.weight[0]:.3f}"
         self.count = int((self.weight > 0.1).sum())
         self.register_buffer("large", self.weight.detach()[self.weight > 0.1] * torch.rand(self.count))
