@@ -292,6 +292,34 @@ def test_a_run_of_two_optimizers_goes_on_where_it_was_stopped_on_another_world(t
     assert before[0][1] + rest == expected
 
 
+def other_schedules(folder: str) -> list[str]:
+    """What a resume says of a run of two schedules that comes back with other ones."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    model, optimizer, schedule = build()
+    given = {"model": model, "optimizer": optimizer, "log": {"tensorboard": False}, "checkpoint": {"every": 1}}
+    with sw.Run(folder, steps=2, scheduler=[schedule, schedule], **given) as run:
+        for _ in run.steps():
+            optimizer.step()
+    said = []
+    for scheduler in (schedule, [schedule], [None, schedule]):
+        shown = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(shown), sw.Run(folder, steps=4, scheduler=scheduler, **given):
+                pass
+        except ConfigError as error:
+            said.append(str(error))
+        except SystemExit:
+            said.append(shown.getvalue())
+    return said
+
+
+def test_other_schedules_than_those_saved_are_refused(tmp_path: Path) -> None:
+    one, fewer, nothing = run_on_ranks(other_schedules, 1, str(tmp_path / "run"))[0]
+    assert "has the state of a list of 2 schedules, and sw.Run(scheduler=...) has one schedule" in one
+    assert "has the state of a list of 2 schedules, and sw.Run(scheduler=...) has a list of 1 schedules" in fewer
+    assert "sw.Run(scheduler=...): NoneType has no state_dict and load_state_dict" in nothing
+
+
 def alone(folder: str) -> list[str]:
     """What a wrong use says, in a process that nothing has started as a rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

@@ -156,8 +156,8 @@ def dry_run(
         num_microbatches: Forwards and backwards of a step, all but the last under ``sw.gradient_sync(model, False)``;
             with ``pp`` they go through the pipeline. ``None``: one, with ``pp`` those of ``plan.pipeline``.
         has_average: A ``sw.ExponentialMovingAverage`` is held as well (category ``average``).
-        in_backward: The optimizer updates inside backward (``sw.optimizer_in_backward``), Muon apart with
-            ``sw.flat_parameters``.
+        in_backward: The optimizer updates ``sw.flat_parameters`` inside backward (``sw.optimizer_in_backward``): not
+            Muon, one microbatch, no ``pp``.
 
     Returns:
         Events and bytes of one step of the steady state.

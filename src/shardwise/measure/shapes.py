@@ -73,7 +73,13 @@ def _key(func: Any, args: Any, kwargs: Any) -> Hashable | None:
 @functools.cache
 def _makes_new_tensors(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
-    return schema is not None and not (schema.is_mutable or any(each.alias_info is not None for each in schema.returns))
+    # A user's operator may follow more than its arguments.
+    is_torch_s = getattr(func, "namespace", None) in {"aten", "prims"}
+    return (
+        is_torch_s
+        and schema is not None
+        and not (schema.is_mutable or any(each.alias_info is not None for each in schema.returns))
+    )
 
 
 def _add(found: list[Hashable], value: Any) -> int:

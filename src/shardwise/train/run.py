@@ -61,6 +61,10 @@ class Stateful(Protocol):
         ...
 
 
+#: Marks the states of several schedules.
+_SEVERAL = "of each schedule"
+
+
 class _Together:
     """Several schedules, saved and restored as one."""
 
@@ -69,12 +73,12 @@ class _Together:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each."""
-        return {str(place): part.state_dict() for place, part in enumerate(self._parts)}
+        return {_SEVERAL: [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Restore each."""
-        for place, part in enumerate(self._parts):
-            part.load_state_dict(state_dict[str(place)])
+        for part, state in zip(self._parts, state_dict[_SEVERAL], strict=True):
+            part.load_state_dict(state)
 
 
 class Run:
@@ -138,9 +142,12 @@ class Run:
     ) -> None:
         self._directory, self._own_config, self._predicted = Path(directory), dict(config or {}), predicted
         self._config = _checked(steps, checkpoint, log, train)
-        schedules = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
-        for name, value in [("sampler", sampler), *(("scheduler", each) for each in schedules)]:
-            if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        given: list[tuple[str, Any]] = [("sampler", sampler), ("scheduler", scheduler)]
+        if isinstance(scheduler, Sequence):
+            given[1:] = [("scheduler", each) for each in scheduler]
+        for name, value in given:
+            is_left_out = value is None and value is (sampler if name == "sampler" else scheduler)
+            if not is_left_out and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(
                     f"sw.Run({name}=...): {type(value).__name__} has no state_dict and load_state_dict, so that a"
                     " resume would begin its data anew.\n  Pass one that has, or leave it out."
@@ -149,7 +156,7 @@ class Run:
             "sampler": sampler,
             "scheduler": _Together(scheduler) if isinstance(scheduler, Sequence) else scheduler,
         }
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             kinds = ", ".join(type(each).__name__ for each in optimizers) or "none"
             raise ConfigError(
@@ -394,6 +401,12 @@ class Run:
                     f"the checkpoint has no state of the {name}, which sw.Run({name}=...) is to restore.\n"
                     "  Leave it out to begin it anew, or begin a new run in another folder."
                 )
+            if name == "scheduler" and held is not None and _num_schedules(saved[name]) != _num_schedules(held):
+                raise CheckpointError(
+                    f"the checkpoint has the state of {_num_schedules(saved[name])}, and sw.Run(scheduler=...) has"
+                    f" {_num_schedules(held)}.\n  Pass as many as before, in the same order, or begin a new run in"
+                    " another folder."
+                )
             if held is not None:
                 own, control = saved[name], self._running.control
                 if isinstance(own, dict) and own.keys() == {_BY_RANK}:
@@ -467,6 +480,14 @@ def _checked(
     raw = read_config(None, base=base, title="sw.Run")
     raw.raise_if_any()
     return raw.config
+
+
+def _num_schedules(held: Any) -> str:
+    """The number of schedules, of which ``held`` is the state, or which it is."""
+    states = held.state_dict() if hasattr(held, "state_dict") else held
+    if isinstance(states, Mapping) and states.keys() == {_SEVERAL}:
+        return f"a list of {len(states[_SEVERAL])} schedules"
+    return "one schedule"
 
 
 def _kept(name: str, value: Any) -> Any:

@@ -181,6 +181,55 @@ def test_slices_of_tensor_parallelism_follow_too():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+class Cut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16, bias=False)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.stem(x))))
+
+
+def on_other_meshes() -> tuple[Tensor, Tensor]:
+    """Of a layer that both models divide over two ranks: each over two others."""
+    torch.manual_seed(0)
+    target, source = Cut(), Cut()
+    expected = torch.lerp(target.stem.weight, source.stem.weight, WEIGHT).detach()
+    alone = {"auto_wrap_policy": sw.wrap_by_name("stem"), "merge_units": False, "dp_shard": 2}
+    table = {"up": "colwise", "down": "rowwise"}
+    sw.parallelize(target, sw.ParallelPlan(strategy="hsdp", dp_replicate=2, **alone))
+    sw.parallelize(source, sw.ParallelPlan(tp=2, tp_plan=table, **alone))
+    sw.lerp_parameters(target.stem, source.stem, WEIGHT)
+    return sw.full_state_dict(target).get("stem.weight", expected), expected
+
+
+def test_parts_of_equal_size_on_other_ranks_are_gathered():
+    for found, expected in run_on_ranks(on_other_meshes, 4):
+        assert torch.equal(found, expected)
+
+
+def cut_otherwise() -> str:
+    plans = [sw.ParallelPlan(tp=2, tp_plan={"up": style, "down": "rowwise"}) for style in ("colwise", "packed_colwise")]
+    models = [sw.parallelize(Cut(), plan) for plan in plans]
+    return refusal(StateError, sw.lerp_parameters, models[0].up, models[1].up, WEIGHT)
+
+
+def test_slices_that_are_cut_otherwise_are_refused():
+    for told in run_on_ranks(cut_otherwise, 2):
+        assert "'weight' has shape [16, 16] with strides [16, 1], cut" in told
+
+
+def test_a_plain_parameter_may_be_a_view_of_more():
+    base = torch.zeros(3, 4)
+    target, source = nn.Module(), nn.Module()
+    target.register_parameter("weight", nn.Parameter(base[:, :2]))
+    source.register_parameter("weight", nn.Parameter(torch.ones(3, 2)))
+    sw.lerp_parameters(target, source, 1.0)
+    assert torch.equal(base, torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 3))
+
+
 def test_what_does_not_fit_is_refused():
     lerp = sw.lerp_parameters
     assert "weight=1.5: expected a number from 0 to 1" in refusal(StateError, lerp, Net(), Net(), 1.5)

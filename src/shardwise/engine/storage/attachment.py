@@ -84,9 +84,11 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
         what = "is a part of a parallelized model" if is_part and not inner else "is not parallelized"
         advice = "Call model = sw.parallelize(model, plan) first, and pass that model."
         if len(inner) > 1:
-            parts = " and ".join(map(repr, inner.values()))
+            first, second, *others = map(repr, inner.values())
+            parts = f"{first} and {second}" if not others else f"{first}, {second} and {len(others)} more parts"
             advice = (
-                f"Its {parts} are, each as a model of its own; call sw.parallelize() once, on the module around them."
+                f"Its {parts} are, each as a model of its own; call sw.parallelize() once, on the module around them"
+                " (after sw.fully_shard() of parts, sw.fully_shard() of that module)."
             )
         elif inner:
             advice = f"Its {next(iter(inner.values()))!r} is; pass that module, without what is wrapped around it."

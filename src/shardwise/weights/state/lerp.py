@@ -14,6 +14,7 @@ from shardwise.engine.group import Group
 from shardwise.engine.storage.attachment import mark_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece
+from shardwise.spec.slice import Cut, Slice, simplest, slice_of
 from shardwise.weights.state.full_parameters import gathered
 from shardwise.weights.state.held import part_of
 
@@ -35,7 +36,8 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
             sw.lerp_parameters(model.teacher, model.student, 1 - 0.996)
 
     The values are those of ``lerp_`` on plain parameters, to the last bit. Buffers are left alone. To evaluate an
-    average of the model itself, use :class:`sw.ExponentialMovingAverage`, which needs no second model.
+    average of the model itself, use :class:`sw.ExponentialMovingAverage`, which needs no second model. Call it after
+    backward, as an optimizer's step: a backward of an earlier forward through ``target``'s unit is refused.
 
     Args:
         target: A parallelized model, a module in one, or a plain module.
@@ -61,6 +63,9 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
         is_aligned = all(_is_aligned(into, by) for into, by in found)
         flat = None if group is None else group.values() if is_aligned else gathered(group)
         for into, by in found:
+            if into.group is None and group is None:
+                into.parameter.lerp_(by.parameter.to(into.parameter), weight)
+                continue
             held, piece = into.elements(None if into.group is None else values[into.group])
             if group is None or is_aligned:
                 other, _ = by.elements(flat)
@@ -100,12 +105,12 @@ class _Side(NamedTuple):
         return self.parameter if self.group is None else self.group.shards[self.index]
 
     @property
-    def form(self) -> tuple[list[int], tuple[int, ...]]:
-        """Shape and strides of the whole parameter, or of this rank's slice where the model itself is cut."""
+    def form(self) -> tuple[list[int], tuple[int, ...], tuple[Cut, ...]]:
+        """Shape and strides of the parameter, or of this rank's slice where the model itself is cut, and the cuts."""
         if self.group is None:
-            return list(self.parameter.shape), self.parameter.stride()
+            return list(self.parameter.shape), self.parameter.stride(), _cuts(slice_of(self.parameter))
         spec = self.group.layout.params[self.index]
-        return list(spec.shape), tuple(spec.strides)
+        return list(spec.shape), tuple(spec.strides), _cuts(spec.slice)
 
     def elements(self, flat: Tensor | None) -> tuple[Tensor, Piece]:
         """This rank's elements, of which ``flat`` holds those of the group, and their range in the parameter."""
@@ -113,6 +118,10 @@ class _Side(NamedTuple):
             return memory_order(self.parameter.detach()), Piece(0, 0, self.parameter.numel(), 0)
         piece = self.group.held[self.index]
         return part_of(self.group, piece, flat), piece
+
+
+def _cuts(part: Slice | None) -> tuple[Cut, ...]:
+    return () if part is None else simplest(part.shape, part.cuts)
 
 
 def _side(name: str, parameter: nn.Parameter) -> _Side:
@@ -132,8 +141,12 @@ def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
         )
     pairs = [(_side(name, ours[name]), _side(name, theirs[name])) for name in ours]
     for into, by in pairs:
-        if into.form != by.form:
-            shapes = " and ".join(f"shape {side.form[0]} with strides {list(side.form[1])}" for side in (into, by))
+        are_plain = into.group is None and by.group is None  # whose strides do not matter
+        if into.form[0] != by.form[0] or into.form[2] != by.form[2] or (into.form[1] != by.form[1] and not are_plain):
+            shapes = " and ".join(
+                f"shape {shape} with strides {list(strides)}{f', cut {cuts}' if cuts else ''}"
+                for shape, strides, cuts in (into.form, by.form)
+            )
             raise StateError(
                 f"{_CALL}: {into.name!r} has {shapes} in target and source on this rank.\n"
                 "  Pass modules of one architecture; under tp give both the same tp_plan."
@@ -142,6 +155,11 @@ def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
             raise StateError(
                 f"{_CALL}: {into.name!r} is held as {into.group.facts.held_as}, which loses small changes.\n"
                 "  Leave quantize_frozen out of the plan."
+            )
+        if not into.parameter.is_floating_point():
+            raise StateError(
+                f"{_CALL}: {into.name!r} has dtype {into.parameter.dtype}: expected a floating-point one.\n"
+                "  Leave it out of both modules, or convert it."
             )
     return pairs
 
@@ -167,5 +185,14 @@ def _is_aligned(into: _Side, by: _Side) -> bool:
     here, there = into.group, by.group
     if not (here.row.shards_optimizer and there.row.shards_optimizer):
         return here.row.shards_optimizer is there.row.shards_optimizer
-    same_ranks = here.comms.gather.size == there.comms.gather.size
-    return same_ranks and here.layout.holders[into.index] == there.layout.holders[by.index]
+    return _mesh_of(into) == _mesh_of(by) and here.layout.holders[into.index] == there.layout.holders[by.index]
+
+
+def _mesh_of(side: _Side) -> tuple[object, ...]:
+    """The sizes of the axes and the axis along which a parameter is divided: from them follow the ranks of a gather."""
+    assert side.group is not None
+    engine, gather = side.engine, side.group.comms.gather
+    assert engine is not None
+    comms = engine.comms
+    axes = (comms.world, comms.gather, comms.replicate, comms.tp, comms.cp, comms.ep)
+    return gather.axis, gather.size, *(1 if comm is None else comm.size for comm in axes)
