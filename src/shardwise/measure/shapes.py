@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def _described(result: Any, arguments: list[Any]) -> _Result:
     parts = (result,) if is_alone else result
     if not isinstance(parts, tuple):
         return None
-    taken = {storage_identity(each) for each in _tensors(arguments)}
+    taken = {storage_identity(each) for each in tensors_in(arguments)}
     described: list[_Part] = []
     for part in parts:
         if not isinstance(part, Tensor):
@@ -125,11 +125,12 @@ def _described(result: Any, arguments: list[Any]) -> _Result:
     return tuple(described), is_alone
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operator, also in lists."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
+            found += tensors_in(value)
     return found

@@ -142,12 +142,10 @@ class Run:
     ) -> None:
         self._directory, self._own_config, self._predicted = Path(directory), dict(config or {}), predicted
         self._config = _checked(steps, checkpoint, log, train)
-        given: list[tuple[str, Any]] = [("sampler", sampler), ("scheduler", scheduler)]
-        if isinstance(scheduler, Sequence):
-            given[1:] = [("scheduler", each) for each in scheduler]
-        for name, value in given:
-            is_left_out = value is None and value is (sampler if name == "sampler" else scheduler)
-            if not is_left_out and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        given: list[tuple[str, object]] = [] if sampler is None else [("sampler", sampler)]
+        schedules = scheduler if isinstance(scheduler, Sequence) else () if scheduler is None else (scheduler,)
+        for name, value in [*given, *(("scheduler", each) for each in schedules)]:
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise ConfigError(
                     f"sw.Run({name}=...): {type(value).__name__} has no state_dict and load_state_dict, so that a"
                     " resume would begin its data anew.\n  Pass one that has, or leave it out."

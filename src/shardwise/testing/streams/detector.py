@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -326,14 +326,3 @@ def at_work(detector: Detector) -> Iterator[Seen]:
     finally:
         detector.close()
         _active.remove(detector)
-
-
-def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among the arguments of an operator, also in lists."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found

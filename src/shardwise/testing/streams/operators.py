@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise import torch_private
-from shardwise.testing.streams.detector import Detector, memory_of, side_of, tensors_in
+from shardwise.measure.shapes import tensors_in
+from shardwise.testing.streams.detector import Detector, memory_of, side_of
 from shardwise.testing.streams.memory import Side
 
 #: They change what a tensor refers to, or ask for its shape; no element is touched.

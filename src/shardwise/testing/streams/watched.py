@@ -18,8 +18,9 @@ from torch import Tensor
 
 from shardwise import torch_private
 from shardwise.comm import axes
+from shardwise.measure.shapes import tensors_in
 from shardwise.testing.streams.clocks import Agent, Clock
-from shardwise.testing.streams.detector import Detector, at_work, memory_of, tensors_in
+from shardwise.testing.streams.detector import Detector, at_work, memory_of
 from shardwise.testing.streams.memory import Memory, Side
 from shardwise.testing.streams.operators import Watch
 from shardwise.testing.streams.patches import Patches

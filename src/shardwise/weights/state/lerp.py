@@ -35,9 +35,9 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
             optimizer.zero_grad()
             sw.lerp_parameters(model.teacher, model.student, 1 - 0.996)
 
-    The values are those of ``lerp_`` on plain parameters, to the last bit. Buffers are left alone. To evaluate an
-    average of the model itself, use :class:`sw.ExponentialMovingAverage`, which needs no second model. Call it after
-    backward, as an optimizer's step: a backward of an earlier forward through ``target``'s unit is refused.
+    The values are those of ``lerp_`` on plain parameters, to the last bit. Buffers are left alone. Call this function
+    after backward, as an optimizer's step: a backward of an earlier forward through ``target``'s unit is refused. To
+    evaluate an average of the model itself, use :class:`sw.ExponentialMovingAverage`, which needs no second model.
 
     Args:
         target: A parallelized model, a module in one, or a plain module.
@@ -50,8 +50,8 @@ def lerp_parameters(target: nn.Module, source: nn.Module, weight: float) -> None
         dtype, as before a forward; one whole group is held at a time. All ranks must call.
 
     Raises:
-        StateError: Names or shapes differ, ``weight`` is out of range, ``target`` is quantized, one of them is a
-            pipeline, or a forward or backward is under way.
+        StateError: Names, shapes or slices differ, ``weight`` is out of range, a parameter is quantized or not of
+            floating point, one of the modules is a pipeline, or a forward or backward is under way.
     """
     if not 0 <= weight <= 1:
         raise StateError(f"{_CALL} got weight={weight}: expected a number from 0 to 1.")
