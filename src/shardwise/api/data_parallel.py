@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.api.model import attach_recorder
 from shardwise.comm.base import CollectiveEvent, Recorder
-from shardwise.engine.hooks import replace_tensors
+from shardwise.nested import parts_of, replace_tensors, tensors_in
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.replacement import Replacement
 
@@ -111,14 +111,14 @@ def _run_parts(
     """Run ``call(replica)`` on each part, with a replica for each; returns the outputs."""
     devices = devices[: len(parts)]
     parts = [replace_tensors(part, functools.partial(_at, device)) for part, device in zip(parts, devices, strict=True)]
-    exchanges.note("scatter", "inputs", _tensors(parts[1:]))
-    for tensor in _tensors(parts[1:]):
+    exchanges.note("scatter", "inputs", tensors_in(parts[1:]))
+    for tensor in tensors_in(parts[1:]):
         if tensor.requires_grad and tensor.dim():
             tensor.register_hook(lambda grad: exchanges.note("gather", "gradients of inputs", [grad]))
     replicas = replicate(model, devices, exchanges)
     outputs = _run([_Job(call(replica), *part) for replica, part in zip(replicas, parts, strict=True)], devices)
     _keep_buffers(model, replicas[0])
-    exchanges.note("gather", "outputs", _tensors(outputs[1:]))
+    exchanges.note("gather", "outputs", tensors_in(outputs[1:]))
     return outputs
 
 
@@ -171,7 +171,7 @@ class _Unhooked:
 
 def _samples(parts: Sequence[Any]) -> list[int]:
     """Samples of each part; none where the tensors of a part disagree and the parts differ."""
-    sizes = [{tensor.shape[0] for tensor in _tensors(part) if tensor.dim()} for part in parts]
+    sizes = [{tensor.shape[0] for tensor in tensors_in(part) if tensor.dim()} for part in parts]
     if all(each == sizes[0] for each in sizes):
         return [1] * len(parts)
     return [each.pop() for each in sizes] if all(len(each) == 1 for each in sizes) else []
@@ -355,9 +355,9 @@ def scatter(value: tuple[tuple[Any, ...], Mapping[str, Any]], count: int, dim: i
     Raises:
         StateError: The tensors give different numbers of parts.
     """
-    counts = {len(tensor.chunk(count, dim)) for tensor in _tensors(value) if tensor.dim()}
+    counts = {len(tensor.chunk(count, dim)) for tensor in tensors_in(value) if tensor.dim()}
     if len(counts) > 1:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in _tensors(value))
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(value))
         raise StateError(
             f"DataParallel: the batch's tensors {shapes} cannot be cut into as many parts along dim {dim}.\n"
             "  Give them the same number of samples."
@@ -368,23 +368,6 @@ def scatter(value: tuple[tuple[Any, ...], Mapping[str, Any]], count: int, dim: i
         return replace_tensors(value, lambda tensor: tensor.chunk(count, dim)[place] if tensor.dim() else tensor)
 
     return [part(place) for place in range(num_parts)]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    for part in _items(value):
-        yield from _tensors(part)
-
-
-def _items(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (tuple, list)):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return ()
 
 
 def _rebuilt(like: Any, items: Sequence[Any]) -> Any:
@@ -428,7 +411,7 @@ def gather(
         if exchanges is not None and joined.requires_grad and len(outputs) > 1:
             _note_gradients(exchanges, joined, outputs)
         return joined
-    columns = [list(_items(output)) for output in outputs]
+    columns = [list(parts_of(output) or ()) for output in outputs]
     if not columns[0]:
         return first if all(output == first for output in outputs) else list(outputs)
     if len({len(column) for column in columns}) > 1:

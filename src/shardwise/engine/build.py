@@ -232,8 +232,10 @@ def _install_hooks(engine: Engine, unit: Unit) -> None:
     for member in unit.members:
         module = member.module()
         assert module is not None
-        engine.hooks.append(module.register_forward_pre_hook(BeforeForward(engine, unit, member), prepend=True))
-        engine.hooks.append(module.register_forward_hook(AfterForward(engine, unit, member), always_call=True))
+        before = BeforeForward(engine.before_forward, unit, member)
+        after = AfterForward(engine.after_forward, unit, member)
+        engine.hooks.append(module.register_forward_pre_hook(before, prepend=True))
+        engine.hooks.append(module.register_forward_hook(after, always_call=True))
 
 
 def _link_unsharded(unit: Unit) -> None:

@@ -185,7 +185,7 @@ class Engine:
         if torch_private.current_backward() != -1:
             since = calls.replays.pop()
             if torch.is_grad_enabled():  # a reentrant recomputation runs a backward of its own through these
-                attach_tickets(self, unit, path or member.path, output, since, is_counted=False)
+                attach_tickets(lambda: self._ticket(unit, path or member.path, is_counted=False), output, since)
             return
         if not calls.frames or (output is None and threading.get_ident() != forward.thread):
             return  # before_forward refused this call
@@ -195,7 +195,7 @@ class Engine:
         if not torch.is_grad_enabled():
             calls.num_silent += forward.trains
         elif not torch_private.is_transformed():
-            attach_tickets(self, unit, path or member.path, output, since)
+            attach_tickets(lambda: self._ticket(unit, path or member.path), output, since)
         self._leave(unit, member)
         if forward.num_frames == 0:
             for tell in self.extras.forward_ended:
@@ -204,6 +204,13 @@ class Engine:
                 self._end_forward()
             else:  # it raised: what is under way is dropped by the next forward
                 self._fail(self.orders.forward_order)
+
+    def _ticket(self, unit: Unit, path: str, *, is_counted: bool = True) -> Ticket:
+        """A ticket for the call of ``unit``, through its module at ``path``, that has ended now."""
+        if is_counted:
+            self.forward.path.append(unit.index)
+        entry = self.orders.entry
+        return Ticket(self.pre_backward, unit, path, entry=entry, version=self.version, is_counted=is_counted)
 
     def _leave(self, unit: Unit, member: Member) -> None:
         member.num_frames -= 1
@@ -562,7 +569,7 @@ class Engine:
         backward.has_waited |= backward.had_sums
         backward.generation += 1
         self.orders.enter_backward(entry, anew=self._is_unlike_others(entry))
-        end = EndOfBackward(self)
+        end = EndOfBackward(self.end_backward)
         torch_private.at_end_of_backward(end)
         backward.end = weakref.ref(end)
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy as copying
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +14,11 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from shardwise import torch_private
+from shardwise.nested import replace_tensors, trained_in
 from shardwise.spec.errors import Uncopyable
+from shardwise.spec.order import Entry
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
     from shardwise.engine.unit import Member, Unit
 
@@ -31,28 +28,44 @@ class Ticket:
 
     A call is outstanding until backward comes to it or the parameters change, also where its outputs have died: how
     long they live may differ between ranks, and what a rank reduces when must not.
+
+    Args:
+        reached: A method of the engine, called when backward has reached the call.
+        unit: The unit.
+        path: Path of the module that was called.
+        entry: The way into the model of the forward.
+        version: The engine's version of the parameters.
+        is_counted: The call is counted as outstanding.
     """
 
-    __slots__ = ("_engine", "_is_counted", "_unit", "entry", "generation", "is_repeated", "path", "version")
+    __slots__ = ("_is_counted", "_reached", "_unit", "entry", "generation", "is_repeated", "path", "version")
 
-    def __init__(self, engine: Engine, unit: Unit, path: str, *, is_counted: bool) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(
+        self,
+        reached: Callable[[Ticket, Unit], None],
+        unit: Unit,
+        path: str,
+        *,
+        entry: Entry,
+        version: int,
+        is_counted: bool,
+    ) -> None:
+        self._reached = weakref.WeakMethod(reached)
         self._unit = weakref.ref(unit)
         self._is_counted = is_counted
         self.is_repeated = not is_counted  # made by a reentrant recomputation
         self.generation = -1
-        self.version = engine.version
-        self.path = path  # of the module that was called
-        self.entry = engine.orders.entry
+        self.version = version
+        self.path = path
+        self.entry = entry
         if is_counted:
             unit.calls.num_outstanding += 1
-            engine.forward.path.append(unit.index)
 
     def __call__(self, _grad: Tensor) -> None:
         """Backward has reached the call."""
-        engine, unit = self._engine(), self._unit()
-        if engine is not None and unit is not None:
-            engine.pre_backward(self, unit)
+        reached, unit = self._reached(), self._unit()
+        if reached is not None and unit is not None:
+            reached(self, unit)
 
     def leave(self, unit: Unit) -> None:
         """This call of ``unit`` is not outstanding any longer."""
@@ -61,22 +74,20 @@ class Ticket:
         self._is_counted = False
 
 
-def attach_tickets(
-    engine: Engine, unit: Unit, path: str, output: object, since: int, *, is_counted: bool = True
-) -> None:
-    """Put a ticket on every output that this call of ``unit``, of its module at ``path``, has made.
+def attach_tickets(make: Callable[[], Ticket], output: object, since: int) -> None:
+    """Put one ticket on every output that a call has made; ``make`` makes it where there is one.
 
     A module that hands an input through has not made that output: its ticket would fire much later, in the backward of
     whoever made it. Where a unit returns what a unit inside it has returned, the ticket of the outer one fires first:
     backward enters units from the outside in, and the order of entries has the same first place for every loss.
     """
     ticket: Ticket | None = None
-    for tensor in tensors_of(output):
+    for tensor in trained_in(output):
         node = tensor.grad_fn
         if node is None or torch_private.sequence_number(node) < since:
             continue
         if ticket is None:
-            ticket = Ticket(engine, unit, path, is_counted=is_counted)
+            ticket = make()
         if tensor._backward_hooks:  # noqa: SLF001 - of a unit inside, or the user's
             torch_private.hook_first(tensor, ticket)
         else:
@@ -86,12 +97,12 @@ def attach_tickets(
 class BeforeForward(Uncopyable):
     """Forward pre-hook of a unit's module."""
 
-    def __init__(self, engine: Engine, unit: Unit, member: Member) -> None:
-        self.engine, self.unit, self.member = engine, unit, member
+    def __init__(self, tell: Callable[..., None], unit: Unit, member: Member) -> None:
+        self.tell, self.unit, self.member = tell, unit, member
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
         """The module is about to run."""
-        self.engine.before_forward(self.unit, self.member)
+        self.tell(self.unit, self.member)
 
 
 class AfterForward(BeforeForward):
@@ -108,7 +119,7 @@ class AfterForward(BeforeForward):
             or output.layout is not torch.strided
         ):
             output = without_parameters(self.unit, output)
-        self.engine.after_forward(self.unit, self.member, output)
+        self.tell(self.unit, self.member, output)
         return output
 
 
@@ -144,76 +155,15 @@ def gradient_hook(method: Callable[[Group, int], None], group: Group, index: int
 class EndOfBackward:
     """The callback at the end of a backward."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = weakref.WeakMethod(tell)
 
     def __call__(self) -> None:
         """Backward has ended."""
-        engine = self._engine()
-        if engine is not None:
+        tell = self._tell()
+        if tell is not None:
             with torch.no_grad():  # torch restores the mode of whoever has called backward
-                engine.end_backward()
-
-
-def tensors_of(value: object, levels: int = 3) -> Iterator[Tensor]:
-    """Every tensor that requires grad in an output of any common shape; objects are looked into, ``levels`` deep."""
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            yield value
-        return
-    parts = parts_of(value)
-    is_open = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType))
-    if parts is None and levels and is_open:
-        parts, levels = tuple(vars(value).values()), levels - 1
-    for part in parts or ():
-        yield from tensors_of(part, levels)
-
-
-def parts_of(value: object) -> Iterable[object] | None:
-    """The parts of a container; ``None`` for anything else."""
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (tuple, list, set)):
-        return value
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in fields(value)]
-    return None
-
-
-def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value``, of any common shape, with ``change(tensor)`` for every tensor in it; itself where none is changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return _replace_in_sequence(value, change)
-    if isinstance(value, Mapping):
-        return _replace_in_mapping(value, change)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = _changed(held, change)
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
-
-
-def _replace_in_sequence(value: tuple[Any, ...] | list[Any], change: Callable[[Tensor], Tensor]) -> Any:
-    items = [replace_tensors(item, change) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _replace_in_mapping(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
-    changed = _changed(value, change)
-    if not changed:
-        return value
-    copy: Any = copying.copy(value)  # transformers' ModelOutput keeps items and attributes alike when items are set
-    for key, item in changed.items():
-        copy[key] = item
-    return copy
-
-
-def _changed(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    return {key: new for key, item in value.items() if (new := replace_tensors(item, change)) is not item}
+                tell()
 
 
 # -- names in a profile

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise import torch_private
-from shardwise.engine.hooks import parts_of
+from shardwise.nested import tensors_in
 
 #: Kinds of points. The first four are of calls, the others of parameters and buffers.
 INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "gradient of the output", "gradient of the input"
@@ -188,9 +188,4 @@ def _nodes_before(
 
 def _floats(value: object) -> Iterator[Tensor]:
     """The tensors of numbers with a fraction in arguments or outputs of any common shape."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield value
-        return
-    for part in parts_of(value) or ():
-        yield from _floats(part)
+    return (each for each in tensors_in(value) if each.is_floating_point() or each.is_complex())

@@ -23,7 +23,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from shardwise.comm import axes
 from shardwise.comm.base import Comm, Handle, Wrapper
 from shardwise.comm.gloo import GlooComm
+from shardwise.nested import tensors_in
 from shardwise.spec.errors import CommError, ConfigError
 
 #: The environment variable.
@@ -158,7 +159,7 @@ class EarlyFree(_Debug):
     def _issue(self, name: str, args: tuple[Any, ...]) -> Handle:
         collective = _Collective(self._inner, name, _map(_Place, args))
         _issued.append(collective)
-        return _Freeing(collective, list(_tensors(args)) if self.holds else [])
+        return _Freeing(collective, list(tensors_in(args)) if self.holds else [])
 
 
 class _Place:
@@ -264,15 +265,6 @@ class _Freeing(Handle):
 
 
 # -- arguments
-
-
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, Sequence) and not isinstance(arg, str):
-            yield from _tensors(arg)
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import replace_tensors
 from shardwise.engine.storage.buffers import cast_buffer
 from shardwise.launch.notice import tell_once
+from shardwise.nested import replace_tensors
 from shardwise.spec.errors import PlanError
 from shardwise.spec.policies import PrecisionPolicy, name_matcher
 

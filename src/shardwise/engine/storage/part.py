@@ -28,6 +28,7 @@ from shardwise.engine.attach import Observer
 from shardwise.engine.group import Group
 from shardwise.engine.storage.attachment import Mark, mark_of
 from shardwise.engine.storage.flat_parameters import FlatParameter
+from shardwise.nested import tensors_in
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import Entry
 
@@ -102,7 +103,7 @@ class Part(Tensor):
         try:
             return _way_of(func)(func, args, kwargs or {})
         except RuntimeError as error:
-            part = next((each for each in _tensors_in((args, kwargs or {})) if isinstance(each, Part)), None)
+            part = next((each for each in tensors_in((args, kwargs or {})) if isinstance(each, Part)), None)
             if type(error) is not RuntimeError or part is None or not re.search("size|shape|elements|dim", str(error)):
                 raise
             held = f"{_what(part)} is this rank's part {list(part.shape)} here"
@@ -310,7 +311,7 @@ def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     with allowed(), _Watch(args, kwargs) as watch:
         result = func(*args, **kwargs)
     with allowed():
-        for each in _tensors_in((result, args[:1] if func.__name__ == "__setitem__" else ())):
+        for each in tensors_in((result, args[:1] if func.__name__ == "__setitem__" else ())):
             if parts := [*watch.parts_in(each)]:
                 _mark(each, parts, func.__name__)
     return result
@@ -322,13 +323,13 @@ class _Watch(torch_private.TorchDispatchMode):
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self._parts: dict[int, tuple[Tensor, Part]] = {}  # by memory: a tensor that keeps it, and where it came from
-        for each in _tensors_in((args, kwargs)):
+        for each in tensors_in((args, kwargs)):
             if isinstance(each, Part):
                 self._parts[torch_private.storage_identity(each)] = each, each
 
     def parts_in(self, value: object) -> Iterator[Any]:
         """The parts that tensors in ``value`` come from."""
-        for each in _tensors_in(value):
+        for each in tensors_in(value):
             if isinstance(each, Part):  # not by its memory, which all parts of a group share
                 yield each
             elif each.layout is torch.strided:
@@ -354,7 +355,7 @@ class _Watch(torch_private.TorchDispatchMode):
         _check_shapes(() if is_kept else changed, parts)
         result = func(*args, **kwargs)
         _check_shapes(() if is_kept else result, parts)
-        for each in _tensors_in((result, changed)):
+        for each in tensors_in((result, changed)):
             self._parts[torch_private.storage_identity(each)] = each, _mark(each, parts, name)
         return result
 
@@ -362,7 +363,7 @@ class _Watch(torch_private.TorchDispatchMode):
 def _check_shapes(made: Any, parts: Sequence[Part]) -> None:
     """Refuse to broadcast parts to another shape, of a tensor or several that are computed from them."""
     shapes = [part.shape for part in parts]
-    if any(each.shape not in shapes for each in _tensors_in(made)) and not any(isinstance(p, Joined) for p in parts):
+    if any(each.shape not in shapes for each in tensors_in(made)) and not any(isinstance(p, Joined) for p in parts):
         raise _refusal("broadcasting", parts[0])
 
 
@@ -379,16 +380,6 @@ def _mark(made: Any, parts: Sequence[Part], name: str) -> Any:
             _become(each, Joined if has_many else Part)
             vars(each)["origin"] = None if has_many else mark, is_gradient
     return made
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(tuple(value.values()))
 
 
 def _where_it_is_whole(part: Part) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.comm.control import digest_text
-from shardwise.engine.hooks import parts_of
+from shardwise.nested import tensors_in
 from shardwise.parallel.pipeline.marks import FlowMarks
 from shardwise.parallel.pipeline.stage_module import StageModule, zeros
 from shardwise.spec.errors import PlanError
@@ -134,7 +134,7 @@ class Tracer:
             if now.get(name) is not buffer or buffer._version != version:  # noqa: SLF001 - the same
                 raise _written_buffer(name)
         outside = [m for path, m in meta_copy.named_modules() if not f"{path}.".startswith(self._inside)]
-        final = self._reached([*tensors_in(output), *tensors_in([v for m in outside for v in vars(m).values()])])
+        final = self._reached([*tensors_in(output), *tensors_in([v for m in outside for v in vars(m).values()], 4)])
         _assign_stages(self._calls, num_stages)
         boundary, last_call = _boundaries(self._calls, final, num_stages)
         return StageFlow(self._calls, boundary, last_call, self._writes_in_place)
@@ -327,15 +327,6 @@ def _boundaries(
         for stage in range(num_stages - 1)
     ]
     return boundary, last_call
-
-
-def tensors_in(value: Any, levels: int = 4) -> Iterator[Tensor]:
-    """Every tensor in an output of any common shape."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for part in (parts_of(value) or ()) if levels else ():
-        yield from tensors_in(part, levels - 1)
 
 
 def shape_key(batch: Any) -> Hashable:

@@ -1,0 +1,81 @@
+"""Tensors in values of any common shape: sequences, mappings, data classes."""
+
+from __future__ import annotations
+
+import copy as copying
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def tensors_in(value: object, levels: int = 16) -> Iterator[Tensor]:
+    """Every tensor in a value, ``levels`` deep: an attribute of a module may hold itself."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for part in (parts_of(value) or ()) if levels else ():
+        yield from tensors_in(part, levels - 1)
+
+
+def trained_in(value: object, levels: int = 3) -> Iterator[Tensor]:
+    """Every tensor that requires grad in an output of any common shape; objects are looked into, ``levels`` deep."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+        return
+    parts = parts_of(value)
+    is_open = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType))
+    if parts is None and levels and is_open:
+        parts, levels = tuple(vars(value).values()), levels - 1
+    for part in parts or ():
+        yield from trained_in(part, levels)
+
+
+def parts_of(value: object) -> Iterable[object] | None:
+    """The parts of a container; ``None`` for anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (tuple, list, set)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return None
+
+
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value``, of any common shape, with ``change(tensor)`` for every tensor in it; itself where none is changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return _replace_in_sequence(value, change)
+    if isinstance(value, Mapping):
+        return _replace_in_mapping(value, change)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = _changed(held, change)
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _replace_in_sequence(value: tuple[Any, ...] | list[Any], change: Callable[[Tensor], Tensor]) -> Any:
+    items = [replace_tensors(item, change) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _replace_in_mapping(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    changed = _changed(value, change)
+    if not changed:
+        return value
+    copy: Any = copying.copy(value)  # transformers' ModelOutput keeps items and attributes alike when items are set
+    for key, item in changed.items():
+        copy[key] = item
+    return copy
+
+
+def _changed(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {key: new for key, item in value.items() if (new := replace_tensors(item, change)) is not item}
