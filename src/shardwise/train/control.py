@@ -120,9 +120,6 @@ class Control:
     def check_same(self, value: Mapping[str, Any], what: str) -> None:
         """Refuse to start where ranks were given different things.
 
-        Raises:
-            ConfigError: On every rank, naming the first rank that differs from rank 0, and what differs.
-
         Collective:
             One all-gather of JSON.
         """

@@ -35,25 +35,15 @@ def held_out_samples(part: Samples, batch: Batch, num_batches: int) -> int:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Takes the held-out loss and metrics of a model.
+    """Takes the held-out loss and metrics of a model."""
 
-    Attributes:
-        resolved: The run's configuration.
-        model: The parallelized model.
-        part: The held-out samples.
-        reader: This rank among those that read different samples.
-        microbatches: Reads them.
-        control: The ranks' channel.
-        must_stop: Asks all ranks whether one has been told to stop. Collective.
-    """
-
-    resolved: RunConfig
+    resolved: RunConfig  # the run's configuration
     model: nn.Module
-    part: Samples
-    reader: int
-    microbatches: Microbatches
-    control: Control
-    must_stop: Callable[[], bool]
+    part: Samples  # the held-out samples
+    reader: int  # this rank among those that read different samples
+    microbatches: Microbatches  # reads them
+    control: Control  # the ranks' channel
+    must_stop: Callable[[], bool]  # asks all ranks whether one has been told to stop. Collective.
 
     @property
     def num_samples(self) -> int:

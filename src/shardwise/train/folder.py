@@ -52,11 +52,7 @@ def is_stored(wanted: str | None, upload_to: str | None) -> bool:
 
 
 def stores_lost(directory: Path, upload_to: str | None) -> bool:
-    """Whether a store holds the run of a folder that has been lost: the run's id begins with the folder's name.
-
-    Raises:
-        ConfigError: It holds another run.
-    """
+    """Whether a store holds the run of a folder that has been lost: the run's id begins with the folder's name."""
     found = None if upload_to is None else checkpoint.find_latest(upload_to)
     if found is not None and found.run_id is not None and found.run_id.rpartition("-")[0] != directory.name:
         raise ConfigError(
@@ -68,11 +64,7 @@ def stores_lost(directory: Path, upload_to: str | None) -> bool:
 
 
 def check_room(directory: Path, num_bytes: int) -> None:
-    """Refuse a disk on which not one checkpoint of ``num_bytes`` has room: the run would train and save nothing.
-
-    Raises:
-        StorageError: So it is.
-    """
+    """Refuse a disk on which not one checkpoint of ``num_bytes`` has room: the run would train and save nothing."""
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise StorageError(
@@ -100,10 +92,6 @@ def choose(
         wanted: The checkpoint to continue from, for messages.
         base: The folder that holds the runs' folders.
         upload_to: Where the run's checkpoints are copied to. A run that is resumed from there needs no folder here.
-
-    Raises:
-        ConfigError: A new run would go into a folder that holds one.
-        CheckpointError: There is no run to resume.
     """
     if given is not None:
         if is_resuming and not holds_run(given) and not is_stored(wanted, upload_to):
@@ -145,12 +133,7 @@ def _advice(wanted: str | None) -> str:
 
 
 def create(directory: Path) -> None:
-    """Make the folder and those inside it, and see that they can be written.
-
-    Raises:
-        StorageError: They cannot.
-        ConfigError: The folder's name cannot be printed.
-    """
+    """Make the folder and those inside it, and see that they can be written."""
     if not directory.name.isprintable() or len(directory.name) > _LONGEST_NAME:
         raise ConfigError(
             f"{printable(directory.name)} is no name for a run's folder: expected at most {_LONGEST_NAME} characters"
@@ -183,11 +166,7 @@ def read_small(directory: Path, name: str) -> str:
 
 
 def read_run_id(directory: Path) -> str | None:
-    """The id of the run in ``directory``, as in its checkpoints; ``None`` if it has not begun.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
+    """The id of the run in ``directory``, as in its checkpoints; ``None`` if it has not begun."""
     if not os.path.lexists(directory / RUN_ID):
         return None
     try:
@@ -217,11 +196,7 @@ def finds(directory: Path, name: str) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that readers see the old content or the new, never a part.
-
-    Raises:
-        StorageError: The disk refuses.
-    """
+    """Write a small file so that readers see the old content or the new, never a part."""
     try:
         replace(path, text, is_durable=True)
     except OSError as error:

@@ -87,25 +87,15 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a training.
-
-    Attributes:
-        model: The parallelized model.
-        optimizers: Its optimizers.
-        scaler: Of fp16 losses, if any.
-        average: Of the model's weights, if any.
-        reader: This rank among those that read different samples.
-        seed: Seeds the generators of a new run, by reader; ``None`` leaves them as they are.
-        saves_frozen: Checkpoints hold what requires no gradient, too.
-    """
+    """The parts of a training."""
 
     model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    scaler: sw.GradScaler
-    average: sw.ExponentialMovingAverage | None = None
-    reader: int = 0
-    seed: int | None = None
-    saves_frozen: bool = True
+    optimizers: Sequence[torch.optim.Optimizer]  # its optimizers
+    scaler: sw.GradScaler  # of fp16 losses, if any
+    average: sw.ExponentialMovingAverage | None = None  # of the model's weights, if any
+    reader: int = 0  # this rank among those that read different samples
+    seed: int | None = None  # seeds the generators of a new run, by reader; ``None`` leaves them as they are
+    saves_frozen: bool = True  # checkpoints hold what requires no gradient, too
 
 
 class Loop:
@@ -538,11 +528,7 @@ class Loop:
         return dict(found)
 
     def _judge(self, found: Mapping[str, float]) -> None:
-        """Compare an evaluation with the best one before, for ``checkpoint.best`` and ``train.patience``.
-
-        Raises:
-            ConfigError: No value has the name that is asked for.
-        """
+        """Compare an evaluation with the best one before, for ``checkpoint.best`` and ``train.patience``."""
         saving, patience, done = self.config.checkpoint, self.config.train.patience, self.done
         name = saving.best or "eval_loss"
         if name not in found:
@@ -567,9 +553,6 @@ class Loop:
 
     def check_replicas(self, step: int, *, after_backward: bool = False) -> None:
         """Compare what several ranks hold a copy of.
-
-        Raises:
-            RankDisagreement: Something differs.
 
         Collective:
             As of ``sw.check_replicas``.

@@ -18,17 +18,11 @@ from shardwise.train.model.build import TokenBatch, to_tensors
 
 @dataclass(slots=True)
 class Microbatches:
-    """Reads microbatches, and times the reading.
+    """Reads microbatches, and times the reading."""
 
-    Attributes:
-        batch: How a step's samples are divided.
-        device: Where the tensors are put.
-        data_s: Seconds that this rank's host has spent on it. The caller may set it back to zero.
-    """
-
-    batch: Batch
-    device: torch.device
-    data_s: float = 0.0
+    batch: Batch  # how a step's samples are divided
+    device: torch.device  # where the tensors are put
+    data_s: float = 0.0  # seconds that this rank's host has spent on it. The caller may set it back to zero.
 
     def read(
         self, part: Samples, samples: Iterable[Sequence[int]], everyones: Iterable[int], count: int

@@ -54,9 +54,6 @@ def keep_batch(raw: RawConfig, directory: Path | None, world: World) -> RawConfi
     """The configuration with the batch of the run in ``directory``, where torchrun may be starting that run again.
 
     Whether it does is known when the ranks have joined; if it does not, the folder is refused then.
-
-    Raises:
-        ConfigError: The plan or the batch cannot be divided over this world; with the worlds that they can.
     """
     name = run_name(world)
     if world.source != "torchrun" or name is None or directory is None or not (directory / CONFIG).is_file():

@@ -80,9 +80,6 @@ def compare_with_one_process(
 
     Collective:
         Those of ``sw.parity``. All ranks must call.
-
-    Raises:
-        PlanError: The run casts or quantizes, which one plain process does not.
     """
     config, plan = resolved.config, resolved.plan
     size = resolved.batch.micro * resolved.batch.data_parallel_size

@@ -42,23 +42,14 @@ _OLD_WORLD_ENDS_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """This rank at work on a run whose folder is the ranks' own.
+    """This rank at work on a run whose folder is the ranks' own."""
 
-    Attributes:
-        control: The ranks' channel.
-        directory: The run's folder.
-        device: This rank's.
-        stop: What has been asked of this rank.
-        pace: The time limits that others watch.
-        resume: The checkpoint to go on from; ``None``: a new run.
-    """
-
-    control: Control
-    directory: Path
-    device: torch.device
-    stop: StopRequest
-    pace: Pace
-    resume: str | None
+    control: Control  # the ranks' channel
+    directory: Path  # the run's folder
+    device: torch.device  # this rank's
+    stop: StopRequest  # what has been asked of this rank
+    pace: Pace  # the time limits that others watch
+    resume: str | None  # the checkpoint to go on from; ``None``: a new run
 
 
 @contextlib.contextmanager
@@ -216,9 +207,6 @@ def open_directory(
 
 def _check_shared(control: Control, directory: Path, world: World) -> None:
     """Refuse a run's folder that is not the same one on all machines: one rank of each looks for a file of rank 0.
-
-    Raises:
-        StorageError: On every rank, naming the ranks that do not find it.
 
     Collective:
         Two all-gathers of small JSON.

@@ -453,11 +453,7 @@ class Run:
 def _checked(
     steps: int, checkpoint: Mapping[str, Any] | None, log: Mapping[str, Any] | None, train: Mapping[str, Any] | None
 ) -> Config:
-    """The sections, every mistake told at once.
-
-    Raises:
-        ConfigError: An unknown field, or a value of another kind.
-    """
+    """The sections, every mistake told at once."""
     ignored = {"best", "best_is", "allow_other_code"} & set(checkpoint or {})
     if ignored:
         raise ConfigError(
@@ -489,11 +485,7 @@ def _num_schedules(held: Any) -> str:
 
 
 def _kept(name: str, value: Any) -> Any:
-    """A copy of a value, without its graph: it is read some steps later.
-
-    Raises:
-        ConfigError: It is no number.
-    """
+    """A copy of a value, without its graph: it is read some steps later."""
     if isinstance(value, Mean) and name not in _KNOWN:
         return Mean(_kept(name, value.total), _kept(name, value.count))
     if isinstance(value, Tensor) and value.numel() == 1:

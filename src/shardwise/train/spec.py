@@ -157,10 +157,7 @@ def load_spec(name: str) -> TrainSpec:
     """The spec of a file (``mine.py``, ``mine.py:other``) or of a module (``package.module:name``).
 
     It is what is called ``spec`` there, or as the name says: a ``TrainSpec``, or a function that returns one. The
-    folder of a file is where its own imports are looked for, too.
-
-    Raises:
-        ConfigError: There is no such file, module or name, or it is no spec; errors of the code itself are passed on.
+    folder of a file is where its own imports are looked for, too. Errors of the code itself are passed on.
     """
     if name == FROM_PYTHON:
         raise ConfigError(

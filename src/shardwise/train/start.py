@@ -257,11 +257,7 @@ def work(
 
 
 def step_range_of(text: str | None) -> range:
-    """The steps that ``--profile-steps`` names, as ``metrics.jsonl`` numbers them: ``10:12`` are 10, 11 and 12.
-
-    Raises:
-        ConfigError: It names none.
-    """
+    """The steps that ``--profile-steps`` names, as ``metrics.jsonl`` numbers them: ``10:12`` are 10, 11 and 12."""
     if text is None:
         return range(0)
     first, mark, last = text.partition(":")

@@ -11,19 +11,13 @@ NEXT, MASKED, ANSWER, CLASS = "next token", "masked", "sequence to sequence", "c
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One of them, with what it needs of the tokenizer.
+    """One of them, with what it needs of the tokenizer."""
 
-    Attributes:
-        name: Which.
-        labels: Of classes: the number of each by its name, where there are names; else ``None``.
-        mask: The id that stands for a hidden token, where tokens are hidden.
-        pad: The id of padding.
-    """
-
-    name: str
+    name: str  # Which
+    #: Of classes: the number of each by its name, where there are names; else ``None``
     labels: Mapping[str, int] | None = None
-    mask: int | None = None
-    pad: int = 0
+    mask: int | None = None  # the id that stands for a hidden token, where tokens are hidden
+    pad: int = 0  # the id of padding
 
     @property
     def has_pairs(self) -> bool:

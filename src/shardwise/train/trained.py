@@ -33,35 +33,22 @@ _SECTIONS = ("model", "data", "parallel", "lora")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A model on disk.
+    """A model on disk."""
 
-    Attributes:
-        checkpoint: Where its weights are; ``None``: in the Hugging Face folder.
-        folder: The Hugging Face folder that was named; ``None``: a run or checkpoint was.
-        model: The configuration's section ``model``.
-        source: The run's ``data.source``, or the first of its mixture.
-        tp_plan: The run's ``parallel.tp_plan``.
-        tokens_by: The run's ``data.tokenizer``: ``bytes``, a folder, or ``None`` where it is not known.
-        lora: The run's section ``lora``.
-        raises_masters: The run held fp32 masters of weights that its folder stores in 16 bit: its checkpoints do.
-    """
-
-    checkpoint: Path | None
-    folder: Path | None
-    model: dict[str, Any]
-    source: str | None = None
-    tp_plan: dict[str, str] | None = None
+    checkpoint: Path | None  # where its weights are; ``None``: in the Hugging Face folder
+    folder: Path | None  # the Hugging Face folder that was named; ``None``: a run or checkpoint was
+    model: dict[str, Any]  # the configuration's section ``model``
+    source: str | None = None  # the run's ``data.source``, or the first of its mixture
+    tp_plan: dict[str, str] | None = None  # the run's ``parallel.tp_plan``
+    #: The run held fp32 masters of weights that its folder stores in 16 bit: its checkpoints do
     raises_masters: bool = False
-    lora: dict[str, Any] | None = None
+    lora: dict[str, Any] | None = None  # the run's section ``lora``
+    #: The run's ``data.tokenizer``: ``bytes``, a folder, or ``None`` where it is not known
     tokens_by: str | None = BYTES
     chat_template: str | None = None
 
     def draft(self, overrides: Sequence[str]) -> RawConfig:
-        """A configuration for generating: zero3 over all ranks, unless ``parallel.field=value`` says otherwise.
-
-        Raises:
-            ConfigError: An override is of another section.
-        """
+        """A configuration for generating: zero3 over all ranks, unless ``parallel.field=value`` says otherwise."""
         for override in overrides:
             if not override.strip().startswith("parallel."):
                 raise ConfigError(
@@ -83,11 +70,7 @@ class Trained:
         )
 
     def read_template(self, file: Path | None = None) -> str | None:
-        """The chat template in ``file``, or the one that the run was trained with; ``None``: the tokenizer's own.
-
-        Raises:
-            ConfigError: The file cannot be read.
-        """
+        """The chat template in ``file``, or the one that the run was trained with; ``None``: the tokenizer's own."""
         where = file or (Path(self.chat_template).expanduser() if self.chat_template else None)
         if where is None:
             return None
@@ -99,11 +82,7 @@ class Trained:
             ) from None
 
     def tokenizer(self) -> Tokenizer:
-        """The folder's, or the one that the run was trained with.
-
-        Raises:
-            ConfigError: The folder has none, or the run was trained on tokens whose text is not known.
-        """
+        """The folder's, or the one that the run was trained with."""
         if self.folder is not None:
             return OfFolder(self.folder)
         if self.tokens_by is not None and self.tokens_by != BYTES:
@@ -121,11 +100,7 @@ class Trained:
         return Bytes()
 
     def check_average(self) -> None:
-        """Refuse to generate with averaged weights where there are none.
-
-        Raises:
-            ConfigError: The checkpoint holds none, or it is a Hugging Face folder.
-        """
+        """Refuse to generate with averaged weights where there are none."""
         from shardwise.checkpoint import open_checkpoint
 
         if self.checkpoint is not None and "average" in open_checkpoint(self.checkpoint).data:
@@ -178,11 +153,7 @@ class Trained:
 
 
 def check_continues(resolved: RunConfig) -> None:
-    """Refuse models that do not continue texts.
-
-    Raises:
-        ConfigError: The model is trained for something else.
-    """
+    """Refuse models that do not continue texts."""
     if resolved.task.name != NEXT:
         raise ConfigError(
             f"the model is trained for {resolved.task.name}, and cannot continue texts.\n"
@@ -191,11 +162,7 @@ def check_continues(resolved: RunConfig) -> None:
 
 
 def find_trained(path: Path) -> Trained:
-    """Look at what ``path`` is.
-
-    Raises:
-        CheckpointError: No run, checkpoint or Hugging Face folder; or a damaged one.
-    """
+    """Look at what ``path`` is."""
     from shardwise.checkpoint import CHECKPOINTS
 
     place = place_of(path)

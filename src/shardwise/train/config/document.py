@@ -42,17 +42,12 @@ class Problem(Exception):  # noqa: N818  collected into one ConfigError, never s
 
 @dataclass(slots=True)
 class Document:
-    """The values of a file.
+    """The values of a file."""
 
-    Attributes:
-        values: The plain value; a mapping where the file has any keys.
-        where: ``file:line`` of every value, by path: where its key is, or else itself.
-        texts: How unquoted scalars were written, by path.
-    """
-
-    values: Any
+    values: Any  # the plain value; a mapping where the file has any keys
+    #: ``file:line`` of every value, by path: where its key is, or else itself
     where: dict[Key, str] = field(default_factory=dict)
-    texts: dict[Key, str] = field(default_factory=dict)
+    texts: dict[Key, str] = field(default_factory=dict)  # how unquoted scalars were written, by path
 
     def lay(self, over: Document) -> None:
         """Lay ``over`` on these values: mappings key by key, everything else is replaced."""
@@ -73,9 +68,6 @@ def read_document(path: Path, *, takes_toml: bool = False) -> Document:
     Args:
         path: The file.
         takes_toml: Read a TOML file too, which another project has written; its values remember no places.
-
-    Raises:
-        ConfigError: The file cannot be read, is too large, or is not such a mapping.
     """
     is_toml = path.suffix.lower() == ".toml"
     if is_toml and not takes_toml:
@@ -117,11 +109,7 @@ def _read_text(path: Path) -> str:
 
 
 def parse_yaml(text: str, file: str) -> Document:
-    """The values of a YAML text.
-
-    Raises:
-        Problem: The text is not one plain YAML document.
-    """
+    """The values of a YAML text."""
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except RecursionError:

@@ -32,11 +32,7 @@ def kind_of(values: Mapping[str, Any]) -> str | None:
 
 
 def check_is_ours(path: Path, values: Mapping[str, Any]) -> None:
-    """Refuse a configuration of another project.
-
-    Raises:
-        ConfigError: The message names the verb that converts it.
-    """
+    """Refuse a configuration of another project."""
     if kind := kind_of(values):
         raise ConfigError(
             f"{printable(path)} is a configuration of {kind}, not of shardwise.\n"

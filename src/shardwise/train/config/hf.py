@@ -33,11 +33,7 @@ _NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt",
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a folder whose weights would be passed over, and so be drawn anew. One without any is as it should be.
-
-    Raises:
-        CheckpointError: It has no safetensors file, but files of another kind.
-    """
+    """Refuse a folder whose weights would be passed over, and so be drawn anew. One without any is as it should be."""
     if any(folder.glob("*.safetensors")):
         return
     others = [
@@ -69,17 +65,11 @@ class NotTrainedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """Facts of a language model.
-
-    Attributes:
-        vocab_size: Number of token ids.
-        positions: The longest sequence that it takes; ``None`` where its configuration does not say.
-        task: What it is trained for.
-    """
+    """Facts of a language model."""
 
     vocab_size: int
-    positions: int | None
-    task: Task = CAUSAL
+    positions: int | None  # the longest sequence that it takes; ``None`` where its configuration does not say
+    task: Task = CAUSAL  # what it is trained for
 
 
 def read_language_model(folder: Path) -> LanguageModel:
@@ -119,11 +109,7 @@ def read_language_model(folder: Path) -> LanguageModel:
 
 
 def _task(held: dict[str, Any]) -> Task:
-    """The task of a folder's model, by its configuration.
-
-    Raises:
-        NotTrainedError: For something else than language and classes.
-    """
+    """The task of a folder's model, by its configuration."""
     kinds = held.get("architectures")
     name = str(kinds[0]) if isinstance(kinds, list) and kinds else str(held.get("model_type", "the model"))
     if name.endswith("ForSequenceClassification"):

@@ -124,42 +124,25 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """A configuration with nothing left open.
+    """A configuration with nothing left open."""
 
-    Attributes:
-        config: Every value filled in: batch sizes, sequence length, what the optimizer and schedule default to.
-        plan: The parallel plan.
-        mesh: The mesh of this world.
-        batch: Batch sizes.
-        model: The shape of a built-in model, ``None`` for a Hugging Face folder.
-        positions: The longest sequence that the model takes, where that is known.
-        vocab_size: Number of token ids of the model.
-        seq_len: Tokens per sample.
-        source: The data's files.
-        schedule: The learning rate.
-        raised_from: The dtype in which a Hugging Face folder stores the weights, where the optimizer updates fp32
-            copies of them; ``None``: masters have the stored dtype.
-        asked: The keys, as ``section.field``, that ``--set`` gave.
-        task: What the model is trained for.
-        end_token: The id behind which another document begins, where documents do not see each other.
-        spec: What a user's code replaces.
-    """
-
-    config: Config
+    config: Config  # every value filled in: batch sizes, sequence length, what the optimizer and schedule default to
     plan: ParallelPlan
     mesh: Mesh
     batch: Batch
-    model: GPTConfig | None
-    positions: int | None
-    vocab_size: int
+    model: GPTConfig | None  # the shape of a built-in model, ``None`` for a Hugging Face folder
+    positions: int | None  # the longest sequence that the model takes, where that is known
+    vocab_size: int  # number of token ids of the model
     seq_len: int
-    source: Source
+    source: Source  # the data's files
     schedule: Schedule
+    #: The dtype in which a Hugging Face folder stores the weights, where the optimizer updates fp32 copies of them;
+    #: ``None``: masters have the stored dtype
     raised_from: str | None = None
-    asked: frozenset[str] = frozenset()
-    end_token: int | None = None
-    task: Task = CAUSAL
-    spec: TrainSpec = field(default_factory=TrainSpec)
+    asked: frozenset[str] = frozenset()  # the keys, as ``section.field``, that ``--set`` gave
+    end_token: int | None = None  # the id behind which another document begins, where documents do not see each other
+    task: Task = CAUSAL  # what the model is trained for
+    spec: TrainSpec = field(default_factory=TrainSpec)  # what a user's code replaces
 
     def ratio(self, step: int) -> float:
         """Learning rate of ``step`` (from 0) over the peak rate."""
@@ -384,11 +367,7 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
 
 
 def _check_count(source: Source, spec: TrainSpec, batch: Batch) -> None:
-    """Refuse a data set with fewer samples than a step, or an evaluation, takes at once.
-
-    Raises:
-        DataError: With the numbers.
-    """
+    """Refuse a data set with fewer samples than a step, or an evaluation, takes at once."""
     held = len(spec.eval_data) if spec.eval_data is not None and is_indexed(spec.eval_data) else None
     least = batch.micro * batch.data_parallel_size
     for name, count, needed in (("data", source.num_samples, batch.total), ("eval_data", held, least)):
@@ -642,11 +621,7 @@ def _form(
     task: Task,
     first: Mapping[str, Any],
 ) -> Form:
-    """Find the form in which rows like the first one become examples.
-
-    Raises:
-        ConfigError: There is no such column, or the tokenizer cannot make conversations text.
-    """
+    """Find the form in which rows like the first one become examples."""
     if source.kind == "text":
         return Texts(tokenizer, None)
     if task.has_pairs and isinstance(tokenizer, OfFolder):

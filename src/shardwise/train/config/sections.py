@@ -407,18 +407,13 @@ _SECTIONS: dict[str, Any] = {
 
 @dataclass(slots=True)
 class RawConfig:
-    """A configuration that has been read, with the mistakes found so far.
+    """A configuration that has been read, with the mistakes found so far."""
 
-    Attributes:
-        title: The file's name, for messages.
-        document: All values with their places.
-        config: The values that are right by themselves; a wrong one has its default here.
-        mistakes: Place and message of each mistake, in the order of finding.
-    """
-
-    title: str
-    document: Document
+    title: str  # the file's name, for messages
+    document: Document  # all values with their places
+    #: The values that are right by themselves; a wrong one has its default here
     config: Config = field(default_factory=Config)
+    #: Place and message of each mistake, in the order of finding
     mistakes: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def fail(self, section: str, key: str, message: str) -> None:

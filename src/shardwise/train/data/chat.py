@@ -31,11 +31,7 @@ _MOST_CHARACTERS = 1 << 26
 
 
 def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
-    """The column that a data set is trained on: the one that was asked for, or the first that is known.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The column that a data set is trained on: the one that was asked for, or the first that is known."""
     shown = ", ".join(printable(column) for column in columns)
     if wanted is not None:
         if wanted not in columns:
@@ -95,26 +91,15 @@ def rendered(held: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Rows of conversations as examples.
+    """Rows of conversations as examples."""
 
-    Attributes:
-        held: The tokenizer of transformers.
-        column: The column of the messages, or of the prompts.
-        learns: ``assistant``: all that the assistant says; ``last``: its last answer; ``all``: every token.
-        template: The chat template; ``None``: the tokenizer's own.
-    """
-
-    held: Any
-    column: str
-    learns: str
-    template: str | None = None
+    held: Any  # the tokenizer of transformers
+    column: str  # the column of the messages, or of the prompts
+    learns: str  # ``assistant``: all that the assistant says; ``last``: its last answer; ``all``: every token
+    template: str | None = None  # the chat template; ``None``: the tokenizer's own
 
     def check(self) -> None:
-        """Refuse a tokenizer that cannot do it.
-
-        Raises:
-            ConfigError: It has no template, or does not say where its tokens begin.
-        """
+        """Refuse a tokenizer that cannot do it."""
         if not getattr(self.held, "is_fast", False):
             raise ConfigError(
                 "the tokenizer does not say where in the text its tokens begin, which answers are found by.\n"

@@ -30,15 +30,10 @@ from shardwise.train.data.tokenizer import Tokenizer, tokenizer_files
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts as documents: each ends with the tokenizer's end-of-text token, where it has one.
+    """Texts as documents: each ends with the tokenizer's end-of-text token, where it has one."""
 
-    Attributes:
-        tokenizer: What makes ids of them.
-        column: Of a data set: that of the texts. ``None``: the rows are blocks of text files.
-    """
-
-    tokenizer: Tokenizer
-    column: str | None
+    tokenizer: Tokenizer  # what makes ids of them
+    column: str | None  # of a data set: that of the texts. ``None``: the rows are blocks of text files.
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
         """The examples of rows. A block that is not the last of its file goes on in the next one."""
@@ -156,23 +151,14 @@ def _rows(source: Source, form: Form, files: Sequence[tuple[Path, int]]) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Neighbouring examples.
+    """Neighbouring examples."""
 
-    Attributes:
-        ids: A list for each, as a chunked array of pyarrow.
-        spans: The same; ``None``: all ids are learned.
-    """
-
-    ids: Any
-    spans: Any = None
+    ids: Any  # a list for each, as a chunked array of pyarrow
+    spans: Any = None  # the same; ``None``: all ids are learned
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> Examples:
-        """The examples of Arrow files, as memory maps.
-
-        Raises:
-            DataError: A file is damaged.
-        """
+        """The examples of Arrow files, as memory maps."""
         import pyarrow as pa  # pyrefly: ignore[missing-import]
 
         try:

@@ -10,14 +10,10 @@ from shardwise.train.data.token_files import DataError
 
 
 class Example(NamedTuple):
-    """An example, made of a row.
+    """An example, made of a row."""
 
-    Attributes:
-        ids: Of all its tokens.
-        spans: First and one past the last of those that are learned, in order; of texts none, as all are.
-    """
-
-    ids: Any
+    ids: Any  # of all its tokens
+    #: First and one past the last of those that are learned, in order; of texts none, as all are
     spans: Sequence[tuple[int, int]] = ()
 
 
@@ -38,11 +34,7 @@ class Form(Protocol):
 
 
 def text_of(place: str, row: Mapping[str, Any], column: str) -> str:
-    """The text in a column of a row.
-
-    Raises:
-        DataError: It has none.
-    """
+    """The text in a column of a row."""
     text = row.get(column)
     if not isinstance(text, str):
         raise DataError(

@@ -31,18 +31,12 @@ class GivenSamples(Dataset[Any]):
     What an item draws at random depends on the run's seed and the item's place in the order of the run alone: it is the
     same in every worker, on any number of ranks, and after a resume. ``collate`` draws on after the last of its items:
     what it draws is the same where microbatches hold the same items.
-
-    Attributes:
-        data: The data set.
-        collate: Makes a microbatch of items.
-        seed: Of what they draw.
-        workers: Processes that read ahead; 0: this one reads.
     """
 
     data: Any
-    collate: Collate
-    seed: int = 0
-    workers: int = 0
+    collate: Collate  # makes a microbatch of items
+    seed: int = 0  # of what they draw
+    workers: int = 0  # processes that read ahead; 0: this one reads
 
     @property
     def num_samples(self) -> int:
@@ -121,10 +115,9 @@ class LoaderSampler(IterableSampler):
 
     Attributes:
         data: ``data(reader, readers)`` makes the loader of a reader; once it is made, the loader.
-        draws: Of what it draws.
     """
 
-    draws: int = field(kw_only=True)
+    draws: int = field(kw_only=True)  # of what it draws
     _num_read: int = field(default=0, init=False)
 
     def for_reader(self, micro: int, accumulation: int, reader: int, readers: int) -> LoaderSampler:
@@ -202,9 +195,6 @@ class GivenBatches(GivenSamples):
             share: Samples of a microbatch, microbatches of a step, the reader, and readers.
             most: Batches at most.
             agreed: Gives for this reader's number of batches the one that all readers take.
-
-        Raises:
-            DataError: A reader has none.
         """
         batches = self.data.for_reader(*share).first(most)
         number, at_once = agreed(len(batches)), share[0] * share[3]
@@ -276,9 +266,6 @@ def given_data(
     """The samples of a spec; of an iterable at most ``num_held_out`` are held out, those of a loader are not read yet.
 
     Rows of a ``datasets.Dataset`` are read as tensors, unless it has a format or there is a ``collate``.
-
-    Raises:
-        DataError: An iterable has fewer than ``least`` items to hold out.
     """
     if collate is None:
         data, held_out = (_as_tensors(each) for each in (data, held_out))

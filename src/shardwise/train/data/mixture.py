@@ -62,21 +62,13 @@ class Apportionment:
 
 @dataclass(frozen=True, slots=True)
 class MixedSamples:
-    """Samples of several sources under one numbering: those of the first source, then those of the second, and so on.
-
-    Attributes:
-        parts: The samples of each source.
-        names: Names of the sources.
-        weights: Their weights.
-        seq_len: Tokens per sample.
-        counts: How many samples of each part are used, evenly spread over it.
-    """
+    """Samples of several sources under one numbering: those of the first source, then of the second, and so on."""
 
     parts: Sequence[Samples]
     names: Sequence[str]
     weights: Sequence[float]
     seq_len: int
-    counts: Sequence[int]
+    counts: Sequence[int]  # how many samples of each part are used, evenly spread over it
     _ends: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -97,11 +89,7 @@ class MixedSamples:
         return self._ends[source] - self.counts[source]
 
     def place(self, index: int) -> tuple[int, int]:
-        """The source of a sample, and its number there.
-
-        Raises:
-            IndexError: There is no such sample.
-        """
+        """The source of a sample, and its number there."""
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
         source = bisect.bisect_right(self._ends, index)
@@ -143,11 +131,7 @@ def mixed(
 
 @dataclass(slots=True)
 class MixedSampler(Sampler):
-    """The samples of one rank of a mixture, step by step. Its state is that of any ``Sampler``.
-
-    Attributes:
-        samples: The mixture.
-    """
+    """The samples of one rank of a mixture, step by step. Its state is that of any ``Sampler``."""
 
     samples: MixedSamples = field(kw_only=True)
     _order: Apportionment = field(init=False)

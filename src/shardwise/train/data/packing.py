@@ -20,29 +20,17 @@ from shardwise.train.data.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of examples, as samples.
+    """Rows of examples, as samples."""
 
-    Attributes:
-        examples: They are of these.
-        seq_len: Tokens per row; what is left over is padding.
-        order: The examples, row by row.
-        ends: One past the last example of each row.
-        targets: How many tokens of each row are learned.
-        num_tokens: Tokens of all rows, without padding.
-        num_cut: Examples that are longer than a row.
-        num_left_out: Examples of which nothing is learned.
-        has_positions: Several examples share a row, and do not see each other.
-    """
-
-    examples: Examples
-    seq_len: int
-    order: np.ndarray
-    ends: np.ndarray
-    targets: np.ndarray
-    num_tokens: int
-    num_cut: int
-    num_left_out: int
-    has_positions: bool
+    examples: Examples  # they are of these
+    seq_len: int  # tokens per row; what is left over is padding
+    order: np.ndarray  # the examples, row by row
+    ends: np.ndarray  # one past the last example of each row
+    targets: np.ndarray  # how many tokens of each row are learned
+    num_tokens: int  # tokens of all rows, without padding
+    num_cut: int  # examples that are longer than a row
+    num_left_out: int  # examples of which nothing is learned
+    has_positions: bool  # several examples share a row, and do not see each other
 
     @property
     def num_samples(self) -> int:

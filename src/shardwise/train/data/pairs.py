@@ -22,26 +22,16 @@ from shardwise.train.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Rows of pairs as examples.
+    """Rows of pairs as examples."""
 
-    Attributes:
-        held: The tokenizer of transformers.
-        column: Of the inputs.
-        target: Column of the targets: texts, or where ``labels`` is set, classes.
-        labels: Number of each class by its name; empty where classes have numbers only. ``None``: targets are texts.
-    """
-
-    held: Any
-    column: str
-    target: str
+    held: Any  # the tokenizer of transformers
+    column: str  # of the inputs
+    target: str  # column of the targets: texts, or where ``labels`` is set, classes
+    #: Number of each class by its name; empty where classes have numbers only. ``None``: targets are texts.
     labels: Mapping[str, int] | None = None
 
     def check(self, columns: Sequence[str], name: str) -> None:
-        """Refuse data without these columns.
-
-        Raises:
-            ConfigError: With the columns that there are.
-        """
+        """Refuse data without these columns."""
         missing = [column for column in (self.column, self.target) if column not in columns]
         if missing:
             raise ConfigError(
@@ -79,21 +69,13 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class PairRows:
-    """Examples of :class:`Pairs` as samples, each cut to ``seq_len`` on both sides.
+    """Examples of :class:`Pairs` as samples, each cut to ``seq_len`` on both sides."""
 
-    Attributes:
-        examples: They are of these.
-        seq_len: Tokens of an input, and of a target, at most and with padding.
-        pad: The id of padding.
-        is_label: The target is the number of a class.
-        targets: How many tokens of each target are learned.
-    """
-
-    examples: Examples
-    seq_len: int
-    pad: int
-    is_label: bool
-    targets: np.ndarray
+    examples: Examples  # they are of these
+    seq_len: int  # tokens of an input, and of a target, at most and with padding
+    pad: int  # the id of padding
+    is_label: bool  # the target is the number of a class
+    targets: np.ndarray  # how many tokens of each target are learned
 
     @property
     def num_samples(self) -> int:

@@ -54,11 +54,7 @@ def read_rows(source: Source) -> Rows:
 
 
 def first_row(source: Source) -> Mapping[str, Any]:
-    """A source's first row; its keys are the columns.
-
-    Raises:
-        DataError: There are no rows.
-    """
+    """A source's first row; its keys are the columns."""
     for _, row in read_rows(source):
         return row
     raise DataError(f"{printable(source.name)}: no rows.\n  Name another source.")

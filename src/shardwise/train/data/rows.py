@@ -9,19 +9,13 @@ import numpy as np
 
 
 class Rows(NamedTuple):
-    """Some samples, int64 each.
+    """Some samples, int64 each."""
 
-    Attributes:
-        inputs: (B, T).
-        targets: (B, T), what should follow; -100 where nothing is learned.
-        positions: (B, T), places in the document, where documents do not see each other; else ``None``.
-        mask: (B, T), 1 where attention may look, 0 at padding; ``None``: everywhere.
-    """
-
-    inputs: np.ndarray
-    targets: np.ndarray
+    inputs: np.ndarray  # (B, T)
+    targets: np.ndarray  # (B, T), what should follow; -100 where nothing is learned
+    #: (B, T), places in the document, where documents do not see each other; else ``None``
     positions: np.ndarray | None = None
-    mask: np.ndarray | None = None
+    mask: np.ndarray | None = None  # (B, T), 1 where attention may look, 0 at padding; ``None``: everywhere
 
 
 def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:

@@ -92,25 +92,15 @@ def permuted(position: int, num_samples: int, seed: int) -> int:
 
 @dataclass(slots=True)
 class Sampler:
-    """The samples of one rank, step by step.
+    """The samples of one rank, step by step."""
 
-    Attributes:
-        num_samples: Samples in an epoch.
-        seed: Seed of the permutations.
-        micro_batch_size: Samples per forward.
-        accumulation: Microbatches per step.
-        data_parallel_rank: This rank among those that read different samples.
-        data_parallel_size: Number of ranks that read different samples.
-        position: Global positions consumed so far, by all ranks together.
-    """
-
-    num_samples: int
+    num_samples: int  # samples in an epoch
     seed: int
     micro_batch_size: int
     accumulation: int
-    data_parallel_rank: int
-    data_parallel_size: int
-    position: int = 0
+    data_parallel_rank: int  # this rank among those that read different samples
+    data_parallel_size: int  # number of ranks that read different samples
+    position: int = 0  # global positions consumed so far, by all ranks together
 
     @property
     def global_batch_size(self) -> int:
@@ -295,11 +285,7 @@ class DistributedSampler:
 
 
 def _check_same(state: Mapping[str, Any], sampler: Sampler | DistributedSampler) -> None:
-    """Refuse the state of a sampler of other data, or with another seed.
-
-    Raises:
-        CheckpointError: It is one.
-    """
+    """Refuse the state of a sampler of other data, or with another seed."""
     for key in ("seed", "num_samples"):
         if state.get(key) != getattr(sampler, key):
             raise CheckpointError(
@@ -309,11 +295,7 @@ def _check_same(state: Mapping[str, Any], sampler: Sampler | DistributedSampler)
 
 
 def natural(state: Mapping[str, Any], key: str) -> int:
-    """A count of a sampler's state.
-
-    Raises:
-        CheckpointError: It is missing, or no such number.
-    """
+    """A count of a sampler's state."""
     value = state.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise CheckpointError(f"the checkpoint's sampler has {key}={value!r}.\n  Continue from another checkpoint.")

@@ -36,23 +36,14 @@ _LEARNED, _HIDDEN, _REPLACED = 0.15, 0.8, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Samples of one part of a source.
+    """Samples of one part of a source."""
 
-    Attributes:
-        arrays: One array of tokens per file.
-        start: First token of the part, counted over all files.
-        num_tokens: Tokens of the part.
-        seq_len: Tokens per sample.
-        vocab_size: Ids have to be below; ``None``: they are.
-        end: The id that ends a document, where documents do not see each other.
-    """
-
-    arrays: Sequence[np.ndarray]
-    start: int
-    num_tokens: int
+    arrays: Sequence[np.ndarray]  # one array of tokens per file
+    start: int  # first token of the part, counted over all files
+    num_tokens: int  # tokens of the part
     seq_len: int
-    vocab_size: int | None = None
-    end: int | None = None
+    vocab_size: int | None = None  # ids have to be below; ``None``: they are
+    end: int | None = None  # the id that ends a document, where documents do not see each other
     _ends: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -212,11 +203,7 @@ def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
 
 
 def check_size(source: Source, data: Data, *, seq_len: int, needed: int, needed_held_out: int = 1) -> None:
-    """Refuse a source with fewer than ``needed`` training or ``needed_held_out`` held-out samples.
-
-    Raises:
-        DataError: With the arithmetic.
-    """
+    """Refuse a source with fewer than ``needed`` training or ``needed_held_out`` held-out samples."""
     parts = (
         ("training", source, data.train, needed),
         ("held-out", source.evaluated or source, data.held_out, needed_held_out),
@@ -273,21 +260,13 @@ class MappedFiles(Sequence[np.ndarray]):
 
 @dataclass(frozen=True, slots=True)
 class MaskedSamples:
-    """Samples of which some tokens are hidden and are to be found again. The seed and the sample alone say which.
-
-    Attributes:
-        whole: The samples.
-        seq_len: Tokens of each.
-        mask: The id that stands for a hidden token.
-        vocab_size: Ids that replace others are below.
-        seed: Of the choices.
-    """
+    """Samples of which some tokens are hidden and are to be found again. The seed and the sample alone say which."""
 
     whole: Samples
     seq_len: int
-    mask: int
-    vocab_size: int
-    seed: int
+    mask: int  # the id that stands for a hidden token
+    vocab_size: int  # ids that replace others are below
+    seed: int  # of the choices
 
     @property
     def num_samples(self) -> int:

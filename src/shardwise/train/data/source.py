@@ -51,32 +51,22 @@ _LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source: its files, the kind of their tokens, and how many.
+    """A source: its files, the kind of their tokens, and how many."""
 
-    Attributes:
-        name: As it was configured.
-        kind: ``text``, ``tokens``, ``records``, ``examples`` (``data.examples``), ``random``, a ``mixture`` of several
-            sources, or ``given`` by a spec.
-        files: In order.
-        lengths: Tokens taken from each file; of records, which nobody has read yet, its bytes.
-        vocab_size: Ids are below this; ``None``: the model's, as for ``random`` and files that do not say.
-        streams: The form by which text or rows are tokenized while training goes on (``data.stream``).
-        content: What stands for the content of files that are not looked at: those of a cache, and a user's data set.
-        num_samples: Items of a user's data set; ``None`` of an iterable.
-        parts: Of a mixture (``data.mixture``): its sources, each with its name in metrics and its weight.
-        evaluated: The source of the held-out samples; ``None``: they are the last part of this one.
-    """
-
-    name: str
+    name: str  # as it was configured
+    #: ``text``, ``tokens``, ``records``, ``examples`` (``data.examples``), ``random``, a ``mixture`` of several
+    #: sources, or ``given`` by a spec
     kind: str
     files: tuple[Path, ...]
-    lengths: tuple[int, ...]
-    vocab_size: int | None
-    streams: Any | None = None
+    lengths: tuple[int, ...]  # tokens taken from each file; of records, which nobody has read yet, its bytes
+    vocab_size: int | None  # ids are below this; ``None``: the model's, as for ``random`` and files that do not say
+    streams: Any | None = None  # the form by which text or rows are tokenized while training goes on (``data.stream``)
+    #: What stands for the content of files that are not looked at: those of a cache, and a user's data set
     content: str = ""
-    num_samples: int | None = None
+    num_samples: int | None = None  # items of a user's data set; ``None`` of an iterable
+    #: Of a mixture (``data.mixture``): its sources, each with its name in metrics and its weight
     parts: tuple[tuple[Source, str, float], ...] = ()
-    evaluated: Source | None = None
+    evaluated: Source | None = None  # the source of the held-out samples; ``None``: they are the last part of this one
 
     @property
     def kinds(self) -> set[str]:
@@ -147,14 +137,10 @@ class Source:
 
 
 class RemoteFile(str):
-    """The URL of a file that fsspec reads, with what is asked of a path here.
-
-    Attributes:
-        size: Its bytes.
-    """
+    """The URL of a file that fsspec reads, with what is asked of a path here."""
 
     __slots__ = ("size",)
-    size: int
+    size: int  # its bytes
 
     def open(self, mode: str) -> Any:
         """Its content, of which is read what is asked for."""
@@ -169,11 +155,7 @@ class RemoteFile(str):
 
 
 def _remote(name: str, max_bytes: int | None) -> Source:
-    """The source of a folder, file or glob that fsspec reads.
-
-    Raises:
-        DataError: It cannot be listed, or nothing is there that can be read.
-    """
+    """The source of a folder, file or glob that fsspec reads."""
     from fsspec.core import url_to_fs  # pyrefly: ignore[missing-import]
 
     if (scheme := name.partition("://")[0]) not in _PROTOCOLS or "::" in name:  # the rest may hold a password
@@ -232,11 +214,7 @@ def is_loader(data: Any) -> bool:
 
 
 def find_source(name: str, *, max_bytes: int | None = None) -> Source:
-    """Find the files behind a source name; reads names, sizes and headers only.
-
-    Raises:
-        DataError: Nothing is there, it is empty, or a token file is damaged.
-    """
+    """Find the files behind a source name; reads names, sizes and headers only."""
     if name == "random":
         return Source(name, "random", (), (), None)
     if name == "stdlib":
@@ -372,11 +350,7 @@ def _stdlib_files() -> list[Path]:
 
 
 def check_text(file: Path, length: int) -> None:
-    """Refuse a text file of which the first ``length`` bytes are not UTF-8.
-
-    Raises:
-        DataError: The line is named.
-    """
+    """Refuse a text file of which the first ``length`` bytes are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, left = 1, length
     with file.open("rb") as handle:

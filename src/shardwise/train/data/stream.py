@@ -38,9 +38,6 @@ class IterableSampler(Sampler):
 
     Where an item costs much, a data set with ``len`` and items is better, or an iterable with ``state_dict``: others
     are read up to their place at a resume.
-
-    Attributes:
-        data: The iterable.
     """
 
     num_samples: int = ENDLESS
@@ -134,11 +131,9 @@ class StreamSampler(IterableSampler):
 
     Attributes:
         data: The text, or the rows of a data set.
-        form: How rows become tokens.
-        seq_len: Tokens of a sample.
     """
 
-    form: Form = field(kw_only=True)
+    form: Form = field(kw_only=True)  # how rows become tokens
     seq_len: int = field(kw_only=True)
     _begin: tuple[int, int, int] = field(default=(0, 0, 0), init=False)  # epoch, place among its files, row there
     _window: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)), init=False)
@@ -196,11 +191,7 @@ class StreamSampler(IterableSampler):
         return {**Sampler.state(self), **where, "taken": self._taken, "num_files": len(self.data.files)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, on any number of ranks; reads the window that it was in.
-
-        Raises:
-            CheckpointError: The state belongs to other data or another seed.
-        """
+        """Continue where ``state`` was taken, on any number of ranks; reads the window that it was in."""
         Sampler.load_state(self, state)
         epoch, place, row, taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
         if place < len(self.data.files):
@@ -233,17 +224,11 @@ def _begun(items: Iterator[Any]) -> Future[Any]:
 
 @dataclass(frozen=True, slots=True)
 class StreamRows:
-    """The rows of a sampler of text, as samples of the present step.
-
-    Attributes:
-        data: The sampler.
-        end: The id that ends a document, where documents do not see each other.
-        num_samples: More than a run takes.
-    """
+    """The rows of a sampler of text, as samples of the present step."""
 
     data: StreamSampler
-    end: int | None
-    num_samples: int = ENDLESS
+    end: int | None  # the id that ends a document, where documents do not see each other
+    num_samples: int = ENDLESS  # more than a run takes
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """These samples."""

@@ -36,19 +36,12 @@ class DataError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class TokenHeader:
-    """The place and kind of the ids in a file.
+    """The place and kind of the ids in a file."""
 
-    Attributes:
-        dtype: Of an id, unsigned: an id below 0 is one beyond every vocabulary.
-        offset: Bytes before the first.
-        num_tokens: How many.
-        vocab_size: Ids are below; ``None``: the file does not say.
-    """
-
-    dtype: np.dtype
-    offset: int
-    num_tokens: int
-    vocab_size: int | None
+    dtype: np.dtype  # of an id, unsigned: an id below 0 is one beyond every vocabulary
+    offset: int  # bytes before the first
+    num_tokens: int  # how many
+    vocab_size: int | None  # ids are below; ``None``: the file does not say
 
     @property
     def item_bytes(self) -> int:
@@ -77,11 +70,7 @@ def _is_index(path: Path) -> bool:
 
 
 def read_header(path: Path) -> TokenHeader:
-    """Read the header of a file of ids, and compare it with the file's real size.
-
-    Raises:
-        DataError: The header is damaged, or the file is shorter or longer than it says.
-    """
+    """Read the header of a file of ids, and compare it with the file's real size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
@@ -162,11 +151,7 @@ def map_tokens(path: Path) -> np.ndarray:
 
 
 def check_tokens(path: Path, vocab_size: int, *, num_bytes: int | None = None) -> None:
-    """Refuse ids that the model has no embedding for, in the first ``num_bytes`` of tokens or in all. About 1 GB/s.
-
-    Raises:
-        DataError: A token id is too large; file and position are named.
-    """
+    """Refuse ids that the model has no embedding for, in the first ``num_bytes`` of tokens or in all. About 1 GB/s."""
     header = read_header(path)
     count = header.num_tokens if num_bytes is None else min(header.num_tokens, num_bytes // header.item_bytes)
     for start in range(0, count, _AT_ONCE):
@@ -190,9 +175,6 @@ def write_tokens(path: Path, chunks: Iterable[np.ndarray], *, vocab_size: int, s
 
     Returns:
         The number of tokens.
-
-    Raises:
-        ConfigError: The file exists and ``should_replace`` is false.
     """
     if path.exists() and not should_replace:
         raise ConfigError(f"{path} exists.\n  Name another file, or pass --force to replace it.")

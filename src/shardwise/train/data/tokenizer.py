@@ -32,11 +32,10 @@ class Bytes:
     """One token per byte.
 
     Attributes:
-        ends: Ids that end a text, the tokenizer's own end-of-text token first.
         vocab_size: All ids are below.
     """
 
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # ids that end a text, the tokenizer's own end-of-text token first
     vocab_size = BYTE_VOCAB
 
     def encode(self, text: str) -> list[int]:
@@ -124,11 +123,7 @@ Tokenizer = Bytes | OfFolder
 
 
 def _check_links(folder: Path) -> None:
-    """Refuse chat templates that are links to files elsewhere, which may be the user's, or have no end.
-
-    Raises:
-        ConfigError: One is. Links of the hub's cache lead to its own folder.
-    """
+    """Refuse chat templates that are links to files outside of the folder (or of the hub's cache)."""
     root = folder.resolve()
     root = root if hub_name(root) is None else root.parents[1]
     for path in folder.rglob("*.jinja"):
@@ -155,11 +150,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def find_tokenizer(name: str) -> Tokenizer:
-    """``bytes``, or that of the folder ``name``.
-
-    Raises:
-        ConfigError: There is no such folder, or no tokenizer in it.
-    """
+    """``bytes``, or that of the folder ``name``."""
     if name == BYTES:
         return Bytes()
     folder = Path(name).expanduser()

@@ -26,11 +26,7 @@ _SHOWN = (
 
 
 def check_extras(config: Config) -> None:
-    """Refuse a run that asks for a package which is not installed.
-
-    Raises:
-        ConfigError: Names the package.
-    """
+    """Refuse a run that asks for a package which is not installed."""
     for name in ("tensorboard", *TRACKERS):
         if getattr(config.log, name) is True and importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.{name}=true, but {name} is not installed.\n  Install shardwise[{name}].")

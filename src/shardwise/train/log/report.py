@@ -62,35 +62,21 @@ class Outcome:
 
 @dataclass(slots=True)
 class Speed:
-    """Measurements of this process's steps.
+    """Measurements of this process's steps."""
 
-    Attributes:
-        tokens: Tokens of the steps that are timed, over all ranks.
-        seconds: Time of these steps.
-        data_s: Part of it that this rank's host spent on data.
-        timed_steps: How many they are.
-        made_steps: Steps of this process.
-        timed_from: The first so many of them are not timed.
-        own_peak_bytes: The most bytes of tensors that this rank has held.
-        peak_by_unit: On a CPU, at the peak of a measured step on this rank, what the step had made, by unit.
-        steps_s: Seconds of all steps, those that are not timed included.
-        eval_s: Seconds between steps that held-out losses took.
-        checkpoint_s: Seconds between steps that saves took.
-        began_at: When this process began, by ``time.perf_counter``.
-    """
-
-    tokens: int = 0
-    seconds: float = 0.0
-    data_s: float = 0.0
-    timed_steps: int = 0
-    made_steps: int = 0
-    timed_from: int = 0
-    own_peak_bytes: int = 0
+    tokens: int = 0  # tokens of the steps that are timed, over all ranks
+    seconds: float = 0.0  # time of these steps
+    data_s: float = 0.0  # part of it that this rank's host spent on data
+    timed_steps: int = 0  # how many they are
+    made_steps: int = 0  # steps of this process
+    timed_from: int = 0  # the first so many of them are not timed
+    own_peak_bytes: int = 0  # the most bytes of tensors that this rank has held
+    #: On a CPU, at the peak of a measured step on this rank, what the step had made, by unit
     peak_by_unit: dict[str, int] = field(default_factory=dict)
-    steps_s: float = 0.0
-    eval_s: float = 0.0
-    checkpoint_s: float = 0.0
-    began_at: float = field(default_factory=time.perf_counter)
+    steps_s: float = 0.0  # seconds of all steps, those that are not timed included
+    eval_s: float = 0.0  # seconds between steps that held-out losses took
+    checkpoint_s: float = 0.0  # seconds between steps that saves took
+    began_at: float = field(default_factory=time.perf_counter)  # when this process began, by ``time.perf_counter``
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -105,35 +91,22 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The facts of a run, and how they are told. Files are rank 0's.
+    """The facts of a run, and how they are told. Files are rank 0's."""
 
-    Attributes:
-        directory: The run's folder.
-        device: This rank's device.
-        config: The text of config.yaml.
-        plan: What plan.json says beside the predictions: ``world_size``, ``mesh``, ``parallel``, ``batch``.
-        model: What ``sw.summary`` says of the model.
-        lines: What is said first.
-        predicted: The content of predicted.json.
-        predicted_bytes: Bytes by category on the rank that holds most.
-        units: Each unit's name, class and elements, and how many of these each rank owns.
-        predicted_step: The predicted time of a step, or why there is none.
-        mfu_of_token: The share of all devices' peaks that one token a second takes, where it is known.
-        data_advice: What is added where much of a step is spent on data.
-    """
-
-    directory: Path
-    device: torch.device
-    config: str
+    directory: Path  # the run's folder
+    device: torch.device  # this rank's device
+    config: str  # the text of config.yaml
+    #: What plan.json says beside the predictions: ``world_size``, ``mesh``, ``parallel``, ``batch``
     plan: dict[str, Any]
-    model: str
-    lines: Sequence[str]
-    predicted: dict[str, Any]
-    predicted_bytes: dict[str, int]
-    units: list[dict[str, Any]]
-    predicted_step: PredictedStep
+    model: str  # what ``sw.summary`` says of the model
+    lines: Sequence[str]  # what is said first
+    predicted: dict[str, Any]  # the content of predicted.json
+    predicted_bytes: dict[str, int]  # bytes by category on the rank that holds most
+    units: list[dict[str, Any]]  # each unit's name, class and elements, and how many of these each rank owns
+    predicted_step: PredictedStep  # the predicted time of a step, or why there is none
+    #: The share of all devices' peaks that one token a second takes, where it is known
     mfu_of_token: float | None = None
-    data_advice: str = ""
+    data_advice: str = ""  # what is added where much of a step is spent on data
 
     @property
     def predicted_total(self) -> int:

@@ -36,22 +36,15 @@ PEAK = "initial_lr"
 
 
 class TokenBatch(NamedTuple):
-    """A microbatch.
+    """A microbatch."""
 
-    Attributes:
-        inputs: (B, T), int64.
-        targets: (B, T), int64; -100 where nothing is learned.
-        positions: (B, T), int64, where documents in a row do not see each other; else ``None``.
-        num_targets: The learned tokens by which the sum of this microbatch's losses is divided, so that the mean over
-            microbatches and ranks is that over all learned tokens of the step; ``None``: all tokens are learned.
-        mask: (B, T), int64, 0 at padding; ``None``: there is none.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    positions: Tensor | None = None
+    inputs: Tensor  # (B, T), int64
+    targets: Tensor  # (B, T), int64; -100 where nothing is learned
+    positions: Tensor | None = None  # (B, T), int64, where documents in a row do not see each other; else ``None``
+    #: The learned tokens by which the sum of this microbatch's losses is divided, so that the mean over microbatches
+    #: and ranks is that over all learned tokens of the step; ``None``: all tokens are learned
     num_targets: float | None = None
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # (B, T), int64, 0 at padding; ``None``: there is none
 
 
 def build_model(resolved: RunConfig, device: torch.device) -> nn.Module:
@@ -123,14 +116,10 @@ def _deferred_hf(folder: Path, lora: LoraSection, device: torch.device) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The model's call with inputs and targets, and the loss in its output, as for ``sw.train_step``.
+    """The model's call with inputs and targets, and the loss in its output, as for ``sw.train_step``."""
 
-    Attributes:
-        forward: Gives the model's output.
-        loss_fn: Gives the mean loss over the tokens from the output and the microbatch.
-    """
-
-    forward: Callable[[nn.Module, Any], Any]
+    forward: Callable[[nn.Module, Any], Any]  # gives the model's output
+    #: Gives the mean loss over the tokens from the output and the microbatch
     loss_fn: Callable[[Any, Any], Tensor | Mean]
 
     def scalar(self, output: Any, batch: Any) -> Tensor:

@@ -82,11 +82,7 @@ def fingerprint(base: Path) -> str:
 
 
 def check_base(base: Path, saved: object) -> None:
-    """Refuse an adapter's checkpoint whose base is another one now.
-
-    Raises:
-        CheckpointError: The folder's weights are not those that the adapter was trained on.
-    """
+    """Refuse an adapter's checkpoint whose base is another one now."""
     if saved is not None and fingerprint(base) != saved:
         raise CheckpointError(
             f"the weights in {printable(base)} are not those that the adapter was trained on.\n"

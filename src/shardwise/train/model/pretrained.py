@@ -88,9 +88,6 @@ def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
     Args:
         folder: Holds ``config.json``, and ``*.safetensors`` with the weights.
         reads_weights: False draws them even where the folder has some, in the dtype that they have there.
-
-    Raises:
-        ConfigError: transformers is not installed, or cannot load the folder.
     """
     kind = _auto_model(folder)
     try:
@@ -110,10 +107,6 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
     Returns:
         The model, as ``sw.deferred_init`` gives it, and the files that hold its weights, for ``sw.parallelize(init=)``;
         without files its values are drawn.
-
-    Raises:
-        ConfigError: As :func:`model_from_folder`.
-        NotNamedError: Only ``from_pretrained`` can read the files.
     """
     kind, files = _auto_model(folder), WeightFiles.open(folder)
     if files is None and any(folder.glob("*.safetensors")):
@@ -180,11 +173,7 @@ def _dtype(config: Any, files: WeightFiles | None) -> torch.dtype:
 
 
 def _check_plain(folder: Path, config: Any) -> None:
-    """Refuse what changes the model itself when it is loaded.
-
-    Raises:
-        NotNamedError: The weights are quantized, or belong to an adapter.
-    """
+    """Refuse what changes the model itself when it is loaded."""
     if getattr(config, "quantization_config", None) is not None:
         raise NotNamedError("its weights are quantized")
     if (folder / "adapter_config.json").is_file():
@@ -200,11 +189,7 @@ def _untied(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _name(model: Any, files: WeightFiles, dtype: torch.dtype) -> WeightFiles:
-    """Find every parameter and saved buffer of ``model`` in the files, and tie what is tied there.
-
-    Raises:
-        NotNamedError: Something has no tensor of its shape.
-    """
+    """Find every parameter and saved buffer of ``model`` in the files, and tie what is tied there."""
     if getattr(model, "_get_dtype_plan", lambda _: None)(dtype):  # "keep in fp32", the private plan of from_pretrained
         raise NotNamedError(
             f"transformers keeps some of its modules in fp32 beside {str(dtype).removeprefix('torch.')}"

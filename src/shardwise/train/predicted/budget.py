@@ -30,23 +30,14 @@ PROCESS_BYTES = 240 << 20
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device on which ranks compute.
+    """The device on which ranks compute."""
 
-    Attributes:
-        device_type: ``cuda`` or ``cpu``.
-        memory_bytes: Memory that one rank can have: of its GPU, or its part of what the machine has available.
-    """
-
-    device_type: str
-    memory_bytes: int
+    device_type: str  # ``cuda`` or ``cpu``
+    memory_bytes: int  # memory that one rank can have: of its GPU, or its part of what the machine has available
 
 
 def check_budget(resolved: RunConfig, device: Device | None) -> None:
-    """Refuse a run that its devices cannot hold; ``train.check_memory: false`` lets it try.
-
-    Raises:
-        MemoryBudgetError: It cannot fit. The message has the largest category, and changes with which the run fits.
-    """
+    """Refuse a run that its devices cannot hold; ``train.check_memory: false`` lets it try."""
     if device is None or not resolved.config.train.check_memory or resolved.plan.placements.is_threaded:
         return
     try:

@@ -17,17 +17,11 @@ if TYPE_CHECKING:
 
 
 class PredictedStep(NamedTuple):
-    """The predicted time of a step.
+    """The predicted time of a step."""
 
-    Attributes:
-        seconds: ``None`` where the planner does not know the device, the model, or an option of the plan.
-        reason: Of which device the prediction is, or why there is none.
-        made: The whole prediction.
-    """
-
-    seconds: float | None
-    reason: str
-    made: Estimate | None = None
+    seconds: float | None  # ``None`` where the planner does not know the device, the model, or an option of the plan
+    reason: str  # of which device the prediction is, or why there is none
+    made: Estimate | None = None  # the whole prediction
 
 
 def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> PredictedStep:

@@ -19,11 +19,7 @@ from shardwise.train.config.sections import OptimizerSection
 
 
 def traced(resolved: RunConfig) -> Any:
-    """The computation of a spec's model and loss in a microbatch, traced without values: an ``sw.TracedModel``.
-
-    Raises:
-        ConfigError: They cannot be traced; why.
-    """
+    """The computation of a spec's model and loss in a microbatch, traced without values: an ``sw.TracedModel``."""
     import torch
 
     from shardwise.api.trace_model import trace_model
@@ -41,11 +37,7 @@ def traced(resolved: RunConfig) -> Any:
 
 
 def shape_of(resolved: RunConfig) -> ModelShape:
-    """The shape of the run's model.
-
-    Raises:
-        ConfigError: No arithmetic knows it.
-    """
+    """The shape of the run's model."""
     if not resolved.spec.is_empty:
         return traced(resolved)
     if resolved.model is not None:

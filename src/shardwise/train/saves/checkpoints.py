@@ -175,11 +175,7 @@ def _newest(run_dir: Path, upload_to: str | None, *, is_good: bool, say: Callabl
 
 
 def saved_config(path: Path) -> Mapping[str, Any]:
-    """The configuration that a checkpoint holds.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or was not saved by a training run.
-    """
+    """The configuration that a checkpoint holds."""
     held = open_checkpoint(path).data
     state = held.get("state", held)
     config = state.get("config") if isinstance(state, Mapping) else None
@@ -205,9 +201,6 @@ def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str
 
     Returns:
         One line for each change of ``parallel``, of the cut of the batch, of evaluation, and of what was asked for.
-
-    Raises:
-        ConfigError: Anything else differs; a table of all differences.
     """
     changed = differences(saved, config.model_dump(mode="json"))
     changed = [entry for entry in changed if entry[0] != "name"]
@@ -427,9 +420,6 @@ class Checkpoints:
         So are those on the store.
 
         Only rank 0 calls this. Nothing is deleted; ``LATEST`` points to ``path`` afterwards where that is the run's.
-
-        Raises:
-            StorageError: A folder cannot be renamed.
         """
         folder = (self._run_dir / CHECKPOINTS).absolute()
         later = [held for held in folder.glob("step-*") if held.name[5:].isdecimal() and int(held.name[5:]) >= step]

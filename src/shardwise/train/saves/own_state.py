@@ -9,11 +9,7 @@ from shardwise.spec.errors import CheckpointError, ConfigError
 
 
 def packed(state: Any, what: str) -> Any:
-    """A state as JSON, which ``plain.unpack`` reads.
-
-    Raises:
-        ConfigError: It holds an object that no checkpoint keeps.
-    """
+    """A state as JSON, which ``plain.unpack`` reads."""
     try:
         return plain.pack(state, "it")
     except ValueError as error:
@@ -31,9 +27,6 @@ def of_reader(states: list[Any], reader: int, readers: int, what: str, instead: 
         readers: How many there are now.
         what: What has the state, and who had one.
         instead: What has one state for any number.
-
-    Raises:
-        CheckpointError: Another number of readers had them.
     """
     if len(states) != readers:
         raise CheckpointError(

@@ -62,11 +62,7 @@ def described(held: Generators) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back where :func:`capture` found it; ``state`` may be packed as JSON.
-
-    Raises:
-        CheckpointError: The state is damaged. No generator has been changed then.
-    """
+    """Put every generator back where :func:`capture` found it; of a damaged ``state`` (JSON or not) none."""
     try:
         state = plain.unpack(state)
         python, numpy_state = _python_state(*state["python"]), _numpy_state(*state["numpy"])

@@ -78,33 +78,19 @@ class SavedScaler(_Strict):
 
 
 class SavedRun(_Strict):
-    """The state of a run that ``shardwise train`` saved.
+    """The state of a run that ``shardwise train`` saved."""
 
-    Attributes:
-        step: The step after which it was saved.
-        run_id: The run.
-        progress: Counts and losses.
-        sampler: Where the data was.
-        scaler: Loss scaling (``SavedScaler``); empty where there is none.
-        config: The configuration, which is compared with the present one.
-        data: Hash of the data.
-        strategy: The strategy's name.
-        mesh: Ranks along each axis.
-        base: Hash of the weights below the run's adapters.
-        code: Hash of the code of the run's spec; empty where it has none.
-    """
-
-    step: _Natural
-    run_id: str
-    progress: SavedProgress
-    sampler: SavedSampler
-    scaler: dict[str, Any] = Field(default_factory=dict)
-    config: dict[str, Any]
-    data: Annotated[str, Field(max_length=1024)]
-    strategy: str = ""
-    mesh: dict[str, _Natural] = Field(default_factory=dict)
-    base: str | None = None
-    code: Annotated[str, Field(max_length=1024)] = ""
+    step: _Natural  # the step after which it was saved
+    run_id: str  # the run
+    progress: SavedProgress  # counts and losses
+    sampler: SavedSampler  # where the data was
+    scaler: dict[str, Any] = Field(default_factory=dict)  # loss scaling (``SavedScaler``); empty where there is none
+    config: dict[str, Any]  # the configuration, which is compared with the present one
+    data: Annotated[str, Field(max_length=1024)]  # hash of the data
+    strategy: str = ""  # the strategy's name
+    mesh: dict[str, _Natural] = Field(default_factory=dict)  # ranks along each axis
+    base: str | None = None  # hash of the weights below the run's adapters
+    code: Annotated[str, Field(max_length=1024)] = ""  # hash of the code of the run's spec; empty where it has none
 
 
 def check_state(
@@ -125,9 +111,6 @@ def check_state(
         asked: Keys that ``--set`` gave; the optimizer's settings among them may differ.
         spec: What a user's code replaces.
         allows_other_code: It may have changed.
-
-    Raises:
-        CheckpointError: Something is missing, of another kind, or contradicts the rest; all of it is listed.
     """
     checkpoint = open_checkpoint(path)
     state = checkpoint.data.get("state")

@@ -50,59 +50,37 @@ class StepTime:
 
 @dataclass(slots=True)
 class UnreadStep:
-    """One step whose values are on the device.
+    """One step whose values are on the device."""
 
-    Attributes:
-        time: Duration of the step.
-        generators: The states of this rank's random number generators before the step.
-        sent_bytes: Bytes that this rank sent.
-        exposed_s: Seconds that this rank's host waited for communication; ``None`` where the host does not wait.
-        is_guarded: The update was left out where the gradient is not finite.
-        loss: The sum over ``num_losses`` microbatches of this rank; ``None`` on a rank that has no loss.
-        num_losses: Microbatches of a step, the same on every rank.
-        norm: The global norm of the gradient; ``None`` where backward updates.
-        is_skipped: Loss scaling has left this step out: its norm is not finite, and rightly so.
-        update: Of the time, clipping and the optimizer's step; ``None`` where backward updates.
-        lr: Learning rate of the step.
-        scale: Loss scale of the step; ``None`` where nothing is scaled.
-        data_s: Seconds that this rank's host spent on data.
-        samples: The samples of each microbatch of this rank.
-        tokens: Tokens of the step, over all ranks; ``None``: ``values`` has them.
-        values: Other values by name, each a sum and the count that it is of, on this rank.
-    """
-
-    time: StepTime
-    generators: Generators
-    sent_bytes: int = 0
+    time: StepTime  # duration of the step
+    generators: Generators  # the states of this rank's random number generators before the step
+    sent_bytes: int = 0  # bytes that this rank sent
+    #: Seconds that this rank's host waited for communication; ``None`` where the host does not wait
     exposed_s: float | None = None
-    is_guarded: bool = True
+    is_guarded: bool = True  # the update was left out where the gradient is not finite
+    #: The sum over ``num_losses`` microbatches of this rank; ``None`` on a rank that has no loss
     loss: Tensor | float | None = None
-    num_losses: int = 1
-    norm: Tensor | float | None = None
-    is_skipped: bool = False
-    update: StepTime | None = None
-    lr: float = 0.0
-    scale: float | None = None
-    data_s: float = 0.0
-    samples: list[list[int]] = field(default_factory=list)
-    tokens: int | None = None
+    num_losses: int = 1  # microbatches of a step, the same on every rank
+    norm: Tensor | float | None = None  # the global norm of the gradient; ``None`` where backward updates
+    is_skipped: bool = False  # loss scaling has left this step out: its norm is not finite, and rightly so
+    update: StepTime | None = None  # of the time, clipping and the optimizer's step; ``None`` where backward updates
+    lr: float = 0.0  # learning rate of the step
+    scale: float | None = None  # loss scale of the step; ``None`` where nothing is scaled
+    data_s: float = 0.0  # seconds that this rank's host spent on data
+    samples: list[list[int]] = field(default_factory=list)  # the samples of each microbatch of this rank
+    tokens: int | None = None  # tokens of the step, over all ranks; ``None``: ``values`` has them
+    #: Other values by name, each a sum and the count that it is of, on this rank
     values: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
-    """A step whose values have been read.
+    """A step whose values have been read."""
 
-    Attributes:
-        losses: The mean loss of every rank that has one, by rank.
-        norm: The global norm of the gradient.
-        step: The step itself.
-        values: Other values by name: the sums of all ranks over their counts.
-    """
-
-    losses: dict[int, float]
-    norm: float | None
-    step: UnreadStep
+    losses: dict[int, float]  # the mean loss of every rank that has one, by rank
+    norm: float | None  # the global norm of the gradient
+    step: UnreadStep  # the step itself
+    #: Other values by name: the sums of all ranks over their counts
     values: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -129,27 +107,17 @@ def not_finite(values: ReadStep) -> str | None:
 
 @dataclass(slots=True)
 class UnreadSteps:
-    """The steps since the last reading.
+    """The steps since the last reading."""
 
-    Attributes:
-        control: The ranks' channel.
-        every: Steps between two readings.
-        has_values: Steps may have other values than loss and norm, under names that the ranks then tell each other.
-        steps: In order.
-        peak_bytes: Most bytes of tensors that any rank has held, as of the last reading.
-        signal_number: A signal that any rank had got by then; 0 for none.
-        warning: What the last reading has found of a slow rank, once.
-        slow: Finds it.
-    """
-
-    control: Control
-    every: int
+    control: Control  # the ranks' channel
+    every: int  # steps between two readings
+    #: Steps may have other values than loss and norm, under names that the ranks then tell each other
     has_values: bool = False
     steps: list[UnreadStep] = field(default_factory=list)
-    peak_bytes: int = 0
-    signal_number: int = 0
-    warning: str | None = None
-    slow: SlowRanks = field(init=False)
+    peak_bytes: int = 0  # most bytes of tensors that any rank has held, as of the last reading
+    signal_number: int = 0  # a signal that any rank had got by then; 0 for none
+    warning: str | None = None  # what the last reading has found of a slow rank, once
+    slow: SlowRanks = field(init=False)  # finds it
     _read_at: float = field(default_factory=time.perf_counter)
     _has_read: bool = False
     _count: int = 1  # of steps before the next reading is due by time; the first step is read at once
