@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -194,10 +193,8 @@ def start_engine(
 
 
 def _number(engine: Engine) -> None:
-    me = weakref.ref(engine)
     for index, unit in enumerate(engine.units):
         unit.index = index
-        unit.engine = me
         for group in unit.groups:
             group.learn(
                 unit=index,

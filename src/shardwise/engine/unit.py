@@ -30,7 +30,6 @@ from shardwise.spec.order import Ahead
 
 if TYPE_CHECKING:
     from shardwise.comm.base import Handle
-    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
 
 
@@ -229,7 +228,6 @@ class Unit:
     ) -> None:
         self.name = name
         self.members = [Member(path, module) for path, module in modules.items()]
-        self.engine: weakref.ref[Engine] | None = None
         self.index = 0
         self.parent: Unit | None = None
         self.family: frozenset[int] = frozenset()

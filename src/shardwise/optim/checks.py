@@ -21,7 +21,7 @@ from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.attach import Observer
 from shardwise.engine.storage import flat_parameters, part
-from shardwise.engine.storage.attachment import mark_of
+from shardwise.engine.storage.attachment import engine_around, mark_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
@@ -324,7 +324,7 @@ def _check_beside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bo
 
 def _current() -> list[Engine]:
     """The engines of the models that there are."""
-    return [engine for engine in tuple(_watched) if (at := engine.units[0].engine) is not None and at() is engine]
+    return [engine for engine in tuple(_watched) if engine_around(engine.units[0]) is engine]
 
 
 def engines_beside(parameters: Iterable[Tensor]) -> list[Engine]:

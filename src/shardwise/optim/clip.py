@@ -13,7 +13,7 @@ from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage import part
-from shardwise.engine.storage.attachment import attachment_of, engine_of
+from shardwise.engine.storage.attachment import attachment_of, engine_around, engine_of
 from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.waiting import refuse_sums
@@ -109,7 +109,7 @@ def _chosen(given: nn.Module | Tensor | Iterable[nn.Module | Tensor]) -> dict[En
             continue
         parameters = list(each.parameters() if isinstance(each, nn.Module) else getattr(each, "shards", (each,)))
         groups = [group for parameter in parameters if (group := group_of(parameter)) is not None]
-        engines = [engine for group in groups if group.unit.engine and (engine := group.unit.engine()) is not None]
+        engines = [engine for group in groups if (engine := engine_around(group.unit)) is not None]
         engines += engines_beside(parameters) if len(groups) < len(parameters) else ()
         if attachment is not None:
             engines.append(attachment.engine)

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
-from shardwise.engine.storage.attachment import mark_of
+from shardwise.engine.storage.attachment import engine_around, mark_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.optim.matrices import Exchange, Held, Matrix, assign
 from shardwise.spec.errors import StateError
@@ -207,9 +207,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["kind"] == "adamw":
                 owners = filter(None, map(group_of, group["params"]))
-                for reference in dict.fromkeys(owner.unit.engine for owner in owners):
-                    engine = reference() if reference is not None else None
-                    if engine is not None:
+                for unit in dict.fromkeys(owner.unit for owner in owners):
+                    if (engine := engine_around(unit)) is not None:
                         found.setdefault(engine, {})
                 continue
             for parameter in group["params"]:
@@ -218,9 +217,8 @@ class Muon(torch.optim.Optimizer):
                     others = found.setdefault(None, {})
                     others[str(len(others))] = parameter
                     continue
-                reference = mark.group.unit.engine
                 name = mark.group.layout.params[mark.index].name
-                found.setdefault(reference() if reference is not None else None, {})[name] = parameter
+                found.setdefault(engine_around(mark.group.unit), {})[name] = parameter
         return found
 
     def _exchange(self, engine: Engine, names: Mapping[str, Tensor], active: frozenset[str]) -> Exchange:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.attach import Observer
 from shardwise.engine.hooks import without_parameters
-from shardwise.engine.storage.attachment import mark_of
+from shardwise.engine.storage.attachment import engine_around, mark_of
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.order import Entry
 from shardwise.spec.replacement import Replacement
@@ -154,7 +154,7 @@ class _UseOutside(Uncopyable):
     def __call__(self, shard: Tensor) -> None:
         """It has been added."""
         group, grad = self._group(), shard.grad
-        engine = group.unit.engine() if group is not None and group.unit.engine is not None else None
+        engine = engine_around(group.unit) if group is not None else None
         if group is None or engine is None or grad is None or not self._before:
             return
         self._restore(shard)

@@ -63,6 +63,16 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     return module.__dict__.get(_MODULE_KEY)
 
 
+def engine_around(unit: Unit) -> Engine | None:
+    """The engine that moves a unit, while its model lives."""
+    for member in unit.members:
+        module = member.module()
+        attachment = attachment_of(module) if module is not None else None
+        if attachment is not None:
+            return attachment.engine
+    return None
+
+
 def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine:
     """The engine that ``module`` is the root (or a unit) of.
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.engine.storage.attachment import engine_around
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, resolve_granularity
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
-    from shardwise.engine.unit import Unit
 
 #: The lists of parameters that an optimizer holds, by identity and length.
 Content = tuple[tuple[int, int], ...]
@@ -117,11 +117,11 @@ def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     known = _engines.get(optimizer)
     if known is not None and known[0] == content:
         engines = [reference() for reference in known[1]]
-        if all(engine is not None and _engine_of(engine.units[0]) is engine for engine in engines):
+        if all(engine is not None and engine_around(engine.units[0]) is engine for engine in engines):
             return [engine for engine in engines if engine is not None]
     every = [parameter for params in lists for parameter in params]
     owners = dict.fromkeys(group_of(parameter) for parameter in every)
-    found = (_engine_of(owner.unit) for owner in owners if owner is not None)
+    found = (engine_around(owner.unit) for owner in owners if owner is not None)
     distinct = list(dict.fromkeys(engine for engine in found if engine is not None))
     # A flat parameter has those that this rank owns some of; ranks must decide alike.
     flats = [group_of(parameter) for parameter in every if isinstance(parameter, FlatParameter)]
@@ -134,7 +134,3 @@ def shards_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Identities of the parameters that this optimizer updates, those behind flat parameters included."""
     engines_of(optimizer)
     return _engines[optimizer][2]
-
-
-def _engine_of(unit: Unit) -> Engine | None:
-    return unit.engine() if unit.engine is not None else None

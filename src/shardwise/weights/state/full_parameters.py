@@ -19,7 +19,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
-from shardwise.engine.storage.attachment import engine_of, mark_of
+from shardwise.engine.storage.attachment import engine_around, engine_of, mark_of
 from shardwise.engine.storage.inner import Around
 from shardwise.engine.storage.part import cover_shards, uncover_shards
 from shardwise.engine.unit import Unit
@@ -119,7 +119,7 @@ def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
     for parameter in module.parameters():
         mark = mark_of(parameter)
         group = mark.group if mark is not None else None
-        engine = group.unit.engine() if group is not None and group.unit.engine is not None else None
+        engine = engine_around(group.unit) if group is not None else None
         if group is not None and engine is not None:
             found[id(group.unit)] = (engine, group.unit)
     if not found:

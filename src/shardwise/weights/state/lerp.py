@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.storage.attachment import mark_of
+from shardwise.engine.storage.attachment import engine_around, mark_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Cut, Slice, simplest, slice_of
@@ -96,8 +96,7 @@ class _Side(NamedTuple):
     @property
     def engine(self) -> Engine | None:
         """The engine that moves it."""
-        reference = None if self.group is None else self.group.unit.engine
-        return None if reference is None else reference()
+        return None if self.group is None else engine_around(self.group.unit)
 
     @property
     def shard(self) -> nn.Parameter:
