@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import shardwise as sw
+from shardwise.api.parallelize import parallelize
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import torch_dtype
 from shardwise.launch.notice import tell_once
@@ -24,6 +24,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import first_line, printable
 from shardwise.train.config.hf import NotTrainedError, read_language_model
 from shardwise.train.task import ANSWER, CLASS, MASKED, NEXT
+from shardwise.weights.init.deferred import deferred_init
 
 _MOST_SHOWN = 3
 
@@ -74,7 +75,7 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
         model, files = model_from_folder(path), None
         if torch.cuda.is_available():
             model = model.to(torch.device("cuda", torch.cuda.current_device()))
-    return sw.parallelize(model, plan, init=files, **fields)
+    return parallelize(model, plan, init=files, **fields)
 
 
 def tell_whole(name: str, error: Exception) -> None:
@@ -115,9 +116,9 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
         config = _read_config(folder)
         dtype = _dtype(config, files)
         if files is None:
-            return sw.deferred_init(lambda: kind.from_config(config, trust_remote_code=False, dtype=dtype)), None
+            return deferred_init(lambda: kind.from_config(config, trust_remote_code=False, dtype=dtype)), None
         _check_plain(folder, config)
-        model = sw.deferred_init(lambda: _untied(kind, config, dtype))
+        model = deferred_init(lambda: _untied(kind, config, dtype))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _refusal(folder, error) from None
     return model, _name(model, files, dtype)
