@@ -64,18 +64,6 @@ class ThreadComm(Comm):
         self.received_bytes += buffer.nbytes * (self.rank != root)
         return DONE
 
-    def _do_gather(self, issued, shard, out, root):
-        found = self._all(shard, is_read=self.rank == root)
-        if out is not None:
-            out.copy_(torch.cat([each.view(-1) for each in found]))
-        return DONE
-
-    def _do_scatter(self, issued, buffer, out, root):
-        everything = self._all(out if buffer is None else buffer, only=root)
-        out.copy_(everything[0].view(self.size, -1)[self.rank])
-        self.received_bytes += out.nbytes * (self.rank != root)
-        return DONE
-
     def _mail(self, source: int, target: int) -> queue.Queue[torch.Tensor]:
         return self._board.setdefault((source, target), queue.Queue())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import json
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ from torch import Tensor, distributed
 from shardwise.comm import gloo
 from shardwise.comm.axes import open_comms
 from shardwise.comm.base import Handle
-from shardwise.comm.control import agree_highest
+from shardwise.comm.control import agree_highest, gather_json, scatter_json
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
@@ -135,25 +136,23 @@ def check_all_to_all_of_any_sizes():
                 assert_same_bits(out[out_cuts[peer] : out_cuts[peer + 1]], sent)
 
 
-def check_from_and_to_one_rank():
+def check_broadcasts():
     comm = open_comm()
     for numel, dtype, root in itertools.product(SLICES, DTYPES, {0, comm.size - 1}):
-        is_root = comm.rank == root
-        everything = torch.cat([content(rank, numel, dtype) for rank in range(comm.size)])
-        own = content(comm.rank, numel, dtype)
-
-        buffer = own.clone()
+        buffer = content(comm.rank, numel, dtype)
         comm.broadcast(buffer, root=root, unit="u").wait()
         assert_same_bits(buffer, content(root, numel, dtype))
 
-        out = torch.full((comm.size * numel,), 99, dtype=dtype) if is_root else None
-        comm.gather(own, out, root=root, unit="u").wait()
-        if out is not None:
-            assert_same_bits(out, everything)
 
-        part = torch.full((numel,), 99, dtype=dtype)
-        comm.scatter(everything if is_root else None, part, root=root, unit="u").wait()
-        assert_same_bits(part, own)
+def check_json_from_and_to_rank_0():
+    comm = open_comm()
+    values = [{"rank": rank, "text": "x" * 100 * rank} for rank in range(comm.size)]
+    with comm.record() as events:
+        assert gather_json(comm, values[comm.rank]) == (values if comm.rank == 0 else [])
+        assert scatter_json(comm, values if comm.rank == 0 else []) == values[comm.rank]
+    lengths = [len(json.dumps(value, separators=(",", ":"))) for value in values]
+    sent = [event.sent_bytes for event in events if event.kind == "send"]
+    assert sorted(sent) == sorted([*[8] * (comm.size - 1), *lengths[1:]] if comm.rank == 0 else [8, lengths[comm.rank]])
 
 
 def uneven_cuts(size: int) -> list[int]:
@@ -200,7 +199,8 @@ def check_results():
     check_all_reduce()
     check_all_to_all()
     check_all_to_all_of_any_sizes()
-    check_from_and_to_one_rank()
+    check_broadcasts()
+    check_json_from_and_to_rank_0()
     check_uneven()
     check_large()
     open_comm().barrier()
@@ -340,7 +340,6 @@ def run_each(comm, numel):
     """One of each collective on buffers of ``numel`` elements a slice; returns (kind, bytes)."""
     size = comm.size
     whole, part = torch.zeros(size * numel), torch.zeros(numel)
-    is_root = comm.rank == 0
     with comm.record() as events:
         for handle in (
             comm.all_gather(whole, unit="u"),
@@ -348,8 +347,6 @@ def run_each(comm, numel):
             comm.all_reduce(whole, unit="u"),
             comm.all_reduce(torch.zeros(size * numel + 1), unit="u"),
             comm.broadcast(part, root=0, unit="u"),
-            comm.gather(part, whole if is_root else None, root=0, unit="u"),
-            comm.scatter(whole if is_root else None, part, root=0, unit="u"),
         ):
             handle.wait()
         comm.barrier()
@@ -378,8 +375,6 @@ def test_bytes_are_the_minimum_and_the_recorder_counts_the_same(world):
                 ("all_reduce", "fp32", 2 * (n - 1) * slice_bytes),
                 ("all_reduce", "fp32", odd if n > 1 else 0),
                 ("broadcast", "fp32", (n - 1) * slice_bytes if is_root else 0),
-                ("gather", "fp32", 0 if is_root else slice_bytes),
-                ("scatter", "fp32", (n - 1) * slice_bytes if is_root else 0),
                 ("all_reduce", "int64", 8 * ((n - 1) if rank == n - 1 else 1) if n > 1 else 0),
             ]
             assert recorded == sent
@@ -403,7 +398,7 @@ def count_on_the_wire():
     """By collective, the bytes of its event and those that Gloo was given."""
     comm = open_comm()
     comm.group = wire = Wire(comm.group)
-    size, rank, root, found = comm.size, comm.rank, comm.rank == 0, []
+    size, rank, found = comm.size, comm.rank, []
     cuts, after, before = uneven_cuts(size), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     whole, part, odd = torch.zeros(cuts[-1]), torch.zeros(cuts[rank + 1] - cuts[rank]), torch.zeros(7 * size + 1)
     for issue in (
@@ -415,8 +410,6 @@ def count_on_the_wire():
         lambda: comm.all_to_all(torch.zeros(5 * size), torch.zeros(5 * size), unit="u"),
         lambda: comm.all_to_all(whole, torch.zeros(size * part.numel()), unit="u", cuts=cuts),
         lambda: comm.broadcast(odd, root=0, unit="u"),
-        lambda: comm.gather(torch.zeros(5), torch.zeros(5 * size) if root else None, root=0, unit="u"),
-        lambda: comm.scatter(torch.zeros(5 * size) if root else None, torch.zeros(5), root=0, unit="u"),
         lambda: comm.exchange([(odd, after, "u")], [(torch.zeros_like(odd), before, "u")]),
     ):
         sent_before = wire.num_bytes
@@ -429,7 +422,7 @@ def count_on_the_wire():
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_events_have_the_bytes_that_gloo_is_given_to_send(world):
     for found in run_on_ranks(count_on_the_wire, world):
-        assert len(found) == 11
+        assert len(found) == 9
         for kind, counted, given in found:
             assert counted == given, kind
 

@@ -24,7 +24,7 @@ NUMEL = 4
 @pytest.fixture
 def comm() -> Iterator[NcclComm]:
     calls = ("all_gather_single", "all_gather", "reduce_scatter_single", "reduce_scatter", "all_reduce", "all_to_all")
-    calls += ("broadcast", "gather", "scatter", "send", "recv")
+    calls += ("broadcast", "send", "recv")
     silent: dict[str, Any] = dict.fromkeys(calls, lambda *_args, **_kwargs: None)
     silent |= {"P2POp": lambda *_args, **_kwargs: None, "batch_isend_irecv": lambda _group: []}
     names = ("isend", "irecv", "ReduceOp")
@@ -46,8 +46,6 @@ COLLECTIVES = {
     "all_reduce into another": lambda comm, a, b: comm.all_reduce(a, unit="u", out=b),
     "all_to_all": lambda comm, a, b: comm.all_to_all(a, b, unit="u"),
     "broadcast": lambda comm, a, _: comm.broadcast(a, root=1, unit="u"),
-    "gather": lambda comm, a, b: comm.gather(a[:2], b, root=0, unit="u"),
-    "scatter": lambda comm, a, b: comm.scatter(a, b[:2], root=0, unit="u"),
     "send": lambda comm, a, _: comm.send(a, to=1, unit="u"),
     "receive": lambda comm, a, _: comm.receive(a, source=1, unit="u"),
     "exchange": lambda comm, a, b: comm.exchange([(a, 1, "u")], [(b, 1, "u")]),

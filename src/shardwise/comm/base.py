@@ -52,8 +52,8 @@ class CollectiveEvent:
     """One collective as it was issued by this rank, or one exchange of ``data_parallel`` between devices.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``all_reduce``, ``broadcast``, ``gather``,
-            ``scatter``, ``send`` or ``receive``; of ``data_parallel`` also ``reduce``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``all_reduce``, ``broadcast``, ``send`` or
+            ``receive``; of ``data_parallel`` also ``gather``, ``scatter`` and ``reduce``.
         axis: Mesh axis, for example ``dp_shard``; ``devices`` of ``data_parallel``.
         unit: Name of the unit (or purpose) that the collective serves.
         dtype: Short dtype name of what travels.
@@ -320,27 +320,6 @@ class Comm(Recorder, ABC):
             return DONE
         return self._do_broadcast(issued, buffer, root)
 
-    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
-        """Collect every rank's ``shard`` into ``out`` (``size`` slices in rank order) on ``root``; ``None`` elsewhere.
-
-        Collective:
-            Every rank but the root sends its shard.
-        """
-        numel = shard.numel()
-        issued = self._start("gather", unit, shard, numel, 0 if self.rank == root else numel)
-        return self._do_gather(issued, shard, out, root)
-
-    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
-        """Send slice ``r`` of ``root``'s ``buffer`` to rank ``r``'s ``out``. ``buffer`` is ``None`` on other ranks.
-
-        Collective:
-            The root sends every slice but its own, the others nothing.
-        """
-        numel = out.numel()
-        sent = buffer.numel() - numel if buffer is not None and self.rank == root else 0
-        issued = self._start("scatter", unit, out, numel, sent)
-        return self._do_scatter(issued, buffer, out, root)
-
     # -- messages
 
     def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
@@ -483,12 +462,6 @@ class Comm(Recorder, ABC):
 
     @abstractmethod
     def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle: ...
-
-    @abstractmethod
-    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int) -> Handle: ...
-
-    @abstractmethod
-    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int) -> Handle: ...
 
     @abstractmethod
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle: ...

@@ -83,22 +83,19 @@ def gather_json(comm: Comm, value: Any) -> list[Any]:
     """Every rank's ``value`` (anything that JSON can hold), in rank order, on rank 0; ``[]`` elsewhere.
 
     Collective:
-        A gather of lengths, a broadcast of the longest, and a gather of texts padded to it. Other ranks
-        receive eight bytes. All ranks must call.
+        Two messages from every other rank to rank 0: the length, then the text. All ranks must call.
     """
     comm = comm.host
     text = _encoded(value)
-    is_root = comm.rank == 0
-    lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device) if is_root else None
-    own = _number(comm, text.numel())
-    comm.gather(own, lengths, root=0, unit="control").wait()
-    longest = own if lengths is None else lengths.max().view(1)
-    comm.broadcast(longest, root=0, unit="control").wait()
-    padded = torch.zeros(int(longest), dtype=torch.uint8)
-    padded[: text.numel()] = text
-    rows = torch.zeros(comm.size * int(longest), dtype=torch.uint8, device=comm.device) if is_root else None
-    comm.gather(padded.to(comm.device), rows, root=0, unit="control").wait()
-    return [] if rows is None or lengths is None else _rows(rows, lengths.tolist())
+    if comm.rank:
+        for part in (_number(comm, text.numel()), text.to(comm.device)):
+            comm.send(part, to=0, unit="control").wait()
+        return []
+    lengths = [_number(comm, 0) for _ in range(1, comm.size)]
+    _exchange_with_peers(comm, receives=lengths)
+    texts = [torch.empty(int(length), dtype=torch.uint8, device=comm.device) for length in lengths]
+    _exchange_with_peers(comm, receives=texts)
+    return [_decoded(each) for each in (text, *texts)]
 
 
 def broadcast_json(comm: Comm, value: Any) -> Any:
@@ -114,28 +111,32 @@ def broadcast_json(comm: Comm, value: Any) -> Any:
     moved = text if comm.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
     moved = moved.to(comm.device)
     comm.broadcast(moved, root=0, unit="control").wait()
-    return _decoded(moved.cpu())
+    return _decoded(moved)
 
 
 def scatter_json(comm: Comm, values: Sequence[Any]) -> Any:
     """This rank's one of the ``values`` on rank 0, of which there is one for each rank; not read on other ranks.
 
     Collective:
-        A broadcast of the longest text's length, and a scatter of texts padded to it. All ranks must call.
+        Two messages from rank 0 to every other rank: the length, then the text. All ranks must call.
     """
     comm = comm.host
-    texts = [_encoded(value) for value in values] if comm.rank == 0 else []
-    longest = _number(comm, max((text.numel() for text in texts), default=0))
-    comm.broadcast(longest, root=0, unit="control").wait()
-    rows = None
-    if comm.rank == 0:
-        rows = torch.full((comm.size, int(longest)), ord(" "), dtype=torch.uint8)
-        for row, text in zip(rows, texts, strict=True):
-            row[: text.numel()] = text
-        rows = rows.view(-1).to(comm.device)
-    own = torch.zeros(int(longest), dtype=torch.uint8, device=comm.device)
-    comm.scatter(rows, own, root=0, unit="control").wait()
-    return _decoded(own.cpu())
+    if comm.rank:
+        length = _number(comm, 0)
+        comm.receive(length, source=0, unit="control").wait()
+        text = torch.empty(int(length), dtype=torch.uint8, device=comm.device)
+        comm.receive(text, source=0, unit="control").wait()
+        return _decoded(text)
+    own, *texts = map(_encoded, values)
+    _exchange_with_peers(comm, sends=[_number(comm, text.numel()) for text in texts])
+    _exchange_with_peers(comm, sends=[text.to(comm.device) for text in texts])
+    return _decoded(own)
+
+
+def _exchange_with_peers(comm: Comm, *, sends: Sequence[Tensor] = (), receives: Sequence[Tensor] = ()) -> None:
+    """On rank 0, send or receive a tensor for each of the other ranks."""
+    outgoing, incoming = ([(each, peer, "control") for peer, each in enumerate(held, 1)] for held in (sends, receives))
+    comm.exchange(outgoing, incoming).wait()
 
 
 def _number(comm: Comm, value: int) -> Tensor:
@@ -147,7 +148,7 @@ def _encoded(value: Any) -> Tensor:
 
 
 def _decoded(text: Tensor) -> Any:
-    return json.loads(text.numpy().tobytes())
+    return json.loads(text.cpu().numpy().tobytes())
 
 
 def _rows(moved: Tensor, lengths: Sequence[int]) -> list[Any]:

@@ -108,30 +108,6 @@ class GlooComm(Comm):
             exchange.receive(buffer, root)
         return exchange
 
-    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int) -> Handle:
-        exchange = self._exchange(issued)
-        if self.rank != root:
-            exchange.send(shard, root)
-            return exchange
-        assert out is not None
-        slices = self._slices(out, None)
-        for peer in self._peers:
-            exchange.receive(slices[peer], peer)
-        slices[root].copy_(shard)
-        return exchange
-
-    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int) -> Handle:
-        exchange = self._exchange(issued)
-        if self.rank != root:
-            exchange.receive(out, root)
-            return exchange
-        assert buffer is not None
-        slices = self._slices(buffer, None)
-        for peer in self._peers:
-            exchange.send(slices[peer], peer)
-        out.copy_(slices[root])
-        return exchange
-
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
         exchange = self._exchange(issued)
         exchange.send(buffer, to)

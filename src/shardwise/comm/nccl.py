@@ -92,18 +92,6 @@ class NcclComm(Comm):
             self._calls.broadcast(buffer, group=self._group, group_src=root)
         return handle
 
-    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int) -> Handle:
-        with self._on_stream(issued, shard, out) as handle:
-            parts = None if out is None else list(self._slices(out, None))
-            self._calls.gather(shard, parts, group=self._group, group_dst=root)
-        return handle
-
-    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int) -> Handle:
-        with self._on_stream(issued, buffer, out) as handle:
-            parts = None if buffer is None else list(self._slices(buffer, None))
-            self._calls.scatter(out, parts, group=self._group, group_src=root)
-        return handle
-
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
         """NCCL tells messages apart by their order alone."""
         with self._on_stream(issued, buffer) as handle:

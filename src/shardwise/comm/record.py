@@ -84,16 +84,6 @@ class RecordComm(Comm):
     def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
         return _Under(buffer)
 
-    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int) -> Handle:
-        if out is not None:
-            self._own(out, None).copy_(shard)
-        return _Under(shard)
-
-    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int) -> Handle:
-        if buffer is not None and self.rank == root:
-            out.copy_(self._own(buffer, None))
-        return _Under(out)
-
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
         return _Under(buffer)
 

@@ -63,15 +63,6 @@ class StagedComm(Wrapper):
         host = self._copy(buffer) if is_root else self._empty(buffer)
         return _Staged(self._inner._do_broadcast(issued, host, root), [] if is_root else [(buffer, host)])
 
-    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int) -> Handle:
-        host, received = self._copy(shard), None if out is None else self._empty(out)
-        handle = self._inner._do_gather(issued, host, received, root)
-        return _Staged(handle, [] if out is None or received is None else [(out, received)])
-
-    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int) -> Handle:
-        host, received = None if buffer is None else self._copy(buffer), self._empty(out)
-        return _Staged(self._inner._do_scatter(issued, host, received, root), [(out, received)])
-
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
         return _Staged(self._inner._do_send(issued, self._copy(buffer), to), [])
 

@@ -83,8 +83,6 @@ class _Debug(Wrapper):
     _do_all_reduce = _given_on("_do_all_reduce")
     _do_all_to_all = _given_on("_do_all_to_all")
     _do_broadcast = _given_on("_do_broadcast")
-    _do_gather = _given_on("_do_gather")
-    _do_scatter = _given_on("_do_scatter")
     _do_send = _given_on("_do_send")
     _do_receive = _given_on("_do_receive")
     _do_exchange = _given_on("_do_exchange")

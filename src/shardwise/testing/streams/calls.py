@@ -208,21 +208,6 @@ class Calls:
         buffers = ([buffer], []) if is_root else ([], [buffer])
         self._issue("broadcast", group, *buffers, lambda: [self._carrier.gathered(sent, group)[group_src]])
 
-    def gather(self, shard: Tensor, parts: list[Tensor] | None, group: Any = None, group_dst: int = 0) -> None:  # noqa: ARG002
-        """As ``dist.gather``."""
-        sent = self._copy(shard)
-        self._issue("gather", group, [shard], parts or [], lambda: self._carrier.gathered(sent, group))
-
-    def scatter(self, out: Tensor, parts: list[Tensor] | None, group: Any = None, group_src: int = 0) -> None:
-        """As ``dist.scatter``."""
-        size, rank = group.size(), group.rank()
-        sent = self._copy(*parts) if parts else torch.zeros(out.numel() * size, dtype=out.dtype)
-
-        def move() -> list[Tensor]:
-            return [self._carrier.gathered(sent, group)[group_src].view(size, -1)[rank]]
-
-        self._issue("scatter", group, parts or [], [out], move)
-
     def send(self, buffer: Tensor, group: Any = None, group_dst: int = 0) -> None:
         """As ``dist.send``."""
         self.batch_isend_irecv([Message(self.isend, buffer, group, group_dst)])

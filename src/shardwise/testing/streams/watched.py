@@ -37,8 +37,6 @@ _CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "all_reduce": ((0,), (0,)),
     "all_to_all": ((1,), (0,)),
     "broadcast": ((0,), (0,)),
-    "gather": ((0,), (1,)),
-    "scatter": ((1,), (0,)),
     "send": ((0,), ()),
     "recv": ((), (0,)),
 }
