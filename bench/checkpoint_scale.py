@@ -39,11 +39,12 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint import find_latest, open_checkpoint, retain
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.combine import Combined, described
 from shardwise.checkpoint.manifest import MANIFEST_NAME, decode, encode, file_columns, sealed
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
+from shardwise.checkpoint.store import find_latest, retain
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Cut
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import (

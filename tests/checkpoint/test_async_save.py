@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import open_checkpoint, step_directory
 from shardwise.checkpoint.background import Background
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.store import step_directory
 from shardwise.checkpoint.writer import Saving, begin_write
 from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError, ShardwiseError, StorageError

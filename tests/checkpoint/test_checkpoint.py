@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import find_latest, folder, open_checkpoint, retain, step_directory, write, writer
+from shardwise.checkpoint import folder, writer
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.store import find_latest, retain, step_directory
+from shardwise.checkpoint.writer import write
 from shardwise.comm.axes import open_comms
 from shardwise.spec.errors import CheckpointError, CommError, StorageError
 from shardwise.spec.extent import Extent

@@ -15,7 +15,8 @@ import torch
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint import open_checkpoint, write
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import CheckpointError
 from tests.checkpoint.threads import cut, even, run_in_threads, sample, whole
 from tests.common.ranks import refusal

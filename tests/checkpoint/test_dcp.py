@@ -28,9 +28,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardwise as sw
-from shardwise.checkpoint import open_checkpoint
 from shardwise.checkpoint.dcp_export import export_dcp
 from shardwise.checkpoint.dcp_import import import_dcp
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.cli.app import run
 from shardwise.comm.dtype import memory_order
 from shardwise.spec.errors import CheckpointError

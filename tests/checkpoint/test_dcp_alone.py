@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardwise.checkpoint import open_checkpoint
 from shardwise.checkpoint.dcp_export import export_dcp
 from shardwise.checkpoint.dcp_import import import_dcp
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.measure.storage import StorageCount
 from shardwise.spec.errors import CheckpointError
 from tests.common.ranks import refusal

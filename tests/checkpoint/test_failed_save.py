@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint import open_checkpoint, shard, write, writer
+from shardwise.checkpoint import shard, writer
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import CheckpointError, NonFiniteError, StorageError
 from shardwise.spec.extent import Extent
 from tests.checkpoint.threads import alone, cut, even, run_in_threads, sample

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import find_latest, open_checkpoint, retain
 from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.store import find_latest, retain
 from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, CommError
 from shardwise.testing import RankFailure, run_on_ranks

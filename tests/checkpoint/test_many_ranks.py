@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import open_checkpoint, write
 from shardwise.checkpoint.combine import Combined, described
 from shardwise.checkpoint.manifest import MANIFEST_NAME
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.table import Table
+from shardwise.checkpoint.writer import write
 from shardwise.spec.extent import Extent, shared
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.slice import Cut

@@ -14,7 +14,7 @@ import yaml
 
 import shardwise as sw
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, ConfigError

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import describe_summary, open_checkpoint, plain, write
+from shardwise.checkpoint import plain
+from shardwise.checkpoint.reader import describe_summary, open_checkpoint
+from shardwise.checkpoint.writer import write
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent

@@ -11,11 +11,12 @@ import fsspec
 import pytest
 import torch
 
-from shardwise.checkpoint import find_latest, newest_checkpoint, open_checkpoint, retain, step_directory
 from shardwise.checkpoint import storage as storages
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.mirror import copy_checkpoint, upload
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import FOLDERS, SUPERSEDED_NAME, Url, place_of, storage_of
+from shardwise.checkpoint.store import find_latest, newest_checkpoint, retain, step_directory
 from shardwise.cli.files import tokenize
 from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError

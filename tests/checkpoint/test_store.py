@@ -7,7 +7,10 @@ import shutil
 
 import pytest
 
-from shardwise.checkpoint import find_latest, open_checkpoint, publish_latest, retain, step_directory, store, write
+from shardwise.checkpoint import store
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.store import find_latest, publish_latest, retain, step_directory
+from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import CheckpointError
 from tests.checkpoint.threads import alone, sample, whole
 

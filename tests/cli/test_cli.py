@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 @pytest.mark.parametrize(
     "verb",
-    [*VERBS, "data tokenize", "checkpoint inspect", "checkpoint verify"],
+    [*VERBS, "data tokenize", *(f"checkpoint {verb}" for verb in ("inspect", "verify", "import", "export"))],
 )
 def test_help_of_every_verb_shows_an_example(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     code, out, _ = run(capsys, *verb.split(), "--help")

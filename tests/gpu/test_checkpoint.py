@@ -6,8 +6,10 @@ import os
 
 import torch
 
-from shardwise.checkpoint import background, open_checkpoint, write
+from shardwise.checkpoint import background
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.shard import CHUNK_BYTES, Piece, layout, write_shard
+from shardwise.checkpoint.writer import write
 from shardwise.comm.dtype import dtype_name
 from tests.checkpoint.threads import alone, whole
 

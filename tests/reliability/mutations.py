@@ -24,7 +24,8 @@ import yaml
 
 import shardwise as sw
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint import open_checkpoint, write
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import ShardwiseError
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.spec.errors import CheckpointError
 from shardwise.train.saves.checkpoints import find_checkpoint
 from tests.reliability.board import scenario

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from shardwise.checkpoint import write
+from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import CheckpointError
 from shardwise.train.saves.saved_state import check_state
 from tests.checkpoint.threads import alone, cut, even

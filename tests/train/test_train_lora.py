@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.cli import main
 from tests.common.tokenizers import TEMPLATE
 from tests.train.chats import all_losses, cache_here, save_chats

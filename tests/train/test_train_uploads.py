@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint import find_latest, open_checkpoint
 from shardwise.checkpoint.mirror import upload
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import place_of, storage_of
+from shardwise.checkpoint.store import find_latest
 from shardwise.launch import fault
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError

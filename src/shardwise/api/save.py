@@ -26,11 +26,12 @@ from shardwise.api.saved_optimizer import (
     refuse_unknown,
     refused,
 )
-from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, step_of, write
+from shardwise.checkpoint import plain
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.publish import follow
-from shardwise.checkpoint.storage import Url, place_of
-from shardwise.checkpoint.writer import Saving, begin_write
+from shardwise.checkpoint.reader import Checkpoint, open_checkpoint
+from shardwise.checkpoint.storage import Url, place_of, step_of
+from shardwise.checkpoint.writer import Saving, begin_write, write
 from shardwise.comm.control import check_same, digest_text, fail_together
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage.attachment import engine_of

@@ -16,8 +16,9 @@ from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import encode, file_columns
 from shardwise.checkpoint.outcome import failure_of, problem_of, report_name
 from shardwise.checkpoint.storage import is_checkpoint_file, storage_of
-from shardwise.checkpoint.store import CHECKPOINTS, publish_latest, retain
+from shardwise.checkpoint.store import publish_latest, retain
 from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.spec.run_files import CHECKPOINTS
 
 
 def commit(directory: Path, manifest: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> None:

@@ -25,8 +25,8 @@ from shardwise.checkpoint.storage import MANIFEST_NAME, SUPERSEDED_NAME, Url, pl
 from shardwise.launch import fault
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.spec.run_files import CHECKPOINTS
 
-CHECKPOINTS = "checkpoints"
 LATEST = "LATEST"
 
 #: Good checkpoints that are always left.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -13,31 +13,31 @@ from shardwise.cli.output import CONFIG_ENDINGS
 from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ShardwiseError
 
-#: Verb (or group of verbs) and the module that has it. Modules import torch inside their functions only.
+#: Verb, and the function that it calls; or a group of verbs. Modules import torch inside their functions only.
 VERBS = {
-    "train": "shardwise.cli.train",
-    "launch": "shardwise.cli.launch",
-    "calibrate": "shardwise.cli.calibrate",
-    "parity": "shardwise.cli.parity",
-    "dry-run": "shardwise.cli.dry_run",
-    "generate": "shardwise.cli.generate",
-    "eval": "shardwise.cli.eval",
-    "serve": "shardwise.cli.serve",
-    "plan": "shardwise.cli.plan",
-    "schedule": "shardwise.cli.schedule",
-    "report": "shardwise.cli.report",
-    "convert": "shardwise.cli.convert",
-    "validate": "shardwise.cli.settings",
-    "config-schema": "shardwise.cli.settings",
-    "data": "shardwise.cli.files",
-    "checkpoint": "shardwise.cli.files",
-    "export": "shardwise.cli.files",
-    "env": "shardwise.cli.settings",
+    "train": "train:train",
+    "launch": "launch:launch",
+    "calibrate": "calibrate:calibrate",
+    "parity": "parity:parity",
+    "dry-run": "dry_run:dry_run",
+    "generate": "generate:generate",
+    "eval": "eval:evaluate",
+    "serve": "serve:serve",
+    "plan": "plan:plan",
+    "schedule": "schedule:schedule",
+    "report": "report:report",
+    "convert": "convert:convert",
+    "validate": "settings:validate",
+    "config-schema": "settings:config_schema",
+    "env": "settings:env",
+    "export": "files:export",
+    "data": "files:data",
+    "checkpoint": "files:checkpoint",
 }
 
 
 def build() -> typer.Typer:
-    """The whole application. A module registers its verbs by a function ``register(app)``."""
+    """The whole application. The help of a verb is its function's docstring."""
     app = typer.Typer(
         name="shardwise",
         help="Train any PyTorch model on many devices: DDP, ZeRO and FSDP from one engine.",
@@ -48,11 +48,14 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(_version_option)
-    for module in dict.fromkeys(VERBS.values()):
-        register: Callable[[typer.Typer], Any] = importlib.import_module(module).register
-        register(app)
-    for command in app.registered_commands:  # its first sentence in the list, whole
-        command.short_help = " ".join((command.help or "").split()).partition(". ")[0].removesuffix(".") + "."
+    for verb, place in VERBS.items():
+        module, _, name = place.partition(":")
+        held: Any = getattr(importlib.import_module(f"shardwise.cli.{module}"), name)
+        if isinstance(held, typer.Typer):
+            app.add_typer(held, name=verb)
+        else:  # its first sentence in the list, whole
+            first = " ".join((held.__doc__ or "").split()).partition(". ")[0].removesuffix(".")
+            app.command(verb, short_help=f"{first}.")(held)
     return app
 
 

@@ -16,26 +16,6 @@ from shardwise.spec.text import aligned, printable, size
 if TYPE_CHECKING:
     from shardwise.launch.world import World
 
-_HELP = """Measure this machine in about a minute: products, attention, element-wise work, the optimizer, and links.
-
-The file that it writes is taken where the name of a GPU is: shardwise plan --gpu FILE, and Cluster(gpu=FILE). Links
-are measured between the ranks that run: by default one for each GPU, or 2 on a CPU; on several machines start it by
-torchrun. Nothing else should run meanwhile.
-
-Examples:
-
-  shardwise calibrate --out machine.json
-
-  shardwise plan gpt2-xl --gpu machine.json --gpus 2 --seq 256 --global-batch 4 --precision fp32
-
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise calibrate --out cluster.json
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("calibrate", help=_HELP)(calibrate)
-
 
 def calibrate(
     context: typer.Context,
@@ -46,7 +26,20 @@ def calibrate(
         typer.Option(metavar="a,b", help="Of products: fp32, bf16, fp16; by default fp32, on GPUs bf16 too."),
     ] = None,
 ) -> None:
-    """Measure."""
+    """Measure this machine in about a minute: products, attention, element-wise work, the optimizer, and links.
+
+    The file that it writes is taken where the name of a GPU is: shardwise plan --gpu FILE, and Cluster(gpu=FILE). Links
+    are measured between the ranks that run: by default one for each GPU, or 2 on a CPU; on several machines start it by
+    torchrun. Nothing else should run meanwhile.
+
+    Examples:
+
+      shardwise calibrate --out machine.json
+
+      shardwise plan gpt2-xl --gpu machine.json --gpus 2 --seq 256 --global-batch 4 --precision fp32
+
+      torchrun --nnodes 2 --nproc-per-node 8 ... -m shardwise calibrate --out cluster.json
+    """
     from shardwise.launch.elastic import launch, num_workers
     from shardwise.launch.exit_codes import run_worker
     from shardwise.launch.world import read_world

@@ -19,13 +19,6 @@ from shardwise.cli.output import check_writable, show, write
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.text import first_line, printable
 
-_HELP = """Turn a configuration of Accelerate (YAML or JSON; its FSDP, DeepSpeed or Megatron-LM plugin), DeepSpeed
-(JSON) or torchtitan (TOML) into one for `train`. A comment says what each key became; the end lists keys with nothing
-to set here, and keys without a counterpart, with what to do.
-
-Example: shardwise convert ds_config.json --model models/llama --data corpus/ --out run.yaml
-"""
-
 #: Fields of a plan that may be left out where they do not go with the others, and change no result.
 _OPTIONAL = ("compile", "offload_activations", "sequence_parallel", "reshard_after_forward")
 _TITLES = {
@@ -35,18 +28,19 @@ _TITLES = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("convert", help=_HELP)(convert)
-
-
 def convert(
     file: Annotated[Path, typer.Argument(help="The configuration of the other project.")],
     model: Annotated[str | None, typer.Option(help="Hugging Face folder, or preset, to train.")] = None,
     data: Annotated[str | None, typer.Option(help="What data.source is to be.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the configuration here.")] = None,
 ) -> None:
-    """Convert a configuration."""
+    """Turn a configuration of Accelerate, DeepSpeed (JSON) or torchtitan (TOML) into one for `train`.
+
+    Of Accelerate (YAML or JSON) the FSDP, DeepSpeed or Megatron-LM plugin is converted too. A comment says what each
+    key became; the end lists keys with nothing to set here, and keys without a counterpart, with what to do.
+
+    Example: shardwise convert ds_config.json --model models/llama --data corpus/ --out run.yaml
+    """
     check_writable(out)
     text = converted(file, model=model, data=data)
     if out is None:

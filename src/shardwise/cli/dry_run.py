@@ -25,30 +25,8 @@ if TYPE_CHECKING:
 #: What is run where --strategies does not say, besides a configuration's own.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
 
-_HELP = """Run the real engine as one rank of many, without GPUs, peers or values, and print what it sends and holds.
 
-MODEL is a built-in name (gpt-175b, gpt-1t, ...), a run configuration, or a Hugging Face folder (causal language model).
-
-Examples:
-
-  shardwise dry-run gpt-1t --world-size 1024
-
-  shardwise dry-run gpt-175b --world-size 128 --strategies zero3 --seq 2048 --micro-batch 1 --precision bf16
-
-  shardwise dry-run gpt-175b --world-size 128 --strategies zero3,hsdp --gpus-per-node 8
-
-  shardwise dry-run run.yaml --world-size 8 --set parallel.strategy=zero2
-
-  shardwise dry-run gpt-1t --world-size 1024 --strategies zero1 --check-order
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("dry-run", help=_HELP)(dry_run)
-
-
-def dry_run(  # noqa: PLR0917  typer's form
+def dry_run(
     model: Annotated[str, typer.Argument(help="Built-in name, YAML or JSON file, or Hugging Face folder.")],
     world_size: Annotated[int, typer.Option(help="Ranks of the world to stand in for.")],
     rank: Annotated[int, typer.Option(help="Which of them to be.")] = 0,
@@ -66,11 +44,27 @@ def dry_run(  # noqa: PLR0917  typer's form
     spec: Annotated[str | None, typer.Option(metavar="FILE", help="An sw.TrainSpec, with a file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything, events too.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, with a file.")] = None,
-    check_order: Annotated[  # noqa: FBT002  typer's form
+    check_order: Annotated[
         bool, typer.Option("--check-order", help="Also show that the collectives of all ranks can never deadlock.")
     ] = False,
 ) -> None:
-    """Run dry."""
+    """Run the real engine as one rank of many, without GPUs, peers or values, and print what it sends and holds.
+
+    MODEL is a built-in name (gpt-175b, gpt-1t, ...), a run configuration, or a Hugging Face folder (causal language
+    model).
+
+    Examples:
+
+      shardwise dry-run gpt-1t --world-size 1024
+
+      shardwise dry-run gpt-175b --world-size 128 --strategies zero3 --seq 2048 --micro-batch 1 --precision bf16
+
+      shardwise dry-run gpt-175b --world-size 128 --strategies zero3,hsdp --gpus-per-node 8
+
+      shardwise dry-run run.yaml --world-size 8 --set parallel.strategy=zero2
+
+      shardwise dry-run gpt-1t --world-size 1024 --strategies zero1 --check-order
+    """
     from shardwise.api.dry_run import dry_run as run_dry
     from shardwise.train.model.build import TokenBatch, objective
 

@@ -19,29 +19,8 @@ if TYPE_CHECKING:
     from shardwise.launch.world import World
     from shardwise.train.trained import Trained
 
-_HELP = """Evaluate the model of a run, of a checkpoint, or of a Hugging Face folder on tasks of lm-eval.
 
-A task is a name that EleutherAI's lm-eval knows (`lm-eval ls tasks`; its data comes from the hub), or a YAML file of
-yours in lm-eval's form, which may name Python functions: it is code. With --nproc the parameters are divided over the
-processes (zero3), with --set parallel.tp=2 or parallel.pp=2 the computation; the numbers are the same up to rounding.
-A model of bytes, which has no token that begins texts, scores them after a line's end.
-
-Examples:
-
-  shardwise eval runs/demo --tasks my_task.yaml
-
-  shardwise eval models/llama --tasks hellaswag --tasks arc_easy --num-fewshot 5 --nproc 8
-
-  shardwise eval runs/chats --tasks gsm8k --chat --limit 100 --set parallel.tp=2 --json
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("eval", help=_HELP)(evaluate)
-
-
-def evaluate(  # noqa: PLR0917  typer calls it by name
+def evaluate(
     context: typer.Context,
     path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
     tasks: Annotated[list[str], typer.Option(help="Name of a task, or a YAML file with one, repeatable.")],
@@ -50,11 +29,25 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
     batch_tokens: Annotated[int, typer.Option(help="At most so many tokens in a forward.", min=1)] = 4096,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as tp and pp need.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,  # noqa: FBT002  typer's form
-    chat: Annotated[bool, typer.Option("--chat", help="Put questions into the model's chat template.")] = False,  # noqa: FBT002  typer's form
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,  # noqa: FBT002  typer's form
+    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put questions into the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Evaluate."""
+    """Evaluate the model of a run, of a checkpoint, or of a Hugging Face folder on tasks of lm-eval.
+
+    A task is a name that EleutherAI's lm-eval knows (`lm-eval ls tasks`; its data comes from the hub), or a YAML file
+    of yours in lm-eval's form, which may name Python functions: it is code. With --nproc the parameters are divided
+    over the processes (zero3), with --set parallel.tp=2 or parallel.pp=2 the computation; the numbers are the same up
+    to rounding. A model of bytes, which has no token that begins texts, scores them after a line's end.
+
+    Examples:
+
+      shardwise eval runs/demo --tasks my_task.yaml
+
+      shardwise eval models/llama --tasks hellaswag --tasks arc_easy --num-fewshot 5 --nproc 8
+
+      shardwise eval runs/chats --tasks gsm8k --chat --limit 100 --set parallel.tp=2 --json
+    """
     check_packages("eval", "lm_eval", "transformers")
     for name in tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():

@@ -13,69 +13,32 @@ from shardwise.checkpoint.storage import place_of, step_of, storage_of, without_
 from shardwise.cli.output import show
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 
-
-def register(app: typer.Typer) -> None:
-    """Add the verbs."""
-    data = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    data.callback()(_data)
-    data.command(
-        "tokenize",
-        help="Write text as a token file, memory-mapped in training: one token per byte, or with --tokenizer what the"
-        " tokenizer of a Hugging Face folder makes of it.\n\n"
-        "Example: shardwise data tokenize corpus/ corpus.tokens --tokenizer models/llama",
-    )(tokenize)
-    app.add_typer(data, name="data")
-    checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    checkpoint.callback()(_checkpoint)
-    checkpoint.command(
-        "inspect",
-        help="Say what a checkpoint holds: step, world, tensors, sizes. Reads the manifest only.\n\n"
-        "Example: shardwise checkpoint inspect runs/demo/checkpoints/step-00000300",
-    )(inspect)
-    checkpoint.command(
-        "verify",
-        help="Read every file of a checkpoint (or of all checkpoints of a run) and compare its hash.\n\n"
-        "Example: shardwise checkpoint verify runs/demo",
-    )(verify)
-    checkpoint.command(
-        "import",
-        help="Turn a folder of torch.distributed.checkpoint (FSDP2, torchtitan, FSDP1) into a checkpoint that sw.load"
-        " reads on any layout, a tensor at a time, in one process. Reading its .metadata executes code: --trust.\n\n"
-        "Example: shardwise checkpoint import dcp/step-1000 checkpoints/step-00001000 --trust",
-    )(import_)
-    checkpoint.command(
-        "export",
-        help="Turn a checkpoint into a folder that dcp.load of torch.distributed.checkpoint reads on any layout, a file"
-        " at a time, in one process.\n\n"
-        "Example: shardwise checkpoint export runs/demo dcp/step-300",
-    )(export_to_dcp)
-    app.add_typer(checkpoint, name="checkpoint")
-    app.command(
-        "export",
-        help="Write a run's model as a folder that transformers loads: weights, configuration, tokenizer. Reads the"
-        " checkpoint one block at a time, in one process. With --triton DIR write it into a model repository of Triton"
-        " instead, for its Python backend, which continues text as `shardwise serve` does, or with --backend vllm for"
-        " its vLLM backend; a Hugging Face folder is named there, not copied.\n\n"
-        "Examples: shardwise export runs/demo exported --dtype bf16\n\n"
-        "shardwise export runs/demo --triton model_repository --name demo",
-    )(export)
+data = typer.Typer(
+    help="Prepare training data.\n\nExample: shardwise data tokenize corpus/ corpus.tokens",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+checkpoint = typer.Typer(
+    help="Look at checkpoints.\n\nExample: shardwise checkpoint verify runs/demo",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
-def _data() -> None:
-    """Prepare training data.
-
-    Example: shardwise data tokenize corpus/ corpus.tokens
-    """
-
-
+@data.command()
 def tokenize(
     source: Annotated[str, typer.Argument(help="File, folder or glob of UTF-8 text or of a data set, or 'stdlib'.")],
     out: Annotated[Path, typer.Argument(help="The token file.")],
     tokenizer: Annotated[str, typer.Option(help="'bytes', or a Hugging Face folder with a tokenizer.")] = "bytes",
     column: Annotated[str, typer.Option(help="Of a data set: that of the texts.")] = "text",
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,  # noqa: FBT002  typer's form
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a token file."""
+    """Write text as a token file, memory-mapped in training.
+
+    It has one token per byte, or with --tokenizer what the tokenizer of a Hugging Face folder makes of the text.
+
+    Example: shardwise data tokenize corpus/ corpus.tokens --tokenizer models/llama
+    """
     from shardwise.train.data.examples import Texts, read_examples
     from shardwise.train.data.source import find_source
     from shardwise.train.data.token_files import DataError, write_tokens
@@ -94,39 +57,40 @@ def tokenize(
     show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {held.vocab_size:,}")
 
 
-def _checkpoint() -> None:
-    """Look at checkpoints.
-
-    Example: shardwise checkpoint verify runs/demo
-    """
-
-
+@checkpoint.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint's folder or URL, or a run's (its newest checkpoint).")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Print what the manifest says."""
-    from shardwise.checkpoint import describe_summary, open_checkpoint
+    """Say what a checkpoint holds: step, world, tensors, sizes. Reads the manifest only.
+
+    Example: shardwise checkpoint inspect runs/demo/checkpoints/step-00000300
+    """
+    from shardwise.checkpoint.reader import describe_summary, open_checkpoint
 
     summary = open_checkpoint(_checkpoints(path)[-1]).summary()
     show(json.dumps(summary, indent=2) if as_json else describe_summary(summary))
 
 
+@checkpoint.command()
 def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder or URL, or a run's.")]) -> None:
-    """Compare every hash; all bad checkpoints are named."""
-    from shardwise.checkpoint import open_checkpoint
+    """Read every file of a checkpoint (or of all checkpoints of a run) and compare its hash.
+
+    Example: shardwise checkpoint verify runs/demo
+    """
+    from shardwise.checkpoint.reader import open_checkpoint
 
     problems: list[str] = []
     for folder in _checkpoints(path):
         try:
-            checkpoint = open_checkpoint(folder)
-            checkpoint.verify()
+            opened = open_checkpoint(folder)
+            opened.verify()
         except CheckpointError as error:
             problems.append(str(error))
         else:
-            num_sliced = sum(bool(checkpoint.manifest.table.slices(name)) for name in checkpoint.tensors)
+            num_sliced = sum(bool(opened.manifest.table.slices(name)) for name in opened.tensors)
             sliced = f", {num_sliced} tensors in slices" if num_sliced else ""
-            show(f"{folder}: good, {len(checkpoint.manifest.files)} files, step {checkpoint.step}{sliced}")
+            show(f"{folder}: good, {len(opened.manifest.files)} files, step {opened.step}{sliced}")
     if problems:
         raise CheckpointError("\n".join(problems))
 
@@ -148,19 +112,25 @@ _NO_OPTIMIZER = typer.Option("--no-optimizer", help="The model alone.")
 _FLAT = typer.Option("--flat-optimizer", help="The optimizer's settings by parameter, as torchtitan has them.")
 
 
-def import_(  # noqa: PLR0917  typer calls it by name
+@checkpoint.command("import")
+def import_(
     source: Annotated[Path, typer.Argument(help="The folder that dcp.save() was given.")],
     out: Annotated[Path, typer.Argument(help="The new checkpoint's folder, such as checkpoints/step-00001000.")],
-    trust: Annotated[bool, typer.Option("--trust", help="The folder may execute code here.")] = False,  # noqa: FBT002  typer's form
+    trust: Annotated[bool, typer.Option("--trust", help="The folder may execute code here.")] = False,
     model_key: _ModelKey = None,
     optimizer_key: Annotated[str | None, typer.Option(help="The same of the optimizer's state dict.")] = None,
-    no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,  # noqa: FBT002  typer's form
+    no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,
     optimizer_class: Annotated[str | None, typer.Option(help="Such as AdamW, where its state does not tell.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of the model's weights, such as fp32; by default their own.")
     ] = None,
 ) -> None:
-    """Write a checkpoint from a folder of torch.distributed.checkpoint."""
+    """Turn a folder of torch.distributed.checkpoint (FSDP2, torchtitan, FSDP1) into a checkpoint for sw.load.
+
+    It loads on any layout. A tensor at a time is read, in one process. Reading its .metadata executes code: --trust.
+
+    Example: shardwise checkpoint import dcp/step-1000 checkpoints/step-00001000 --trust
+    """
     if not trust:
         raise typer.BadParameter(
             f"reading {source} executes code: its .metadata is a pickle, as are the values in it that are no tensors."
@@ -183,17 +153,23 @@ def import_(  # noqa: PLR0917  typer calls it by name
     _show_left_out(found.left_out)
 
 
-def export_to_dcp(  # noqa: PLR0917  typer calls it by name
+@checkpoint.command("export")
+def export_to_dcp(
     path: Annotated[Path, typer.Argument(help="A checkpoint's folder or URL, or a run's (its newest checkpoint).")],
     out: Annotated[Path, typer.Argument(help="The new folder.")],
     model_key: _ModelKey = "model",
     optimizer_key: Annotated[str, typer.Option(help="The same of the optimizer's state dict.")] = "optimizer",
-    no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,  # noqa: FBT002  typer's form
-    flat_optimizer: Annotated[bool, _FLAT] = False,  # noqa: FBT002  typer's form
+    no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,
+    flat_optimizer: Annotated[bool, _FLAT] = False,
 ) -> None:
-    """Write a folder of torch.distributed.checkpoint."""
-    from shardwise.checkpoint import open_checkpoint
+    """Turn a checkpoint into a folder of torch.distributed.checkpoint.
+
+    dcp.load reads it on any layout. It is written a file at a time, in one process.
+
+    Example: shardwise checkpoint export runs/demo dcp/step-300
+    """
     from shardwise.checkpoint.dcp_export import export_dcp
+    from shardwise.checkpoint.reader import open_checkpoint
 
     left_out = export_dcp(
         open_checkpoint(_checkpoints(path)[-1]),
@@ -216,7 +192,7 @@ def export(
     source: Annotated[Path, typer.Argument(help="A run's folder or URL (its newest checkpoint), or a checkpoint's.")],
     folder: Annotated[Path | None, typer.Argument(help="The new folder.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights in the files, such as bf16.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="The run's averaged weights.")] = False,  # noqa: FBT002  typer's form
+    average: Annotated[bool, typer.Option("--average", help="The run's averaged weights.")] = False,
     max_shard_bytes: Annotated[float, typer.Option(help="A file holds no more.")] = 5e9,
     *,
     merge: Annotated[
@@ -228,7 +204,16 @@ def export(
     backend: Annotated[Backend, typer.Option(help="Of Triton.")] = Backend.PYTHON,
     name: Annotated[str | None, typer.Option(help="The model's in the repository; by default the run's.")] = None,
 ) -> None:
-    """Write a Hugging Face folder, or a model of a Triton repository."""
+    """Write a run's model as a folder that transformers loads: weights, configuration, tokenizer.
+
+    Reads the checkpoint one block at a time, in one process. With --triton DIR write it into a model repository of
+    Triton instead, for its Python backend, which continues text as `shardwise serve` does, or with --backend vllm for
+    its vLLM backend; a Hugging Face folder is named there, not copied.
+
+    Examples: shardwise export runs/demo exported --dtype bf16
+
+    shardwise export runs/demo --triton model_repository --name demo
+    """
     from shardwise.train.export import export_trained
     from shardwise.train.trained import find_trained, model_name
 
@@ -255,7 +240,7 @@ def export(
 
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint itself, or those of a run, oldest first."""
-    from shardwise.checkpoint import CHECKPOINTS
+    from shardwise.spec.run_files import CHECKPOINTS
 
     place = place_of(path)
     held = storage_of(place).list(place / CHECKPOINTS)

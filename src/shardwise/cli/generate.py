@@ -20,25 +20,6 @@ if TYPE_CHECKING:
     from shardwise.train.data.tokenizer import Tokenizer
     from shardwise.train.trained import Trained
 
-_HELP = """Continue text with the model of a run, of a checkpoint, or of a Hugging Face folder.
-
-Takes the likeliest tokens, or draws with --temperature. With --nproc the parameters are divided over the processes
-(zero3), with --set parallel.tp=2 the computation of each token too (the lowest latency), with --set parallel.pp=2 the
-layers, and prompts are in flight between them (the highest throughput); the tokens are the same. The prompt is printed
-before its continuation. With --chat each prompt is a message to a chat model, in its chat template, and the answer is
-printed alone.
-
-Examples:
-
-  shardwise generate runs/demo --prompt "def main(" --max-new-tokens 60
-
-  shardwise generate runs/demo --prompt "import " --temperature 0.8 --top-k 40 --seed 1 --set parallel.tp=2
-
-  shardwise generate runs/demo/checkpoints/step-00000100 --prompt "class " --nproc 2 --json
-
-  shardwise generate runs/chats --chat --prompt "What is the capital of France?"
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
@@ -55,12 +36,7 @@ class _Asked:
     is_chat: bool
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("generate", help=_HELP)(generate)
-
-
-def generate(  # noqa: PLR0917  typer calls it by name
+def generate(
     context: typer.Context,
     path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue, repeatable.")] = None,
@@ -72,12 +48,29 @@ def generate(  # noqa: PLR0917  typer calls it by name
     seed: Annotated[int | None, typer.Option(help="Of the draws; the same tokens each time.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as the plan needs.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,  # noqa: FBT002  typer's form
-    stream: Annotated[bool, typer.Option("--stream", help="Write the text as it comes; one prompt.")] = False,  # noqa: FBT002  typer's form
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages to a chat model.")] = False,  # noqa: FBT002  typer's form
-    as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,  # noqa: FBT002  typer's form
+    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Write the text as it comes; one prompt.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages to a chat model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,
 ) -> None:
-    """Generate."""
+    """Continue text with the model of a run, of a checkpoint, or of a Hugging Face folder.
+
+    Takes the likeliest tokens, or draws with --temperature. With --nproc the parameters are divided over the processes
+    (zero3), with --set parallel.tp=2 the computation of each token too (the lowest latency), with --set parallel.pp=2
+    the layers, and prompts are in flight between them (the highest throughput); the tokens are the same. The prompt is
+    printed before its continuation. With --chat each prompt is a message to a chat model, in its chat template, and the
+    answer is printed alone.
+
+    Examples:
+
+      shardwise generate runs/demo --prompt "def main(" --max-new-tokens 60
+
+      shardwise generate runs/demo --prompt "import " --temperature 0.8 --top-k 40 --seed 1 --set parallel.tp=2
+
+      shardwise generate runs/demo/checkpoints/step-00000100 --prompt "class " --nproc 2 --json
+
+      shardwise generate runs/chats --chat --prompt "What is the capital of France?"
+    """
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     asked = _Asked(
         prompt or [],

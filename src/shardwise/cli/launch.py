@@ -18,36 +18,19 @@ if TYPE_CHECKING:
 #: The schedulers, and what starts a job in each.
 _START = {"--slurm": "sbatch", "--kubernetes": "kubectl apply -f", "--skypilot": "sky jobs launch"}
 
-_HELP = """Write a job for a scheduler that runs CONFIG, and starts it again: after a preemption, at the time limit,
-after the loss of a rank or a node. Starts nothing.
 
-Examples:
-
-  shardwise launch --slurm run.yaml --gpus 16 --time 12:00:00 --out run.sbatch && sbatch run.sbatch
-
-  shardwise launch --kubernetes run.yaml --gpus 16 --image registry/shardwise --volume runs:/runs | kubectl apply -f -
-
-  shardwise launch --skypilot run.yaml --gpus 16 --gpu H100 --image registry/shardwise --volume runs:/runs > job.yaml
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("launch", help=_HELP)(launch)
-
-
-def launch(  # noqa: PLR0917  typer calls it by name
+def launch(
     config: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
-    slurm: Annotated[bool, typer.Option("--slurm", help="A batch script for sbatch.")] = False,  # noqa: FBT002  typer's form
-    kubernetes: Annotated[  # noqa: FBT002  typer's form
+    slurm: Annotated[bool, typer.Option("--slurm", help="A batch script for sbatch.")] = False,
+    kubernetes: Annotated[
         bool, typer.Option("--kubernetes", help="A PyTorchJob for Kubeflow's training operator.")
     ] = False,
-    skypilot: Annotated[bool, typer.Option("--skypilot", help="A task for `sky jobs launch`.")] = False,  # noqa: FBT002  typer's form
+    skypilot: Annotated[bool, typer.Option("--skypilot", help="A task for `sky jobs launch`.")] = False,
     gpus: Annotated[
         int | None, typer.Option(help="GPUs in all; by default as many as the configuration's parallel section fixes.")
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 8,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Processes on CPUs, as many as --gpus says.")] = False,  # noqa: FBT002  typer's form
+    cpu: Annotated[bool, typer.Option("--cpu", help="Processes on CPUs, as many as --gpus says.")] = False,
     time: Annotated[
         str | None,
         typer.Option(help="Slurm's time limit, 24:00:00 by default; the run goes on when the job is requeued."),
@@ -70,7 +53,20 @@ def launch(  # noqa: PLR0917  typer calls it by name
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write; by default the job is printed.")] = None,
 ) -> None:
-    """Write a job."""
+    """Write a job for a scheduler that runs CONFIG, and starts it again. Starts nothing.
+
+    The job starts again after a preemption, at the time limit, and after the loss of a rank or a node.
+
+    Examples:
+
+      shardwise launch --slurm run.yaml --gpus 16 --time 12:00:00 --out run.sbatch && sbatch run.sbatch
+
+      shardwise launch --kubernetes run.yaml --gpus 16 --image registry/shardwise --volume runs:/runs | kubectl apply -f
+      -
+
+      shardwise launch --skypilot run.yaml --gpus 16 --gpu H100 --image registry/shardwise --volume runs:/runs >
+      job.yaml
+    """
     from shardwise.launch.jobs.job import GRACE_S, Job, machines
     from shardwise.train.config.sections import read_config
 

@@ -17,36 +17,8 @@ if TYPE_CHECKING:
 #: What is compared where --strategies does not say.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 
-_HELP = """Train a few steps under every strategy and in one process, and compare to the last bit.
 
-Compares losses, gradient norms and parameters; leaves with 0 where all are equal, with 1 where something differs.
-Where a plan makes sums in another order (parallel.tp, weights that pipeline stages share) they must be near: the
-table says how near.
-Where a plan has groups of ranks (dp_replicate, hsdp), the one process adds gradients inside each group first.
-Without CONFIG the demo's model and data.
-
-Where something differs it says at which module: the first one, in the order of a step, whose output, input's gradient
-or parameter's gradient is not that of one process, on which ranks, by how much, and how it differs (scaled by the size
-of an axis, a missing sum, a shifted slice, ...). --locate compares every module also where the ends are near.
-
-Examples:
-
-  shardwise parity
-
-  shardwise parity run.yaml --nproc 3 --strategies zero2,zero3 --steps 5
-
-  shardwise parity --nproc 4 --set parallel.tp=2 --set parallel.pp=2
-
-  shardwise parity --nproc 2 --set parallel.tp=2 --strategies zero3 --locate
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("parity", help=_HELP)(parity)
-
-
-def parity(  # noqa: PLR0917  typer calls it by name
+def parity(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML or JSON file; none for the demo.")] = None,
     spec: Annotated[
@@ -55,10 +27,31 @@ def parity(  # noqa: PLR0917  typer calls it by name
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     strategies: Annotated[str, typer.Option(help="Presets, separated by commas.")] = ",".join(STRATEGIES),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
-    locate: Annotated[bool, typer.Option("--locate", help="Compare every module, also where nothing differs.")] = False,  # noqa: FBT002  typer's form
+    locate: Annotated[bool, typer.Option("--locate", help="Compare every module, also where nothing differs.")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:
-    """Compare."""
+    """Train a few steps under every strategy and in one process, and compare to the last bit.
+
+    Compares losses, gradient norms and parameters; leaves with 0 where all are equal, with 1 where something differs.
+    Where a plan makes sums in another order (parallel.tp, weights that pipeline stages share) they must be near: the
+    table says how near. Where a plan has groups of ranks (dp_replicate, hsdp), the one process adds gradients inside
+    each group first. Without CONFIG the demo's model and data.
+
+    Where something differs it says at which module: the first one, in the order of a step, whose output, input's
+    gradient or parameter's gradient is not that of one process, on which ranks, by how much, and how it differs (scaled
+    by the size of an axis, a missing sum, a shifted slice, ...). --locate compares every module also where the ends are
+    near.
+
+    Examples:
+
+      shardwise parity
+
+      shardwise parity run.yaml --nproc 3 --strategies zero2,zero3 --steps 5
+
+      shardwise parity --nproc 4 --set parallel.tp=2 --set parallel.pp=2
+
+      shardwise parity --nproc 2 --set parallel.tp=2 --strategies zero3 --locate
+    """
     from shardwise.launch.elastic import num_workers
     from shardwise.launch.exit_codes import run_worker
     from shardwise.launch.world import read_world

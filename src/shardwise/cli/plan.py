@@ -20,22 +20,6 @@ if TYPE_CHECKING:
     from shardwise.spec.shape import ModelShape
     from shardwise.spec.shape.gpt import GPTConfig
 
-_HELP = """Plans for a model on a cluster: what fits, how fast, and why. Needs neither GPUs nor torch.
-
-MODEL is a well-known name (llama-3-8b, gpt-175b, ...), a Hugging Face folder or config.json, or a run configuration,
-whose parallel and train sections then fix what they say.
-
-Examples:
-
-  shardwise plan llama-3-8b --gpus 8 --gpu H100-80GB-SXM --seq 8192 --global-batch 64
-
-  shardwise plan gpt-175b --gpus 128 --gpu A100-40GB-SXM --global-batch 1024 --fix strategy=zero3 --out plan.yaml
-
-  shardwise plan llama-3-8b --gpus 8 --gpu H100-80GB-SXM --measured 41000,strategy=zero3,micro_batch=1,recompute=full
-
-  shardwise plan --largest --gpus 8 --gpu A100-40GB-SXM
-"""
-
 #: What ``--largest`` scales where no model is named: GPT-3's proportions.
 _LARGEST = "gpt-175b"
 
@@ -43,12 +27,7 @@ _LARGEST = "gpt-175b"
 _TOKENS_PER_GPU = 1 << 14
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("plan", help=_HELP)(plan)
-
-
-def plan(  # noqa: PLR0917  typer's form
+def plan(
     model: Annotated[
         str | None, typer.Argument(help="Well-known name, Hugging Face folder, config.json, or configuration.")
     ] = None,
@@ -79,10 +58,10 @@ def plan(  # noqa: PLR0917  typer's form
     tp: Annotated[int | None, typer.Option(help="Only this many tensor-parallel ranks.")] = None,
     pp: Annotated[int | None, typer.Option(help="Only this many pipeline ranks.")] = None,
     activation_checkpointing: Annotated[str | None, typer.Option(help="Only none, selective or full.")] = None,
-    chunked_loss: Annotated[  # noqa: FBT002  typer's form
+    chunked_loss: Annotated[
         bool, typer.Option("--chunked-loss", help="Logits are never whole (train.chunked_cross_entropy).")
     ] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Units are compiled.")] = False,  # noqa: FBT002  typer's form
+    compiled: Annotated[bool, typer.Option("--compile", help="Units are compiled.")] = False,
     fix: Annotated[
         list[str] | None, typer.Option(help="field=value of the plan that every proposal has; repeatable.")
     ] = None,
@@ -98,15 +77,30 @@ def plan(  # noqa: PLR0917  typer's form
     save_hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Write what --measured found, for --gpu and log.hardware.")
     ] = None,
-    largest: Annotated[bool, typer.Option("--largest", help="The largest model that each strategy holds.")] = False,  # noqa: FBT002  typer's form
+    largest: Annotated[bool, typer.Option("--largest", help="The largest model that each strategy holds.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the best plan as a configuration for `train`.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one page of HTML that compares the plans.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the best plan's simulated step as a Chrome trace, for ui.perfetto.dev.")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
+    json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Plan."""
+    """Plans for a model on a cluster: what fits, how fast, and why. Needs neither GPUs nor torch.
+
+    MODEL is a well-known name (llama-3-8b, gpt-175b, ...), a Hugging Face folder or config.json, or a run
+    configuration, whose parallel and train sections then fix what they say.
+
+    Examples:
+
+      shardwise plan llama-3-8b --gpus 8 --gpu H100-80GB-SXM --seq 8192 --global-batch 64
+
+      shardwise plan gpt-175b --gpus 128 --gpu A100-40GB-SXM --global-batch 1024 --fix strategy=zero3 --out plan.yaml
+
+      shardwise plan llama-3-8b --gpus 8 --gpu H100-80GB-SXM --measured
+      41000,strategy=zero3,micro_batch=1,recompute=full
+
+      shardwise plan --largest --gpus 8 --gpu A100-40GB-SXM
+    """
     from shardwise.cost.workload import OPTIMIZERS, Workload
 
     if lora is not None and lora < 1:

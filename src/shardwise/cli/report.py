@@ -9,23 +9,6 @@ import typer
 
 from shardwise.cli.output import check_writable, show, write
 
-_HELP = """Write one page of HTML that shows a run, or with --compare several runs side by side.
-
-The file needs no network. `train` writes the page of its run by itself when it ends; this verb writes it
-for runs that were killed, and while a run is going on.
-
-Examples:
-
-  shardwise report runs/demo
-
-  shardwise report runs/demo --compare runs/demo-2 --compare runs/demo-3 --out compared.html
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("report", help=_HELP)(report)
-
 
 def report(
     run_dir: Annotated[Path, typer.Argument(help="A run's folder.")],
@@ -40,7 +23,17 @@ def report(
         typer.Option(help="The file; by default report.html in the run's folder, compare.html for several."),
     ] = None,
 ) -> None:
-    """Write the page."""
+    """Write one page of HTML that shows a run, or with --compare several runs side by side.
+
+    The file needs no network. `train` writes the page of its run by itself when it ends; this verb writes it for runs
+    that were killed, and while a run is going on.
+
+    Examples:
+
+      shardwise report runs/demo
+
+      shardwise report runs/demo --compare runs/demo-2 --compare runs/demo-3 --out compared.html
+    """
     from shardwise.report import compare_page, read_run, run_page
     from shardwise.spec.errors import ConfigError
     from shardwise.spec.run_files import REPORT

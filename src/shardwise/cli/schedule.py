@@ -15,28 +15,8 @@ if TYPE_CHECKING:
     from shardwise.spec.schedule.actions import Action, Schedule
     from shardwise.spec.schedule.simulate import Durations, Span, Timing
 
-_HELP = """Draw what the ranks of a pipeline do and when, a row per rank and a column per unit of time.
 
-F3 is the forward of microbatch 3, B3 its backward; where backward is in two parts, B3 is the gradient of the stage's
-input and W3 those of its weights. With several stages per rank a letter tells them apart. Schedules: gpipe, 1f1b,
-interleaved-1f1b, zb-h1, zb-v.
-
-Examples:
-
-  shardwise schedule --pp 4 --microbatches 8 --schedule zb-h1
-
-  shardwise schedule --pp 4 --microbatches 8 --schedule interleaved-1f1b --virtual-stages 2
-
-  shardwise schedule --pp 4 --microbatches 8 --schedule zb-v --forward 1 --backward-input 1.5 --communication 0.5
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("schedule", help=_HELP)(schedule)
-
-
-def schedule(  # noqa: PLR0917  typer's form
+def schedule(
     pp: Annotated[int, typer.Option(help="Ranks of the pipeline.")],
     microbatches: Annotated[
         int | None, typer.Option(help="Microbatches of a step; by default as many as ranks.")
@@ -47,9 +27,22 @@ def schedule(  # noqa: PLR0917  typer's form
     backward_input: Annotated[str, typer.Option(help="Time of the gradient of its input.")] = "1",
     backward_weight: Annotated[str, typer.Option(help="Time of the gradients of its weights.")] = "1",
     communication: Annotated[str, typer.Option(help="Time that a message takes.")] = "0",
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Draw a schedule."""
+    """Draw what the ranks of a pipeline do and when, a row per rank and a column per unit of time.
+
+    F3 is the forward of microbatch 3, B3 its backward; where backward is in two parts, B3 is the gradient of the
+    stage's input and W3 those of its weights. With several stages per rank a letter tells them apart. Schedules: gpipe,
+    1f1b, interleaved-1f1b, zb-h1, zb-v.
+
+    Examples:
+
+      shardwise schedule --pp 4 --microbatches 8 --schedule zb-h1
+
+      shardwise schedule --pp 4 --microbatches 8 --schedule interleaved-1f1b --virtual-stages 2
+
+      shardwise schedule --pp 4 --microbatches 8 --schedule zb-v --forward 1 --backward-input 1.5 --communication 0.5
+    """
     from shardwise.spec.schedule import PipelinePolicy, check
     from shardwise.spec.schedule.simulate import Durations, simulate
 

@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from shardwise.train.data.tokenizer import Tokenizer
     from shardwise.train.trained import Trained
 
-_HELP = """Answer OpenAI's requests (/v1/completions, /v1/chat/completions) with a trained model, streamed or at once.
-
-The model is that of a run, of a checkpoint, or of a Hugging Face folder. It runs in one process, or with
---set parallel.tp=2 or parallel.pp=2 divided over several, which this command starts. Prompts that arrive while others
-are continued join them at the next token. The server listens on this machine's loopback address unless --host says
-otherwise; with SHARDWISE_API_KEY in the environment clients must show that key. SIGTERM or Ctrl-C ends it when the
-answers under way are complete, after --grace seconds at the latest.
-
-Examples:
-
-  shardwise serve runs/demo
-
-  shardwise serve models/llama --set parallel.tp=2 --port 8080 --name llama
-
-  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def "}'
-"""
-
 #: The key that clients must show.
 _API_KEY = "SHARDWISE_API_KEY"
 #: How much longer than the answers under way the processes have for their end.
@@ -58,12 +41,7 @@ class _Asked:
     is_averaged: bool
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("serve", help=_HELP)(serve)
-
-
-def serve(  # noqa: PLR0917  typer calls it by name
+def serve(
     context: typer.Context,
     path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
     host: Annotated[str, typer.Option(help="Address to listen on; another machine reaches 0.0.0.0.")] = "127.0.0.1",
@@ -78,9 +56,25 @@ def serve(  # noqa: PLR0917  typer calls it by name
     chat_template: Annotated[Path | None, typer.Option(help="File with the template that makes a chat text.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as tp and pp need.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,  # noqa: FBT002  typer's form
+    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,
 ) -> None:
-    """Serve."""
+    """Answer OpenAI's requests (/v1/completions, /v1/chat/completions) with a trained model, streamed or at once.
+
+    The model is that of a run, of a checkpoint, or of a Hugging Face folder. It runs in one process, or with --set
+    parallel.tp=2 or parallel.pp=2 divided over several, which this command starts. Prompts that arrive while others are
+    continued join them at the next token. The server listens on this machine's loopback address unless --host says
+    otherwise; with SHARDWISE_API_KEY in the environment clients must show that key. SIGTERM or Ctrl-C ends it when the
+    answers under way are complete, after --grace seconds at the latest.
+
+    Examples:
+
+      shardwise serve runs/demo
+
+      shardwise serve models/llama --set parallel.tp=2 --port 8080 --name llama
+
+      curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def
+      "}'
+    """
     from shardwise.launch.stop_request import CATCHES_STOPS
     from shardwise.train.trained import model_name
 

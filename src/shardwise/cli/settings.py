@@ -12,30 +12,15 @@ from shardwise.cli.output import show
 from shardwise.spec.text import aligned
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verbs."""
-    app.command(
-        "validate",
-        help="Check a configuration as `train` would, and print it with everything filled in. Starts nothing.\n\n"
-        "Example: shardwise validate run.yaml --nproc 4 --set optimizer.lr=3e-4",
-    )(validate)
-    app.command(
-        "config-schema",
-        help="Print the JSON schema of configuration files, for editors.\n\n"
-        "Example: shardwise config-schema > shardwise.schema.json",
-    )(config_schema)
-    app.command(
-        "env",
-        help="Print versions, devices, cores, memory and communication backends.\n\nExample: shardwise env --json",
-    )(env)
-
-
 def validate(
     config: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
     nproc: Annotated[int | None, typer.Option(help="Processes to check for; as `train` would start.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:
-    """Check a configuration."""
+    """Check a configuration as `train` would, and print it with everything filled in. Starts nothing.
+
+    Example: shardwise validate run.yaml --nproc 4 --set optimizer.lr=3e-4
+    """
     from shardwise.launch.elastic import num_workers
     from shardwise.train.config.resolve import resolve
     from shardwise.train.config.sections import read_config
@@ -51,16 +36,22 @@ def validate(
 
 
 def config_schema() -> None:
-    """Print the schema."""
+    """Print the JSON schema of configuration files, for editors.
+
+    Example: shardwise config-schema > shardwise.schema.json
+    """
     from shardwise.train.config.sections import schema
 
     show(json.dumps(schema(), indent=2))
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,  # noqa: FBT002  typer's form
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Print what there is."""
+    """Print versions, devices, cores, memory and communication backends.
+
+    Example: shardwise env --json
+    """
     from shardwise.launch.environment import environment
 
     facts = environment()

@@ -12,36 +12,8 @@ from shardwise.cli.output import show
 from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ConfigError
 
-_HELP = """Train a model; without CONFIG the built-in demo.
 
-The demo is a small GPT on the source text of Python's own standard library, with ZeRO-3 over every local device.
-
-Starts its own workers, or joins the world that torchrun or Slurm describes.
-
-Examples:
-
-  shardwise train
-
-  shardwise train run.yaml --nproc 4 --set optimizer.lr=3e-4 --set train.steps=2000
-
-  shardwise train run.yaml --resume
-
-  shardwise train run.yaml --spec mine.py --nproc 2
-
-  shardwise train run.yaml --profile-steps 10:12
-
-  shardwise train run.yaml --check-streams 3
-
-  torchrun --nproc-per-node 4 -m shardwise train run.yaml
-"""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    app.command("train", help=_HELP)(train)
-
-
-def train(  # noqa: PLR0917  typer calls it by name
+def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML or JSON file; none for the demo.")] = None,
     spec: Annotated[
@@ -55,7 +27,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Start all workers again this often after one was lost.")] = 0,
-    take_over: Annotated[  # noqa: FBT002  typer's form
+    take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the folder of a lost run, if 20 s show no sign of life.")
     ] = False,
     profile_steps: Annotated[
@@ -66,7 +38,28 @@ def train(  # noqa: PLR0917  typer calls it by name
         typer.Option(metavar="N", min=1, help="Make N steps and report races between CUDA streams; needs no GPU."),
     ] = None,
 ) -> None:
-    """Train."""
+    """Train a model; without CONFIG the built-in demo.
+
+    The demo is a small GPT on the source text of Python's own standard library, with ZeRO-3 over every local device.
+
+    Starts its own workers, or joins the world that torchrun or Slurm describes.
+
+    Examples:
+
+      shardwise train
+
+      shardwise train run.yaml --nproc 4 --set optimizer.lr=3e-4 --set train.steps=2000
+
+      shardwise train run.yaml --resume
+
+      shardwise train run.yaml --spec mine.py --nproc 2
+
+      shardwise train run.yaml --profile-steps 10:12
+
+      shardwise train run.yaml --check-streams 3
+
+      torchrun --nproc-per-node 4 -m shardwise train run.yaml
+    """
     from shardwise.launch.elastic import num_workers
     from shardwise.launch.stop_request import catch_early
     from shardwise.launch.world import World, read_world

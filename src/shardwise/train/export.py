@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.api.export import FolderOptions, write_folder
 from shardwise.api.export_form import form_of
-from shardwise.checkpoint import Checkpoint, open_checkpoint
+from shardwise.checkpoint.reader import Checkpoint, open_checkpoint
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import dtype_name, memory_order, torch_dtype
 from shardwise.spec.errors import CheckpointError, ConfigError

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise import checkpoint
 from shardwise.checkpoint.folder import RefusedError, open_folder, open_for_reading, read_at
 from shardwise.checkpoint.storage import Url, place_of
 from shardwise.launch.file import replace
@@ -47,13 +46,17 @@ def is_stored(wanted: str | None, upload_to: str | None) -> bool:
     """Whether ``--resume WANTED`` means a checkpoint that is on a store, and need not be on this machine."""
     if wanted is None or upload_to is None or isinstance(place_of(wanted), Url):
         return wanted is not None and isinstance(place_of(wanted), Url)
-    found = checkpoint.find_latest(upload_to)
+    from shardwise.checkpoint.store import find_latest
+
+    found = find_latest(upload_to)
     return found.path is not None or bool(found.rejected)
 
 
 def stores_lost(directory: Path, upload_to: str | None) -> bool:
     """Whether a store holds the run of a folder that has been lost: the run's id begins with the folder's name."""
-    found = None if upload_to is None else checkpoint.find_latest(upload_to)
+    from shardwise.checkpoint.store import find_latest
+
+    found = None if upload_to is None else find_latest(upload_to)
     if found is not None and found.run_id is not None and found.run_id.rpartition("-")[0] != directory.name:
         raise ConfigError(
             f"checkpoint.upload_to={found.root} holds checkpoints of the run {printable(found.run_id)}, not of"

@@ -171,7 +171,7 @@ def _launch(
 
 def _restart_point(directory: Path, resume: str | None, upload_to: str | None) -> str:
     """The start of a restarted run: its newest step, else what it was started from."""
-    from shardwise.checkpoint import find_latest
+    from shardwise.checkpoint.store import find_latest
 
     step = find_latest(directory).step
     if step:

@@ -101,7 +101,7 @@ class Trained:
 
     def check_average(self) -> None:
         """Refuse to generate with averaged weights where there are none."""
-        from shardwise.checkpoint import open_checkpoint
+        from shardwise.checkpoint.reader import open_checkpoint
 
         if self.checkpoint is not None and "average" in open_checkpoint(self.checkpoint).data:
             return
@@ -163,7 +163,7 @@ def check_continues(resolved: RunConfig) -> None:
 
 def find_trained(path: Path) -> Trained:
     """Look at what ``path`` is."""
-    from shardwise.checkpoint import CHECKPOINTS
+    from shardwise.spec.run_files import CHECKPOINTS
 
     place = place_of(path)
     is_url, is_run = isinstance(place, Url), (path / CHECKPOINTS).is_dir()
@@ -177,7 +177,7 @@ def find_trained(path: Path) -> Trained:
                 " does not know.\n  Build it in Python, and load its weights: sw.load(path, sw.parallelize(model))."
             )
         if held.lora.is_used:
-            from shardwise.checkpoint import open_checkpoint
+            from shardwise.checkpoint.reader import open_checkpoint
             from shardwise.train.model.lora import check_base
 
             check_base(Path(held.model.hf or "").expanduser(), open_checkpoint(checkpoint).data["state"].get("base"))
@@ -214,7 +214,7 @@ def find_trained(path: Path) -> Trained:
 
 def model_name(path: Path) -> str:
     """The name of a run, also where one of its checkpoints is meant, or of a folder."""
-    from shardwise.checkpoint import CHECKPOINTS
+    from shardwise.spec.run_files import CHECKPOINTS
 
     whole = path.resolve()
     return whole.parents[1].name if whole.parent.name == CHECKPOINTS else folder_name(local_folder(path))

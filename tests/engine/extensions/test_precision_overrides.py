@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.testing import checks, run_on_ranks
 from tests.common import casts, models
 from tests.common.casts import STEPS

@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.api.preparation import prepare
 from shardwise.api.shard import shard_model
-from shardwise.checkpoint import open_checkpoint
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.cli import main
 from shardwise.comm.axes import Comms, Place
 from shardwise.spec.errors import CheckpointError, StateError

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import CHECKPOINTS, LATEST, find_latest, open_checkpoint, publish_latest, step_directory
 from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import FOLDERS, Url, place_of, step_of, storage_of
+from shardwise.checkpoint.store import LATEST, find_latest, publish_latest, step_directory
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
-from shardwise.spec.run_files import CONFIG, RUN_ID
+from shardwise.spec.run_files import CHECKPOINTS, CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.train.config.sections import CheckpointSection, Config
 from shardwise.train.control import Control

@@ -11,8 +11,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.api.saved_optimizer import SavedOptimizer, changed_settings, describe_changes, read_optimizer
-from shardwise.checkpoint import open_checkpoint
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable
 from shardwise.train.config.resolve import schedule_of

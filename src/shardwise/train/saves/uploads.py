@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import CHECKPOINTS, find_latest, step_of
 from shardwise.checkpoint.background import Background
-from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of, storage_of
+from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of, step_of, storage_of
+from shardwise.checkpoint.store import find_latest
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.run_files import RUN_ID
+from shardwise.spec.run_files import CHECKPOINTS, RUN_ID
 from shardwise.spec.text import printable
 from shardwise.train.folder import replace_text
 
