@@ -47,10 +47,6 @@ def write_alone(
         data: As for ``writer.write``.
         step: The step after which this is the state.
         max_file_bytes: A file holds no more, unless one tensor alone does. Ranks that load share the files.
-
-    Raises:
-        CheckpointError: The directory exists, or a tensor or ``data`` is such as no checkpoint can hold.
-        StorageError: The disk refuses.
     """
     problems = [problem for extent in tensors if (problem := extent_problem(extent)) is not None]
     if folders.exists(directory):

@@ -57,10 +57,6 @@ def export_dcp(
 
     Returns:
         Names of tensors of the checkpoint that the folder does not hold.
-
-    Raises:
-        CheckpointError: A file is damaged, the folder exists, or torch has no place for the optimizer's state.
-        StorageError: The disk refuses; nothing is left behind.
     """
     if target.exists():
         raise CheckpointError(f"{target} exists.\n  Name a folder that does not exist.")

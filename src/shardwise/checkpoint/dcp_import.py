@@ -43,19 +43,12 @@ _OPTIMIZER = re.compile(r"(?P<prefix>(?:.*?\.)?(?:optimizer|optim)\.)(?:state|pa
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import.
+    """The result of an import."""
 
-    Attributes:
-        num_tensors: Parameters and buffers.
-        optimizer: Class of the optimizer, or ``None``.
-        step: Number of updates.
-        left_out: Keys of the folder that the checkpoint does not hold.
-    """
-
-    num_tensors: int
-    optimizer: str | None
-    step: int
-    left_out: list[str]
+    num_tensors: int  # parameters and buffers
+    optimizer: str | None  # class of the optimizer, or ``None``
+    step: int  # number of updates
+    left_out: list[str]  # keys of the folder that the checkpoint does not hold
 
 
 def import_dcp(
@@ -169,22 +162,16 @@ def _describe(folder: DcpFolder) -> str:
 
 @dataclass
 class _Content:
-    """A checkpoint's content from a folder.
-
-    Attributes:
-        tensors: Key in the folder, dtype and shape of each tensor, by its name in the checkpoint.
-        num_model: How many of these are the model's.
-        state: The value that ``sw.load`` returns.
-        taken: Keys that the checkpoint holds.
-    """
+    """A checkpoint's content from a folder."""
 
     folder: DcpFolder
+    #: Key in the folder, dtype and shape of each tensor, by its name in the checkpoint.
     tensors: dict[str, tuple[str, Stored]] = field(default_factory=dict)
-    num_model: int = 0
+    num_model: int = 0  # how many of these are the model's
     optimizer: dict[str, Any] | None = None
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)  # the value that ``sw.load`` returns
     step: int = 0
-    taken: set[str] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)  # keys that the checkpoint holds
 
     def add_model(self, names: Mapping[str, str]) -> None:
         """Take the tensors with these keys, which the model has under these names."""

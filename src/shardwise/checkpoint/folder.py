@@ -45,9 +45,6 @@ def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> I
 
     Yields:
         Its descriptor and its status.
-
-    Raises:
-        RefusedError: It is missing, unreadable, a link, has several links, or is no regular file.
     """
     status_of(folder, name, allows_links=allows_links)
     try:
@@ -66,11 +63,7 @@ def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> I
 
 
 def status_of(folder: int, name: str, *, allows_links: bool = False) -> os.stat_result:
-    """The status of the regular file ``name`` of ``folder``, which is not opened.
-
-    Raises:
-        RefusedError: As :func:`open_for_reading`, but for what is found only when the file is opened.
-    """
+    """The status of the regular file ``name`` of ``folder``, which is not opened."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -82,11 +75,7 @@ def status_of(folder: int, name: str, *, allows_links: bool = False) -> os.stat_
 
 
 def read_at(file: int, target: memoryview, offset: int) -> None:
-    """Fill ``target`` from ``offset`` on.
-
-    Raises:
-        RefusedError: The file ends before that, or cannot be read.
-    """
+    """Fill ``target`` from ``offset`` on."""
     while target:
         try:
             count = os.preadv(file, [target], offset)
@@ -170,11 +159,7 @@ def remove_folder(parent: int, name: str, known: Callable[[str], bool]) -> None:
 
 
 def check_removable(parent: int, name: str, known: Callable[[str], bool]) -> None:
-    """Raise unless :func:`remove_folder` may remove it.
-
-    Raises:
-        RefusedError: Why not.
-    """
+    """Raise unless :func:`remove_folder` may remove it."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
         raise RefusedError("it is not a folder of its own but a link or a file")
     with open_folder(name, follow=False, parent=parent) as folder:

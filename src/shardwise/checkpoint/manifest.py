@@ -40,17 +40,11 @@ _CHECKSUM = re.compile(rb'\{"checksum":"([0-9a-f]{64})",')
 
 
 class FileEntry(NamedTuple):
-    """One rank's file.
+    """One rank's file."""
 
-    Attributes:
-        name: File name; follows from the save and the rank.
-        bytes: File size.
-        hash: Hash of the whole file (``checkpoint.digest``).
-    """
-
-    name: str
+    name: str  # file name; follows from the save and the rank
     bytes: int
-    hash: str
+    hash: str  # hash of the whole file (``checkpoint.digest``)
 
 
 class _FileColumns(Strict):
@@ -78,27 +72,16 @@ class _Written(Strict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint.
+    """The description of a checkpoint."""
 
-    Attributes:
-        save_id: Names one save; part of every file's name.
-        run_id: The run that saved it.
-        step: The step after which it was saved.
-        world_size: Number of ranks that saved it.
-        files: One file for each rank, in rank order.
-        frozen: Files of frozen parameters, one for each rank, or ``None``.
-        table: The logical tensors, and who holds which elements.
-        data: State that is no tensor, the same for all ranks, packed by ``checkpoint.plain``.
-    """
-
-    save_id: str
-    run_id: str
-    step: int
-    world_size: int
-    files: list[FileEntry]
-    frozen: list[FileEntry] | None
-    table: Table
-    data: dict[str, Any]
+    save_id: str  # names one save; part of every file's name
+    run_id: str  # the run that saved it
+    step: int  # the step after which it was saved
+    world_size: int  # number of ranks that saved it
+    files: list[FileEntry]  # one file for each rank, in rank order
+    frozen: list[FileEntry] | None  # files of frozen parameters, one for each rank, or ``None``
+    table: Table  # the logical tensors, and who holds which elements
+    data: dict[str, Any]  # state that is no tensor, the same for all ranks, packed by ``checkpoint.plain``
     _last_layout: dict[int, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @functools.cached_property
@@ -133,7 +116,6 @@ def encode(content: Mapping[str, Any]) -> bytes:
             :meth:`Table.columns`; ``files`` and ``frozen``, each as of :func:`file_columns`, or ``None``.
 
     Raises:
-        ValueError: It is larger than what would be read.
         RefusedError: It would be refused.
     """
     raw = sealed({"format": "shardwise-checkpoint", "format_version": FORMAT_VERSION, **content})
@@ -198,7 +180,6 @@ def read_manifest(directory: Path, name: str = MANIFEST_NAME) -> bytes:
     """Read the manifest of a checkpoint, which is not checked yet.
 
     Raises:
-        RefusedError: It is missing or too large.
         OSError: There is no such folder.
     """
     with storage_of(directory).open(directory, name) as file:

@@ -55,10 +55,6 @@ def copy_checkpoint(source: Path, target: Path) -> bool | None:
 
     Its files that are there are not copied again; any others are removed first. All are opened first, so that they can
     be read to the end when ``source`` is removed meanwhile.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged. Nothing is published.
-        StorageError: A disk or the store refuses.
     """
     is_opened = False
     try:

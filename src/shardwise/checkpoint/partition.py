@@ -59,23 +59,15 @@ def offsets(counts: Column) -> Column:
 
 @dataclass(frozen=True)
 class Partitions:
-    """All partitions of a checkpoint.
+    """All partitions of a checkpoint."""
 
-    Attributes:
-        slices: The slices of each partition; none where tensors are not cut.
-        num_rows: Number of rows of each slice, of all partitions in turn; a partition without slices counts as one.
-        rank: Rank of the first piece of each row.
-        length: Elements of each piece of a row.
-        count: Number of pieces of each row.
-        rank_step: Difference between the ranks of neighbouring pieces of a row.
-    """
-
-    slices: list[tuple[Cuts, ...]]
+    slices: list[tuple[Cuts, ...]]  # the slices of each partition; none where tensors are not cut
+    #: Number of rows of each slice, of all partitions in turn; a partition without slices counts as one.
     num_rows: Column
-    rank: Column
-    length: Column
-    count: Column
-    rank_step: Column
+    rank: Column  # rank of the first piece of each row
+    length: Column  # elements of each piece of a row
+    count: Column  # number of pieces of each row
+    rank_step: Column  # difference between the ranks of neighbouring pieces of a row
 
     @functools.cached_property
     def first_slice(self) -> Column:

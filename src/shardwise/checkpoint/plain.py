@@ -37,9 +37,6 @@ def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
         value: ``None``, bool, int, float, str, bytes, small tensors, and lists, tuples and dicts of these.
         where: Place of the value, for messages.
         depth: Nesting depth of ``value`` itself.
-
-    Raises:
-        ValueError: Something else is in it, or it is nested too deeply; the message names the place.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels")
@@ -88,11 +85,7 @@ def _key(key: str, where: str) -> str:
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of :func:`pack`.
-
-    Raises:
-        ValueError: A tagged object is malformed.
-    """
+    """The inverse of :func:`pack`."""
     if isinstance(value, list):
         return [unpack(item) for item in value]
     if not isinstance(value, dict):
@@ -134,9 +127,6 @@ def loads(raw: bytes, *, max_items: int) -> Any:
         raw: The text; its size has been limited by the caller.
         max_items: Most values it may hold. Counted before parsing, so that a small file cannot fill the memory; one
             dict costs as much memory as several numbers, so dicts may be an eighth and lists a quarter of it.
-
-    Raises:
-        ValueError: Not UTF-8, not JSON, duplicate keys, a non-finite number, too deep, or too many values.
     """
     for byte, most in ((b",", max_items), (b"[", max_items // 4), (b"{", max_items // 8)):
         if raw.count(byte) > most:

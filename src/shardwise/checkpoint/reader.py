@@ -46,9 +46,6 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
         path: The folder.
         comm: Ranks that open it together: if one of them cannot, or sees another save there, all raise the same.
 
-    Raises:
-        CheckpointError: There is none, it was never committed, or its manifest is damaged.
-
     Collective:
         With ``comm``, a gather of small JSON to rank 0 and a broadcast of its verdict.
     """

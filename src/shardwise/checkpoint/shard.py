@@ -73,16 +73,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The expected layout of a file of a checkpoint.
+    """The expected layout of a file of a checkpoint."""
 
-    Attributes:
-        header: The first bytes, up to the first tensor.
-        offsets: Byte at which the content of each piece starts, in the order of the file.
-        file_bytes: File size.
-    """
-
-    header: bytes
-    offsets: dict[Piece, int]
+    header: bytes  # the first bytes, up to the first tensor
+    offsets: dict[Piece, int]  # byte at which the content of each piece starts, in the order of the file
     file_bytes: int
 
 
@@ -190,11 +184,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def check_header(file: StoredFile, expected: Layout) -> None:
-    """Compare a file's header with the expected one.
-
-    Raises:
-        RefusedError: They differ; the message names the save that the file belongs to, if its header does.
-    """
+    """Compare a file's header with the expected one."""
     found = bytearray(len(expected.header))
     file.read_at(memoryview(found), 0)
     if found != expected.header:

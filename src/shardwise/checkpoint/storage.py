@@ -92,11 +92,7 @@ def without_secrets(value: Any, *, takes_options: bool = True) -> Any:
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
-    """The place that ``path`` names: a URL of an object store, or a path of the file system.
-
-    Raises:
-        ConfigError: It is a URL of another kind, or holds credentials.
-    """
+    """The place that ``path`` names: a URL of an object store, or a path of the file system."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:

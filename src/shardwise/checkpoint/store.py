@@ -72,12 +72,7 @@ def newest_checkpoint(path: str | os.PathLike[str], *, allow_older: bool = False
 
 
 def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str]) -> None:
-    """Point ``LATEST`` to a published checkpoint, in one step. One rank calls this.
-
-    Raises:
-        CheckpointError: ``step_dir`` is not a published checkpoint of this run.
-        StorageError: The disk refuses.
-    """
+    """Point ``LATEST`` to a published checkpoint, in one step. One rank calls this."""
     root, target = Path(root), Path(step_dir)
     if step_of(target.name) is None or target.absolute().parent != (root / CHECKPOINTS).absolute():
         raise CheckpointError(f"{target} is not one of the checkpoints of {root}.")
@@ -93,32 +88,21 @@ def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str
 
 @dataclass(frozen=True)
 class Latest:
-    """The result of :func:`find_latest`.
-
-    Attributes:
-        root: The run's folder.
-        path: The newest good checkpoint, or ``None``.
-        step: The step of that checkpoint.
-        run_id: Its run's.
-        rejected: Newer checkpoints, and without a good one all of them, that are not good, each with the reason.
-        unfinished: Folders of saves that were interrupted (or are under way).
-    """
+    """The result of :func:`find_latest`."""
 
     root: Path
-    path: Path | None
-    step: int | None
-    run_id: str | None
+    path: Path | None  # the newest good checkpoint, or ``None``
+    step: int | None  # the step of that checkpoint
+    run_id: str | None  # its run's
+    #: Newer checkpoints, and without a good one all of them, that are not good, each with the reason.
     rejected: tuple[tuple[Path, str], ...]
-    unfinished: tuple[Path, ...]
+    unfinished: tuple[Path, ...]  # folders of saves that were interrupted (or are under way)
 
     def require(self, *, allow_older: bool = False) -> Path:
         """``path``, or an error that says why there is none.
 
         Args:
             allow_older: Take an older one where the newest is damaged.
-
-        Raises:
-            CheckpointError: There is no checkpoint, none is good, or the newest is not and ``allow_older`` is false.
         """
         reasons = "".join(f"\n  - {path.name}: {reason}" for path, reason in self.rejected)
         if self.path is not None and (allow_older or not self.rejected):
@@ -180,14 +164,11 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False, run_id: s
 
 @dataclass(frozen=True)
 class Retained:
-    """The result of :func:`retain`.
+    """The result of :func:`retain`."""
 
-    Attributes:
-        good: Checkpoints that were verified and kept, newest first. Give them to the next call as ``known_good``.
-        refused: Folders that were due but not removed, and checkpoints that are not good, each with the reason.
-    """
-
+    #: Checkpoints that were verified and kept, newest first. Give them to the next call as ``known_good``.
     good: tuple[Path, ...]
+    #: Folders that were due but not removed, and checkpoints that are not good, each with the reason.
     refused: tuple[tuple[Path, str], ...]
 
 
@@ -210,9 +191,6 @@ def retain(
         known_good: Checkpoints that the caller has verified itself since they were written, so that they need not be
             read again: those of ``Retained.good``, and one just verified by all ranks together.
         run_id: Remove only checkpoints of this run; by default that of the newest good one.
-
-    Raises:
-        CheckpointError: ``keep`` is less than 1.
     """
     if keep < 1:
         raise CheckpointError(f"keep={keep} would leave no checkpoint.\n  Set it to at least 1.")

@@ -50,66 +50,43 @@ class Strict(BaseModel):
 
 
 class TensorColumns(Strict):
-    """The logical tensors, one value each in every column.
-
-    Attributes:
-        name: Names.
-        dtype: Short names of dtypes.
-        shape: Logical shapes.
-        stride: Strides where a tensor is dense but not contiguous in the usual order, else ``None``; the column is left
-            out where no tensor has such.
-        partition: Number of the partition by which it is divided.
-        frozen: Numbers of the tensors whose pieces are in the files of frozen parameters, ascending.
-    """
+    """The logical tensors, one value each in every column."""
 
     name: list[Name]
-    dtype: list[Annotated[str, Field(max_length=32)]]
+    dtype: list[Annotated[str, Field(max_length=32)]]  # short names of dtypes
     shape: list[Dims]
+    #: Strides where a tensor is dense but not contiguous in the usual order, else ``None``; the column is left out
+    #: where no tensor has such.
     stride: list[Dims | None] | None = None
-    partition: list[Natural]
-    frozen: list[Natural]
+    partition: list[Natural]  # number of the partition by which it is divided
+    frozen: list[Natural]  # numbers of the tensors whose pieces are in the files of frozen parameters, ascending
 
 
 class PartitionColumns(Strict):
-    """Partitions, as of ``checkpoint.partition``.
+    """Partitions, as of ``checkpoint.partition``."""
 
-    Attributes:
-        slices: For each partition its slices: of each the dimensions that it cuts, ascending: ``[dim, start, stop,
-            start, stop, ...]``; none where tensors are not cut.
-        num_rows: Rows of each slice of all partitions; a partition without slices counts as one slice.
-        rank: Rank of each row, or of its first piece.
-        length: Elements of each piece of a row.
-        runs: ``[row, count, rank_step]`` of each row that is more than one piece, ascending.
-    """
-
+    #: For each partition its slices: of each the dimensions that it cuts, ascending: ``[dim, start, stop, start, stop,
+    #: ...]``; none where tensors are not cut.
     slices: list[list[list[Annotated[list[Natural], Field(min_length=1)]]]]
-    num_rows: list[Natural]
-    rank: list[Natural]
-    length: list[Natural]
+    num_rows: list[Natural]  # rows of each slice of all partitions; a partition without slices counts as one slice
+    rank: list[Natural]  # rank of each row, or of its first piece
+    length: list[Natural]  # elements of each piece of a row
+    #: ``[row, count, rank_step]`` of each row that is more than one piece, ascending.
     runs: list[Annotated[list[Natural], Field(min_length=3, max_length=3)]]
 
 
 @dataclass(frozen=True)
 class Table:
-    """The logical tensors of a checkpoint.
-
-    Attributes:
-        names: Names.
-        dtypes: Short names of dtypes.
-        shapes: Logical shapes.
-        strides: Strides by number of the tensor, where it is dense but not contiguous in the usual order.
-        partition: Number of the partition of each.
-        frozen: Numbers of those whose pieces are in the files of frozen parameters.
-        partitions: How they are divided.
-    """
+    """The logical tensors of a checkpoint."""
 
     names: list[str]
-    dtypes: list[str]
+    dtypes: list[str]  # short names of dtypes
     shapes: list[tuple[int, ...]]
+    #: Strides by number of the tensor, where it is dense but not contiguous in the usual order.
     strides: dict[int, tuple[int, ...]]
-    partition: Column
-    frozen: frozenset[int]
-    partitions: Partitions
+    partition: Column  # number of the partition of each
+    frozen: frozenset[int]  # numbers of those whose pieces are in the files of frozen parameters
+    partitions: Partitions  # how they are divided
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -264,11 +241,7 @@ class Table:
 
     @classmethod
     def read(cls, tensors: TensorColumns, partitions: PartitionColumns) -> Table:
-        """From the manifest's columns.
-
-        Raises:
-            ValueError: They do not fit together.
-        """
+        """From the manifest's columns."""
         total, rows = len(tensors.name), len(partitions.rank)
         stride = tensors.stride or []
         lengths = {len(tensors.dtype), len(tensors.shape), len(tensors.partition), len(stride) or total}

@@ -32,36 +32,22 @@ _MAX_HEADER_BYTES = 100_000_000  # what the format allows
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
-
-    Attributes:
-        file: Path of the file.
-        dtype: Short dtype name.
-        shape: Shape of the tensor, which is contiguous.
-        offset: Byte of the file at which the content starts.
-    """
+    """A tensor in a file."""
 
     file: Path
     dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    shape: tuple[int, ...]  # shape of the tensor, which is contiguous
+    offset: int  # byte of the file at which the content starts
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder's safetensors files, and the names under which a model asks for them.
+    """The tensors of a folder's safetensors files, and the names under which a model asks for them."""
 
-    Attributes:
-        tensors: The tensors by their names in the files.
-        digest: Hash of all headers: equal on two ranks that see the same files, up to the tensors' content.
-        keys: Name in the model to name in the files; empty until :meth:`named` has been called.
-        dtypes: Name in the model to the dtype that the plain model has there.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    digest: bytes
-    keys: Mapping[str, str]
-    dtypes: Mapping[str, torch.dtype]
+    tensors: Mapping[str, StoredTensor]  # the tensors by their names in the files
+    digest: bytes  # hash of all headers: equal on two ranks that see the same files, up to the tensors' content
+    keys: Mapping[str, str]  # name in the model to name in the files; empty until :meth:`named` has been called
+    dtypes: Mapping[str, torch.dtype]  # name in the model to the dtype that the plain model has there
 
     @classmethod
     def open(cls, folder: Path) -> WeightFiles | None:
@@ -69,9 +55,6 @@ class WeightFiles:
 
         Returns:
             ``None`` where the folder has neither.
-
-        Raises:
-            CheckpointError: A file is missing or damaged.
         """
         digest = hashlib.sha256()
         tensors: dict[str, StoredTensor] = {}
@@ -100,9 +83,6 @@ class WeightFiles:
         """Fill each flat target with its range of the model's tensor, cast first to the plain model's dtype.
 
         Beside the targets a megabyte is held in the file's dtype, where that is another than the target's.
-
-        Raises:
-            CheckpointError: A file ends early or cannot be read.
         """
         by_file: dict[Path, list[tuple[StoredTensor, Extent, Tensor]]] = {}
         for extent, target in pairs:

@@ -91,18 +91,12 @@ def tables() -> dict[str, tuple[dict[str, Any], list[Row]]]:
 
 @dataclass
 class Conversion:
-    """A configuration in the making.
+    """A configuration in the making."""
 
-    Attributes:
-        given: The other project's keys, with their sections, and values.
-        made: The values here, by key with its section.
-        why: What each of them comes from.
-        notes: Other keys, by what is said of them, by ``automatic``, ``none`` and ``auto``.
-    """
-
-    given: dict[str, Any]
-    made: dict[str, Any] = field(default_factory=dict)
-    why: dict[str, list[str]] = field(default_factory=dict)
+    given: dict[str, Any]  # the other project's keys, with their sections, and values
+    made: dict[str, Any] = field(default_factory=dict)  # the values here, by key with its section
+    why: dict[str, list[str]] = field(default_factory=dict)  # what each of them comes from
+    #: Other keys, by what is said of them, by ``automatic``, ``none`` and ``auto``.
     notes: dict[str, dict[str, list[str]]] = field(default_factory=lambda: {title: {} for title in _TITLES})
 
     def put(self, key: str, value: Any, reason: str) -> None:
@@ -156,11 +150,7 @@ class Conversion:
 
 
 def converted(file: Path, *, model: str | None = None, data: str | None = None) -> str:
-    """The text of a run's configuration, made from another project's.
-
-    Raises:
-        ConfigError: The file is no such configuration, or asks for what is refused here.
-    """
+    """The text of a run's configuration, made from another project's."""
     from shardwise.train.config.document import read_document
     from shardwise.train.config.foreign import MARKS, kind_of
 

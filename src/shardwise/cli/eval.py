@@ -103,11 +103,7 @@ def _tokenizer(trained: Trained, *, is_chat: bool) -> tuple[Any, int | None]:
 
 
 def _found(given: Sequence[str]) -> tuple[list[str], Any]:
-    """The names of the tasks, and lm-eval's index of them.
-
-    Raises:
-        ConfigError: There is no such task.
-    """
+    """The names of the tasks, and lm-eval's index of them."""
     from lm_eval.tasks import TaskManager  # pyrefly: ignore[missing-import]
 
     files = {name: Path(name).resolve() for name in given if Path(name).is_file()}

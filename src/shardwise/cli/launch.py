@@ -139,11 +139,7 @@ def _written(
 
 
 def num_ranks_of(raw: RawConfig, gpus: int | None) -> int:
-    """The number of ranks of the run: as asked, or the product of the degrees if the configuration has all of them.
-
-    Raises:
-        ConfigError: Neither says.
-    """
+    """The number of ranks of the run: as asked, or the product of the degrees if the configuration has all of them."""
     if gpus is not None:
         return gpus
     raw.raise_if_any()
@@ -165,9 +161,6 @@ def _check(raw: RawConfig, num_nodes: int, ranks_per_node: int, *, reads_model: 
         ranks_per_node: Ranks on each.
         reads_model: The model's folder and the data are here as they are for the job. Else they are in its image or on
             its volume, and only the plan and the batch are checked.
-
-    Raises:
-        ConfigError: Something in the configuration is wrong, or does not fit so many ranks.
     """
     from shardwise.train.config.resolve import batch_in, resolve
     from shardwise.train.start import rehearse

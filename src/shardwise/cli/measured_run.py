@@ -57,11 +57,7 @@ def _run(text: str, first: Estimate, workload: Workload, fixed: dict[str, Any]) 
 
 
 def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:
-    """``field=value`` each, the value written as in YAML; ``others`` are names beside those of a plan's fields.
-
-    Raises:
-        ConfigError: One is not of that form, or names no field.
-    """
+    """``field=value`` each, the value written as in YAML; ``others`` are names beside those of a plan's fields."""
     import yaml
 
     from shardwise.planner.candidate import check_fixed

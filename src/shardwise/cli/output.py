@@ -24,7 +24,6 @@ def check_writable(path: Path | None) -> None:
     """Refuse early what could not be written after minutes of work; makes the folder.
 
     Raises:
-        ConfigError: ``path`` is a folder.
         StorageError: It cannot be written.
     """
     if path is None:

@@ -248,34 +248,20 @@ def _show_largest(
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The subject of a plan.
-
-    Attributes:
-        shape: The model.
-        model: The section of a configuration that names it; ``None``: a well-known model, of which only the sizes are
-            here.
-        config: The ``config.json`` of a well-known model.
-        base: The run configuration that was given.
-        fixed: What it fixes.
-        seq_len: Tokens of a sequence that it says.
-        global_batch: Sequences of a step that it says.
-        precision: Dtype of products.
-        optimizer: Name of the optimizer.
-        lora_rank: Of its adapters; ``None``: the model itself is trained.
-        chunked_loss: ``train.chunked_cross_entropy``.
-    """
+    """The subject of a plan."""
 
     shape: ModelShape
+    #: The section of a configuration that names it; ``None``: a well-known model, of which only the sizes are here.
     model: dict[str, Any] | None = None
-    config: dict[str, Any] | None = None
-    base: dict[str, Any] | None = None
-    fixed: dict[str, Any] = field(default_factory=dict)
-    seq_len: int | None = None
-    global_batch: int | None = None
-    precision: str = "bf16"
+    config: dict[str, Any] | None = None  # the ``config.json`` of a well-known model
+    base: dict[str, Any] | None = None  # the run configuration that was given
+    fixed: dict[str, Any] = field(default_factory=dict)  # what it fixes
+    seq_len: int | None = None  # tokens of a sequence that it says
+    global_batch: int | None = None  # sequences of a step that it says
+    precision: str = "bf16"  # dtype of products
     optimizer: str = "adamw"
-    lora_rank: int | None = None
-    chunked_loss: bool = False
+    lora_rank: int | None = None  # of its adapters; ``None``: the model itself is trained
+    chunked_loss: bool = False  # ``train.chunked_cross_entropy``
 
     def written(self, out: Path) -> dict[str, Any]:
         """The section of the model for a configuration at ``out``; makes a well-known model's folder beside it."""
@@ -289,11 +275,7 @@ class Subject:
 
 
 def find_subject(model: str | None, spec: str | None = None) -> Subject:
-    """Find the subject that MODEL names: a configuration file, or none where a spec brings the model.
-
-    Raises:
-        ConfigError: Nothing has that name.
-    """
+    """Find the subject that MODEL names: a configuration file, or none where a spec brings the model."""
     from shardwise.spec.hub import how_to_fetch, is_hub_name, local_folder
     from shardwise.spec.shape.gpt import PRESETS
     from shardwise.spec.shape.names import KNOWN, is_known, plain_name
@@ -432,11 +414,7 @@ def _cluster(gpu: str | None, num_gpus: int | None, per_node: int, network: floa
 
 
 def this_gpu() -> tuple[str, int]:
-    """The name in the hardware table of this machine's GPUs, and their number.
-
-    Raises:
-        ConfigError: There is none, or the table does not know it.
-    """
+    """The name in the hardware table of this machine's GPUs, and their number."""
     from shardwise.cost.hardware import gpu_of_device, gpus
     from shardwise.launch.process import num_gpus
 

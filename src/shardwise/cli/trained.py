@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_packages(verb: str, *names: str) -> None:
-    """Refuse a verb whose packages are missing.
-
-    Raises:
-        ConfigError: One is missing.
-    """
+    """Refuse a verb whose packages are missing."""
     from importlib.util import find_spec
 
     missing = [name for name in names if find_spec(name) is None]

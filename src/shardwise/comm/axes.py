@@ -58,33 +58,20 @@ OpenAxis = Callable[[str, str, Sequence[int]], Comm]
 
 @dataclass(frozen=True)
 class Comms:
-    """The Comms of one model on this rank.
+    """The Comms of one model on this rank."""
 
-    Attributes:
-        gather: Along ``dp_shard`` (and ``cp``, whose ranks hold the same model): parameters.
-        reduce: Along ``dp_shard`` (and ``cp``): gradients.
-        replicate: Along ``dp_replicate``; ``None`` where the model is not replicated over groups.
-        control: Over all ranks that train the same parameters, in the order of the mesh.
-        world: Over all ranks of the mesh, in its order; the same Comm as ``control`` where both have all ranks.
-        inner: Along inner groups of ``dp_shard``, by their size; :meth:`inner_comm` fills it.
-        tp: Along ``tp``; ``None`` where that axis has one rank.
-        pp: Along ``pp``, likewise.
-        cp: Along ``cp``, likewise.
-        ep: Along ``ep``, likewise.
-        expert: The Comms of experts, where ranks hold different experts; ``None``: experts use these Comms.
-    """
-
-    gather: Comm
-    reduce: Comm
-    replicate: Comm | None
-    control: Comm
-    world: Comm
-    inner: dict[int, Comm]
+    gather: Comm  # along ``dp_shard`` (and ``cp``, whose ranks hold the same model): parameters
+    reduce: Comm  # along ``dp_shard`` (and ``cp``): gradients
+    replicate: Comm | None  # along ``dp_replicate``; ``None`` where the model is not replicated over groups
+    control: Comm  # over all ranks that train the same parameters, in the order of the mesh
+    world: Comm  # over all ranks of the mesh, in its order; the same Comm as ``control`` where both have all ranks
+    inner: dict[int, Comm]  # along inner groups of ``dp_shard``, by their size; :meth:`inner_comm` fills it
     _open_inner: Callable[[int], Comm]
-    tp: Comm | None = None
-    pp: Comm | None = None
-    cp: Comm | None = None
-    ep: Comm | None = None
+    tp: Comm | None = None  # along ``tp``; ``None`` where that axis has one rank
+    pp: Comm | None = None  # along ``pp``, likewise
+    cp: Comm | None = None  # along ``cp``, likewise
+    ep: Comm | None = None  # along ``ep``, likewise
+    #: The Comms of experts, where ranks hold different experts; ``None``: experts use these Comms.
     expert: Comms | None = None
 
     def __iter__(self) -> Iterator[Comm]:
@@ -230,17 +217,11 @@ def open_comms(
 
 @dataclass(frozen=True)
 class Place:
-    """Ranks to shard a model over.
-
-    Attributes:
-        mesh: The axes.
-        group: A process group that holds the ranks; ``None``: the world.
-        ranks: The ranks of the group that make up the mesh, ascending; ``None``: all.
-    """
+    """Ranks to shard a model over."""
 
     mesh: Mesh
-    group: dist.ProcessGroup | None = None
-    ranks: Sequence[int] | None = None
+    group: dist.ProcessGroup | None = None  # a process group that holds the ranks; ``None``: the world
+    ranks: Sequence[int] | None = None  # the ranks of the group that make up the mesh, ascending; ``None``: all
 
     @classmethod
     def of(cls, where: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device) -> Place:
@@ -288,19 +269,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Transport:
-    """The transport of tensors.
+    """The transport of tensors."""
 
-    Attributes:
-        backend: Backend of the process groups for tensors on a GPU.
-        calls: Their collectives, as ``torch.distributed`` has them.
-        device: Device of these tensors as the process groups know it; ``None``: the GPU.
-        on_host: Makes a Comm for host memory.
-    """
-
-    backend: str = "nccl"
-    calls: Any = dist
-    device: torch.device | None = None
-    on_host: Callable[..., Comm] = GlooComm
+    backend: str = "nccl"  # backend of the process groups for tensors on a GPU
+    calls: Any = dist  # their collectives, as ``torch.distributed`` has them
+    device: torch.device | None = None  # device of these tensors as the process groups know it; ``None``: the GPU
+    on_host: Callable[..., Comm] = GlooComm  # makes a Comm for host memory
 
 
 #: The one in use. ``shardwise.testing`` puts another one in its place.

@@ -52,15 +52,10 @@ from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
 
 class Waited(Protocol):
-    """A collective that the main thread waits for, as the watch sees it.
-
-    Attributes:
-        issued: Its stamp.
-        messages: Direction, peer in the group, tag and bytes of each of its messages.
-    """
+    """A collective that the main thread waits for, as the watch sees it."""
 
     issued: Issued
-    messages: list[tuple[str, int, int, int]]
+    messages: list[tuple[str, int, int, int]]  # direction, peer in the group, tag and bytes of each of its messages
 
 
 # -- what this process has issued: plain objects that any thread may read
@@ -68,25 +63,15 @@ class Waited(Protocol):
 
 @dataclass(slots=True)
 class Issued:
-    """The stamp of one collective of one Comm.
+    """The stamp of one collective of one Comm."""
 
-    Attributes:
-        channel: Name of the Comm.
-        sequence: Place in the order of that Comm's collectives, from 0.
-        kind: Kind of collective; ``message`` for both ends of a message.
-        unit: Unit that the collective serves.
-        numel: Elements of the buffer, the same on all ranks of the collective.
-        dtype: Their dtype, the same on all ranks too.
-        issued_at_s: Time on ``time.monotonic``.
-    """
-
-    channel: str
-    sequence: int
-    kind: str
-    unit: str
-    numel: int
-    dtype: torch.dtype
-    issued_at_s: float = field(default_factory=time.monotonic)
+    channel: str  # name of the Comm
+    sequence: int  # place in the order of that Comm's collectives, from 0
+    kind: str  # kind of collective; ``message`` for both ends of a message
+    unit: str  # unit that the collective serves
+    numel: int  # elements of the buffer, the same on all ranks of the collective
+    dtype: torch.dtype  # their dtype, the same on all ranks too
+    issued_at_s: float = field(default_factory=time.monotonic)  # time on ``time.monotonic``
 
     def __str__(self) -> str:
         return f"{self.channel} #{self.sequence} {self.kind}({self.unit}, {self.numel} elements)"

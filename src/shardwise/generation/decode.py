@@ -314,9 +314,6 @@ def batches_of_readers(engine: Engine, batch: Any, told: dict[str, Any], call: s
 
     Collective:
         An all-gather of small JSON over all ranks.
-
-    Raises:
-        RankDisagreement: Ranks that hold parts of one model were called with different batches.
     """
     digest = hashlib.sha256(json.dumps(batch).encode()).hexdigest()
     every = all_gather_json(engine.comms.world, {**told, "reader": engine.comms.control.rank, "digest": digest})

@@ -68,20 +68,14 @@ MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
 
 
 class Decodes(NamedTuple):
-    """Facts of a model that predicts tokens.
+    """Facts of a model that predicts tokens."""
 
-    Attributes:
-        make: Makes decoders.
-        make_once: ``make_once(num_logits)`` makes what calls the model once, without a cache, for rows that are padded
-            on the right, and returns the logits of the last ``num_logits`` positions.
-        vocab_size: Size of the vocabulary.
-        positions: The most positions, where they are limited.
-    """
-
-    make: MakeDecoder
+    make: MakeDecoder  # makes decoders
+    #: ``make_once(num_logits)`` makes what calls the model once, without a cache, for rows that are padded on the
+    #: right, and returns the logits of the last ``num_logits`` positions.
     make_once: Callable[[int], Forward]
     vocab_size: int
-    positions: int | None
+    positions: int | None  # the most positions, where they are limited
 
 
 def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool = True) -> Decodes:
@@ -91,9 +85,6 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
         model: The model.
         call: What it is for, for messages.
         with_cache: The model needs a cache.
-
-    Raises:
-        StateError: The model predicts no next tokens, or has no cache where it needs one.
     """
     if isinstance(model, GPT):
         return Decodes(_Own, _OwnOnce, model.config.vocab_size, model.config.seq_len)

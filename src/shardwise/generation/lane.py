@@ -26,23 +26,14 @@ ROOM = 256
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row that is to be continued.
+    """A row that is to be continued."""
 
-    Attributes:
-        number: Its name, which no other row has.
-        prompt: Token ids.
-        max_new_tokens: The most new tokens.
-        sampling: How its tokens are chosen.
-        seed: Seed of its draws.
-        stream: Number of the stream of draws that the seed gives to this row.
-    """
-
-    number: int
-    prompt: Sequence[int]
-    max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    stream: int = 0
+    number: int  # its name, which no other row has
+    prompt: Sequence[int]  # token ids
+    max_new_tokens: int  # the most new tokens
+    sampling: Sampling = field(default_factory=Sampling)  # how its tokens are chosen
+    seed: int = 0  # seed of its draws
+    stream: int = 0  # number of the stream of draws that the seed gives to this row
 
     def to_json(self) -> list[Any]:
         """All of it, for :meth:`from_json`."""
@@ -58,18 +49,12 @@ class Entry:
 
 
 class Order(NamedTuple):
-    """The next action of a lane: rows that leave it, then a forward of ``new`` rows, or of those under way.
+    """The next action of a lane: rows that leave it, then a forward of ``new`` rows, or of those under way."""
 
-    Attributes:
-        gone: Numbers of rows that have ended or are wanted no longer.
-        new: Rows that begin.
-        is_last: Nothing is under way in any lane, and the conveyor ends.
-        scored: Rows whose tokens are scored before anything else, and how many of the likeliest tokens to report.
-    """
-
-    gone: Sequence[int] = ()
-    new: Sequence[Entry] = ()
-    is_last: bool = False
+    gone: Sequence[int] = ()  # numbers of rows that have ended or are wanted no longer
+    new: Sequence[Entry] = ()  # rows that begin
+    is_last: bool = False  # nothing is under way in any lane, and the conveyor ends
+    #: Rows whose tokens are scored before anything else, and how many of the likeliest tokens to report.
     scored: Sequence[tuple[Row, int]] = ()
 
     def to_json(self) -> list[Any]:

@@ -28,13 +28,11 @@ class Rows(Protocol):
     """Rows that go through the model together: a chunk of a batch, a lane of a conveyor, or rows that are scored.
 
     Attributes:
-        index: Their number among those that are under way.
         new_BT: The tokens that go in next.
-        keeps: Keys and values are kept for further forwards.
     """
 
-    index: int
-    keeps: bool
+    index: int  # their number among those that are under way
+    keeps: bool  # keys and values are kept for further forwards
     new_BT: Tensor  # noqa: N815 - a shape suffix
 
     @property
@@ -56,13 +54,12 @@ class Runner(ABC):
     """Computes rows on this rank.
 
     Attributes:
-        stages: The model's stages on this rank.
         num_stages: Stages of all ranks.
-        layers: The numbers of the layers of each stage on this rank; ``None``: all of the model's.
     """
 
-    stages: tuple[int, ...] = (0,)
+    stages: tuple[int, ...] = (0,)  # the model's stages on this rank
     num_stages = 1
+    #: The numbers of the layers of each stage on this rank; ``None``: all of the model's.
     layers: Mapping[int, Collection[int] | None]
 
     @abstractmethod

@@ -19,17 +19,11 @@ from shardwise.spec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The choice of the next token.
+    """The choice of the next token."""
 
-    Attributes:
-        temperature: The divisor of logits; 0 takes the largest logit.
-        top_k: Draw among this number of the likeliest tokens.
-        top_p: Draw among the fewest likeliest tokens that have this probability together.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: float = 0.0  # the divisor of logits; 0 takes the largest logit
+    top_k: int | None = None  # draw among this number of the likeliest tokens
+    top_p: float | None = None  # draw among the fewest likeliest tokens that have this probability together
 
     def __post_init__(self) -> None:
         """Check the values."""

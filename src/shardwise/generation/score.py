@@ -144,11 +144,7 @@ class Scorer:
         self._pipelined = pipelined_of(model)
 
     def checked(self, prompts: Prompts, continuations: Prompts) -> list[Row]:
-        """The rows.
-
-        Raises:
-            ConfigError: They make no sense, or do not fit the model.
-        """
+        """The rows."""
         before = rows_of(prompts, "prompt", "sw.score")
         after = rows_of(continuations, "continuation", "sw.score")
         if len(before) != len(after):

@@ -30,25 +30,15 @@ _MOST_RANKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why an attempt ended.
-
-    Attributes:
-        code: Exit code.
-        rank: The rank that ended it; ``None`` where none did.
-        text: What happened to the rank, in words that follow its name.
-        step: The step at which that was.
-        signal_number: The signal that killed the rank, or that asked the launcher to stop.
-        is_shown: Whether the rank has printed the reason on the terminal.
-        victims: Ranks that ended because this one had.
-    """
+    """Why an attempt ended."""
 
     code: int
-    rank: int | None = None
-    text: str = ""
-    step: int | None = None
-    signal_number: int | None = None
-    is_shown: bool = False
-    victims: tuple[int, ...] = ()
+    rank: int | None = None  # the rank that ended it; ``None`` where none did
+    text: str = ""  # what happened to the rank, in words that follow its name
+    step: int | None = None  # the step at which that was
+    signal_number: int | None = None  # the signal that killed the rank, or that asked the launcher to stop
+    is_shown: bool = False  # whether the rank has printed the reason on the terminal
+    victims: tuple[int, ...] = ()  # ranks that ended because this one had
 
     @property
     def can_restart(self) -> bool:

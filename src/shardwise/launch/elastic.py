@@ -125,11 +125,7 @@ def launch(
 
 
 def num_workers(nproc: int | None = None) -> int:
-    """The number of workers to start on this machine: ``nproc``, by default one for each GPU, else two.
-
-    Raises:
-        ConfigError: ``nproc`` makes no sense here; with the arithmetic.
-    """
+    """The number of workers to start on this machine: ``nproc``, by default one for each GPU, else two."""
     gpus = num_gpus()
     if nproc is None:
         return gpus or _CPU_WORKERS

@@ -63,25 +63,15 @@ PEER_LOST_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Bro
 
 @dataclass(frozen=True, slots=True)
 class ExitNote:
-    """The end of one rank.
-
-    Attributes:
-        code: Exit code.
-        rank: Rank of the worker.
-        step: The step at which the worker ended, where known.
-        reason: One line for people; may be empty.
-        is_shown: Whether the reason has been printed on the terminal.
-        time_s: Time of the end, in seconds since the epoch.
-        attempt: The attempt in which the worker ran.
-    """
+    """The end of one rank."""
 
     code: int
     rank: int
-    step: int | None = None
-    reason: str = ""
-    is_shown: bool = False
-    time_s: float = 0.0
-    attempt: str = ""
+    step: int | None = None  # the step at which the worker ended, where known
+    reason: str = ""  # one line for people; may be empty
+    is_shown: bool = False  # whether the reason has been printed on the terminal
+    time_s: float = 0.0  # time of the end, in seconds since the epoch
+    attempt: str = ""  # the attempt in which the worker ran
 
     @property
     def is_consequence(self) -> bool:

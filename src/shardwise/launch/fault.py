@@ -87,11 +87,7 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults that ``text`` names.
-
-    Raises:
-        ValueError: It names a point, a condition or an action that does not exist.
-    """
+    """The faults that ``text`` names."""
     faults = []
     for part in filter(None, text.split(";")):
         match = _FAULT.fullmatch(part.strip())

@@ -57,15 +57,10 @@ _ORDER = (GONE, STOPPED, SILENT, LOCKED, COMPUTING, ELSEWHERE, WAITING)
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A run that makes no progress.
+    """A run that makes no progress."""
 
-    Attributes:
-        beat: The record of the rank that the others wait for.
-        text: What has been found, in lines.
-    """
-
-    beat: Beat
-    text: str
+    beat: Beat  # the record of the rank that the others wait for
+    text: str  # what has been found, in lines
 
 
 class HangWatch:

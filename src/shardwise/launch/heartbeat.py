@@ -38,35 +38,21 @@ _LONGEST_COLLECTIVE = 300
 
 @dataclass(slots=True)
 class Beat:
-    """One record.
-
-    Attributes:
-        rank: Rank of the process.
-        pid: Its number.
-        host: Name of its machine.
-        step: The step that is being made; 0 before the first.
-        phase: What the main thread does: ``start``, ``step``, ``evaluation``, ``save``, ``load`` or ``end``.
-        moves: Counts what the main thread has finished inside the phase, such as microbatches.
-        limit_s: How long the main thread may take for the next move, phase or step; 0: for ever.
-        saved_step: The newest step of this run that is in a checkpoint; 0 for none.
-        collective: The collective that the main thread waits in, or the last one.
-        is_waiting: Whether the main thread, or the device, waits in that collective.
-        peak_rss_bytes: The most memory of the host that the process has held; 0 where that is not known.
-        time_s: Time of the record, in seconds since the epoch.
-    """
+    """One record."""
 
     rank: int
-    pid: int = field(default_factory=os.getpid)
-    host: str = field(default_factory=socket.gethostname)
-    step: int = 0
+    pid: int = field(default_factory=os.getpid)  # its number
+    host: str = field(default_factory=socket.gethostname)  # name of its machine
+    step: int = 0  # the step that is being made; 0 before the first
+    #: What the main thread does: ``start``, ``step``, ``evaluation``, ``save``, ``load`` or ``end``.
     phase: str = "start"
-    moves: int = 0
-    limit_s: float = 0.0
-    saved_step: int = 0
-    collective: str = ""
-    is_waiting: bool = False
-    peak_rss_bytes: int = 0
-    time_s: float = 0.0
+    moves: int = 0  # counts what the main thread has finished inside the phase, such as microbatches
+    limit_s: float = 0.0  # how long the main thread may take for the next move, phase or step; 0: for ever
+    saved_step: int = 0  # the newest step of this run that is in a checkpoint; 0 for none
+    collective: str = ""  # the collective that the main thread waits in, or the last one
+    is_waiting: bool = False  # whether the main thread, or the device, waits in that collective
+    peak_rss_bytes: int = 0  # the most memory of the host that the process has held; 0 where that is not known
+    time_s: float = 0.0  # time of the record, in seconds since the epoch
 
     @property
     def place(self) -> tuple[int, int, str, int]:

@@ -105,7 +105,6 @@ def read_world(environ: Mapping[str, str] | None = None) -> World:
     """The world that ``environ`` (by default this process's environment) describes.
 
     Raises:
-        ConfigError: A variable is missing or is not what it should be.
         MeshError: Variables contradict each other.
     """
     variables = _Variables(dict(os.environ if environ is None else environ))
@@ -292,11 +291,7 @@ def _slurm_local_size(variables: _Variables, size: int, num_nodes: int) -> int:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The hosts of a Slurm node list: ``"n[01-03,7],gpu-[1-2]-ib"`` gives n01, n02, n03, n7, gpu-1-ib, gpu-2-ib.
-
-    Raises:
-        ConfigError: Unbalanced brackets or a malformed range.
-    """
+    """The hosts of a Slurm node list: ``"n[01-03,7],gpu-[1-2]-ib"`` gives n01, n02, n03, n7, gpu-1-ib, gpu-2-ib."""
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", text):
         parts = re.split(r"\[([^\[\]]*)\]", item)
@@ -377,7 +372,6 @@ def init_process_group(
         timeout_s: How long a rank waits for its peers, here and in every collective.
 
     Raises:
-        CommError: The ranks did not find each other, or rank 0 cannot listen where it should.
         ConfigError: Other machines cannot reach this one by its name, and nothing says which network they share.
 
     Collective:
@@ -417,11 +411,7 @@ def init_process_group(
 
 
 def own_device(world: World) -> torch.device:
-    """The device of this rank, made the current one: a GPU of its own, or the CPU where there is none.
-
-    Raises:
-        MeshError: There are GPUs, but fewer than ranks.
-    """
+    """The device of this rank, made the current one: a GPU of its own, or the CPU where there is none."""
     import torch
 
     if not torch.cuda.is_available():

@@ -16,19 +16,12 @@ _numbers = itertools.count()
 
 
 class Event(NamedTuple):
-    """An event of a completion.
+    """An event of a completion."""
 
-    Attributes:
-        token: A new token.
-        finish: Why the completion is over: ``stop`` (``token`` ends a text), ``length``, or ``error``.
-        error: What went wrong.
-        score: Log-probabilities of the tokens, with the last event of a completion that is scored.
-    """
-
-    token: int | None = None
-    finish: str | None = None
-    error: str = ""
-    score: Score | None = None
+    token: int | None = None  # a new token
+    finish: str | None = None  # why the completion is over: ``stop`` (``token`` ends a text), ``length``, or ``error``
+    error: str = ""  # what went wrong
+    score: Score | None = None  # log-probabilities of the tokens, with the last event of a completion that is scored
 
 
 class Completion:
@@ -135,12 +128,7 @@ class Queue:
         return self._is_closed
 
     def add(self, completions: Sequence[Completion]) -> None:
-        """Put all of these completions into the queue, or none.
-
-        Raises:
-            QueueFullError: The completions do not fit.
-            QueueClosedError: The queue is closed.
-        """
+        """Put all of these completions into the queue, or none."""
         with self._changed:
             if self._is_closed:
                 raise QueueClosedError

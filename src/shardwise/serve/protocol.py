@@ -81,58 +81,34 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The served model.
+    """The served model."""
 
-    Attributes:
-        name: Of the model, for requests.
-        tokenizer: Its tokenizer.
-        vocab_size: Of the model.
-        positions: The most tokens of a row, where they are limited.
-        chat_template: Makes text of conversations; ``None``: the tokenizer's own, where it has one.
-        created: When the server began, in seconds since the epoch.
-        max_answers: The most answers of one request.
-    """
-
-    name: str
+    name: str  # of the model, for requests
     tokenizer: Tokenizer
-    vocab_size: int
-    positions: int | None
-    chat_template: str | None = None
-    created: int = 0
-    max_answers: int = 1
+    vocab_size: int  # of the model
+    positions: int | None  # the most tokens of a row, where they are limited
+    chat_template: str | None = None  # makes text of conversations; ``None``: the tokenizer's own, where it has one
+    created: int = 0  # when the server began, in seconds since the epoch
+    max_answers: int = 1  # the most answers of one request
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The parsed fields of a request.
+    """The parsed fields of a request."""
 
-    Attributes:
-        is_chat: The answer is a message.
-        prompts: Token ids of each prompt.
-        num_answers: Answers to each prompt.
-        max_new_tokens: The most new tokens of each prompt.
-        sampling: How tokens are chosen.
-        seed: Seed of the draws.
-        ends: Ids that end an answer.
-        stops: Strings at which an answer ends.
-        is_stream: The answer comes in pieces.
-        has_usage: The last piece counts tokens.
-        num_top: So many of the likeliest tokens are reported in each place, with log-probabilities; ``None``: none are.
-        echoes: The texts of the prompts, where answers begin with them.
-    """
-
-    is_chat: bool
-    prompts: list[list[int]]
-    num_answers: int
-    max_new_tokens: int
-    sampling: Sampling
-    seed: int
-    ends: tuple[int, ...]
-    stops: list[str]
-    is_stream: bool
-    has_usage: bool
+    is_chat: bool  # the answer is a message
+    prompts: list[list[int]]  # token ids of each prompt
+    num_answers: int  # answers to each prompt
+    max_new_tokens: int  # the most new tokens of each prompt
+    sampling: Sampling  # how tokens are chosen
+    seed: int  # seed of the draws
+    ends: tuple[int, ...]  # ids that end an answer
+    stops: list[str]  # strings at which an answer ends
+    is_stream: bool  # the answer comes in pieces
+    has_usage: bool  # the last piece counts tokens
+    #: So many of the likeliest tokens are reported in each place, with log-probabilities; ``None``: none are.
     num_top: int | None = None
-    echoes: list[str] | None = None
+    echoes: list[str] | None = None  # the texts of the prompts, where answers begin with them
 
     @property
     def has_echo(self) -> bool:
@@ -203,11 +179,7 @@ class _Chat(_Common):
 
 
 def read_completion(body: Any, served: Served) -> Asked:
-    """A request for completions.
-
-    Raises:
-        RequestError: It cannot be honoured.
-    """
+    """A request for completions."""
     asked = _checked(_Completion, body, served)
     prompts = _prompts(asked.prompt)
     _check_count(len(prompts), asked, served)
@@ -384,21 +356,13 @@ def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, 
 
 @dataclass(slots=True)
 class Choice:
-    """An answer to one prompt, or a piece of it.
+    """An answer to one prompt, or a piece of it."""
 
-    Attributes:
-        index: The number of the answer in the request.
-        text: New text.
-        finish: Why the answer is over: ``stop`` or ``length``; ``None`` while it is not.
-        is_first: The piece is the first one.
-        logprobs: What :func:`shown_score` makes.
-    """
-
-    index: int
-    text: str = ""
-    finish: str | None = None
-    is_first: bool = False
-    logprobs: dict[str, list[Any]] | None = None
+    index: int  # the number of the answer in the request
+    text: str = ""  # new text
+    finish: str | None = None  # why the answer is over: ``stop`` or ``length``; ``None`` while it is not
+    is_first: bool = False  # the piece is the first one
+    logprobs: dict[str, list[Any]] | None = None  # what :func:`shown_score` makes
 
 
 def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, has_echo: bool) -> dict[str, list[Any]]:

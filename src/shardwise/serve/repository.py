@@ -83,8 +83,6 @@ def write_repository(
 
     Raises:
         CheckpointError: A file is damaged.
-        ConfigError: The model does not continue texts, the name is not one of a file, or is in use.
-        StorageError: The disk refuses; nothing is left behind.
     """
     if not name or name in {".", ".."} or "/" in name or not name.isprintable():
         raise ConfigError(f"{printable(name)!r} is no name of a folder.\n  Name the model: --name NAME.")

@@ -119,7 +119,6 @@ class _Answer:
         """Give the request's prompt to the model.
 
         Raises:
-            RequestError: It cannot be honoured.
             QueueFullError: Too many wait.
             QueueClosedError: The model ends.
         """

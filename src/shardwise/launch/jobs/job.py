@@ -25,23 +25,14 @@ _LONGEST_NAME = 48
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """Storage that outlives machines and is shared by all of them.
+    """Storage that outlives machines and is shared by all of them."""
 
-    Attributes:
-        name: The cluster's name for it.
-        path: Where the machines find it.
-    """
-
-    name: str
-    path: str
+    name: str  # the cluster's name for it
+    path: str  # where the machines find it
 
     @classmethod
     def parse(cls, text: str) -> Volume:
-        """``NAME:/path``.
-
-        Raises:
-            ConfigError: It is not of that form.
-        """
+        """``NAME:/path``."""
         name, _, path = text.partition(":")
         if not name or not path.startswith("/") or path == "/":
             raise ConfigError(
@@ -52,30 +43,18 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run as a scheduler sees it.
-
-    Attributes:
-        name: Name of the run.
-        config: Path of its configuration, as it was given.
-        num_nodes: Machines.
-        ranks_per_node: Processes on each of them.
-        has_gpus: Whether each process has a GPU; otherwise it computes on CPUs.
-        max_restarts: How often all ranks are started again in the same job after one was lost.
-        grace_s: Seconds that the ranks have to save after they were asked to stop.
-        run_dir: The run's folder; ``None``: chosen by the writer of the job.
-        overrides: What ``--set`` gave.
-        content: The configuration with what it extends and the overrides, for jobs that carry it.
-    """
+    """A run as a scheduler sees it."""
 
     name: str
-    config: str
-    num_nodes: int
-    ranks_per_node: int
-    has_gpus: bool = True
-    max_restarts: int = 3
-    grace_s: int = GRACE_S
-    run_dir: str | None = None
-    overrides: tuple[str, ...] = ()
+    config: str  # path of its configuration, as it was given
+    num_nodes: int  # machines
+    ranks_per_node: int  # processes on each of them
+    has_gpus: bool = True  # whether each process has a GPU; otherwise it computes on CPUs
+    max_restarts: int = 3  # how often all ranks are started again in the same job after one was lost
+    grace_s: int = GRACE_S  # seconds that the ranks have to save after they were asked to stop
+    run_dir: str | None = None  # the run's folder; ``None``: chosen by the writer of the job
+    overrides: tuple[str, ...] = ()  # what ``--set`` gave
+    #: The configuration with what it extends and the overrides, for jobs that carry it.
     content: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -99,11 +78,7 @@ class Job:
         return f'{shlex.join(words)} --run-dir "$run_dir"'
 
     def folder_in(self, volume: Volume) -> str:
-        """The run's folder.
-
-        Raises:
-            ConfigError: It does not lie on the volume.
-        """
+        """The run's folder."""
         if self.run_dir is None:
             return f"{volume.path}/{self.name}"
         if not self.run_dir.startswith(f"{volume.path}/"):
@@ -132,9 +107,6 @@ def slurm(job: Job, *, folder: str, time: str, image: str | None = None, volume:
         time: Slurm's time limit of one stay in the cluster, such as ``24:00:00``.
         image: The container image of the ranks, for pyxis; shardwise is installed in it. ``None``: no container.
         volume: A folder of the nodes that the container has in addition to ``folder``.
-
-    Raises:
-        ConfigError: ``time`` is none of Slurm's, or too short; or the container would lose the run's folder.
     """
     saves_s = max(300, job.grace_s + 60)  # before the limit: a step, a save, and Slurm's minute of inaccuracy
     _check_time(time, saves_s)
@@ -158,9 +130,6 @@ def kubernetes(job: Job, *, image: str, volume: Volume) -> str:
         job: The run.
         image: The container image; shardwise is installed in it.
         volume: A persistent volume claim that many pods can write (ReadWriteMany), and where pods find it.
-
-    Raises:
-        ConfigError: The run's name cannot be made one of Kubernetes.
     """
     name = re.sub(r"[._]", "-", job.name.lower()).strip("-")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or len(name) > _LONGEST_NAME:
@@ -229,11 +198,7 @@ def _check_time(time: str, saves_s: int) -> None:
 
 
 def machines(num_ranks: int, most_on_one: int) -> tuple[int, int]:
-    """The number of machines, and of ranks on each.
-
-    Raises:
-        ConfigError: The ranks do not fill the machines.
-    """
+    """The number of machines, and of ranks on each."""
     if num_ranks < 1 or most_on_one < 1:
         raise ConfigError(
             f"--gpus {num_ranks}, --gpus-per-node {most_on_one}: expected numbers of at least 1.\n  Set --gpus 8."

@@ -61,16 +61,11 @@ class _Operation:
 
 @dataclass
 class Recording:
-    """Recorded operations.
+    """Recorded operations."""
 
-    Attributes:
-        operations: In their order.
-        blank: Identities of storages that had no values before the first operation.
-        overwritten: Tensors in which an operation has left nothing of what was there before, by storage.
-    """
-
-    operations: list[_Operation] = field(default_factory=list)
-    blank: set[int] = field(default_factory=set)
+    operations: list[_Operation] = field(default_factory=list)  # in their order
+    blank: set[int] = field(default_factory=set)  # identities of storages that had no values before the first operation
+    #: Tensors in which an operation has left nothing of what was there before, by storage.
     overwritten: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def materialize(self, tensors: Sequence[Tensor]) -> list[Tensor]:

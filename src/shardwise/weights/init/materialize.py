@@ -220,15 +220,10 @@ def _unfilled(path: str, module: nn.Module, name: str, init: Init | None) -> Sta
 
 @dataclass(frozen=True)
 class Missing:
-    """The tensors that stay without values until the caller loads them.
+    """The tensors that stay without values until the caller loads them."""
 
-    Attributes:
-        reason: Why they are not initialised.
-        names: All names of each of them.
-    """
-
-    reason: str
-    names: frozenset[frozenset[str]]
+    reason: str  # why they are not initialised
+    names: frozenset[frozenset[str]]  # all names of each of them
 
 
 class FromLater(Source):
@@ -243,11 +238,7 @@ class FromLater(Source):
         self._files = given if isinstance(given, Weights) and not isinstance(given, Mapping) else None
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse parameters without values, ``names``, that the files do not hold.
-
-        Raises:
-            StateError: One is missing.
-        """
+        """Refuse parameters without values, ``names``, that the files do not hold."""
         if self._files is None:
             return
         missing = [name for name in names if name not in self._files]

@@ -35,21 +35,14 @@ Pairs = list[tuple[Extent, Tensor]]
 
 @dataclass(frozen=True)
 class Holding:
-    """Ranges that one rank holds in one piece of memory: those of a unit's group, a buffer, a slice of a parameter.
+    """Ranges that one rank holds in one piece of memory: those of a unit's group, a buffer, a slice of a parameter."""
 
-    Attributes:
-        unit: Name of the messages in recorded collectives.
-        extents: The ranges.
-        fetch: Returns the memory, flat, and a view of it for each range.
-        store: Takes over the memory that ``fetch`` gave once it has been written.
-        copies: The ranks that hold the same; ``None`` where no other rank does. The first of them gets what is
-            scattered, and broadcasts it to the others.
-    """
-
-    unit: str
+    unit: str  # name of the messages in recorded collectives
     extents: tuple[Extent, ...]
-    fetch: Callable[[], tuple[Tensor, list[Tensor]]]
-    store: Callable[[Tensor], object]
+    fetch: Callable[[], tuple[Tensor, list[Tensor]]]  # returns the memory, flat, and a view of it for each range
+    store: Callable[[Tensor], object]  # takes over the memory that ``fetch`` gave once it has been written
+    #: The ranks that hold the same; ``None`` where no other rank does. The first of them gets what is scattered, and
+    #: broadcasts it to the others.
     copies: Comm | None = None
 
     @property
@@ -85,15 +78,11 @@ class Targets:
 
 @dataclass(frozen=True)
 class Report:
-    """The report of one rank in a survey.
+    """The report of one rank in a survey."""
 
-    Attributes:
-        holdings: The unit and the ranges of each holding; no ranges where the rank is not the first of its copies.
-        more: The caller's addition, as JSON holds it.
-    """
-
+    #: The unit and the ranges of each holding; no ranges where the rank is not the first of its copies.
     holdings: list[tuple[str, list[Extent]]]
-    more: Any
+    more: Any  # the caller's addition, as JSON holds it
 
     @property
     def extents(self) -> Iterator[Extent]:

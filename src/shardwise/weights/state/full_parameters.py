@@ -257,11 +257,7 @@ class _RefusesTraining(Observer):
         self._mode = mode
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Refuse a forward with grad, or on some ranks only.
-
-        Raises:
-            StateError: It is one.
-        """
+        """Refuse a forward with grad, or on some ranks only."""
         if torch.is_grad_enabled() or self._mode.is_on_root_only:
             raise StateError(
                 "a forward with grad, or on some ranks only, inside sw.full_parameters(): gradients could not be"
