@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -243,10 +244,7 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
                 "  Use the module that torch.jit.script() was given; sw.ParallelPlan(compile=True) compiles units."
             )
         if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
-            raise StateError(
-                f"parameter {name!r} is a {type(parameter.data).__name__} ({parameter.layout}); only plain, dense"
-                " tensors can be sharded.\n  Convert it before sw.parallelize()."
-            )
+            _refuse_kind(name, parameter)
         if not is_dense(parameter.shape, parameter.stride()):
             raise StateError(
                 f"parameter {name!r} has shape {list(parameter.shape)} with strides {list(parameter.stride())}: a view"
@@ -274,6 +272,16 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
                 f"parameter {name!r} is sharded already.\n"
                 "  Parallelize a model once; to change the plan, build it again."
             )
+
+
+def _refuse_kind(name: str, parameter: nn.Parameter) -> NoReturn:
+    advice = "Convert it before sw.parallelize()"
+    if hasattr(parameter.data, "fsdp_pre_all_gather"):
+        advice = "Leave torchao's enable_fsdp_float8_all_gather off: layers cast gathered weights themselves"
+    raise StateError(
+        f"parameter {name!r} is a {type(parameter.data).__name__} ({parameter.layout}); only plain, dense tensors can"
+        f" be sharded.\n  {advice}."
+    )
 
 
 def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
