@@ -96,6 +96,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations(Path(config.getoption("durations_file"))))
 
 
+def pytest_report_header() -> str:
+    return f"dear tests (tests/dear.py) of week {dear.week()}"
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     is_long = metafunc.config.getoption("every_case") and _place(metafunc.definition.path).startswith(ON_TRANSPORTS)
     if is_long or metafunc.definition.get_closest_marker("transports"):
@@ -149,9 +153,9 @@ def _mark_more_cases(items: list[pytest.Item]) -> None:
 
 
 def _mark_dear(items: list[pytest.Item]) -> None:
-    """Two of three tests that take seconds are long (``tests.dear``)."""
+    """Five of six tests that take seconds are long (``tests.dear``)."""
     names = {item.nodeid: item for item in items if not item.get_closest_marker("long")}
-    for name in dear.left_out(names):
+    for name in dear.left_out(names, dear.week()):
         names[name].add_marker(pytest.mark.long)
 
 
