@@ -109,7 +109,7 @@ def parallelize(
     names["buffers"] = [name for name, _ in model.named_buffers()]
     if source is not None:
         source.agree(comms.world, plan.sync)
-        fill_buffers(model, source, device)
+        fill_buffers(model, lambda buffer, name: source.buffer(buffer, name).to(device))
         whole, entries = prepared.left_alone, itertools.chain.from_iterable(owned.values())
         fill_parameters(source.alone, [entry for entry in entries if entry.parameter in whole], device)
     is_deferred = source is not None

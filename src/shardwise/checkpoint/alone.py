@@ -18,7 +18,7 @@ from shardwise.checkpoint.combine import Combined, described
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import encode, file_columns
 from shardwise.checkpoint.publish import remove_unfinished
-from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
+from shardwise.checkpoint.shard import Piece, in_files, layout, shard_name, write_shard
 from shardwise.checkpoint.storage import FOLDERS, temporary_of
 from shardwise.checkpoint.table import extent_problem
 from shardwise.spec.errors import CheckpointError, StorageError
@@ -40,13 +40,8 @@ def write_alone(
 ) -> None:
     """Write a checkpoint of whole tensors, or nothing.
 
-    Args:
-        directory: Must not exist.
-        tensors: Each covers a logical tensor.
-        read: Gives a tensor by its name, when it is about to be written; one is held at a time.
-        data: As for ``writer.write``.
-        step: The step after which this is the state.
-        max_file_bytes: A file holds no more, unless one tensor alone does. Ranks that load share the files.
+    ``directory`` must not exist. Each of ``tensors`` is a whole one; ``read`` gives it by its name when it is about to
+    be written, so that one is held at a time.
     """
     problems = [problem for extent in tensors if (problem := extent_problem(extent)) is not None]
     if folders.exists(directory):
@@ -54,7 +49,7 @@ def write_alone(
     if problems:
         raise CheckpointError("; ".join(problems[:10]) + ".\n  Nothing was written.")
     save_id = secrets.token_hex(8)
-    files = list(_in_files(tensors, max_file_bytes))
+    files = in_files(((held, held.numel * item_bytes(held.dtype)) for held in tensors), max_file_bytes)
     temporary = temporary_of(directory, save_id)
     try:
         packed = plain.pack(dict(data))
@@ -104,17 +99,3 @@ class _Content(Mapping[Piece, Tensor]):
 
     def __len__(self) -> int:
         return len(self._pieces)
-
-
-def _in_files(tensors: Sequence[Extent], most: float) -> Iterator[list[Extent]]:
-    """The tensors of each file, at least one file."""
-    held: list[Extent] = []
-    num_bytes = 0
-    for extent in tensors:
-        size = extent.numel * item_bytes(extent.dtype)
-        if held and num_bytes + size > most:
-            yield held
-            held, num_bytes = [], 0
-        held.append(extent)
-        num_bytes += size
-    yield held

@@ -131,17 +131,12 @@ class Image:
 
     The kernel frees it when the last process that holds it is gone, however it ends. It does not count towards the
     size of ``/dev/shm``.
-
-    Attributes:
-        file: Descriptor, which another process can be given.
-        capacity: Bytes that fit.
-        num_bytes: Bytes of the file that is in it.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.file = _anonymous()
-        self.capacity = -(-num_bytes // _GRANULE) * _GRANULE
-        self.num_bytes = 0
+        self.file = _anonymous()  # descriptor, which another process can be given
+        self.capacity = -(-num_bytes // _GRANULE) * _GRANULE  # bytes that fit
+        self.num_bytes = 0  # bytes of the file that is in it
         self._end = weakref.finalize(self, os.close, self.file)
         self._copied: torch.cuda.Event | None = None
         self._is_pinned = False

@@ -50,14 +50,10 @@ def _restored(text: str) -> bytes:
 
 
 class Combined:
-    """The ranges of all ranks, put together.
-
-    Attributes:
-        table: The table; valid where there are no problems.
-        problems: Tensors that ranks describe differently, elements that no rank holds or that are held twice.
-    """
+    """The ranges of all ranks, put together."""
 
     def __init__(self, reports: Iterable[tuple[int, Sequence[str]]]) -> None:
+        #: Tensors that ranks describe differently, elements that no rank holds or that are held twice.
         self.problems: list[str] = []
         self._tensors: dict[str, int] = {}
         self._first: list[tuple[int, Extent]] = []  # of each tensor: the first rank that has it, and what it has
@@ -82,7 +78,7 @@ class Combined:
             columns.append(np.stack([held, starts[is_held], stops[is_held], np.full(len(held), rank)]))
         every = np.concatenate(columns, axis=1) if columns else np.zeros((4, 0), np.int64)
         self._refuse_half_frozen(every)
-        self.table = self._make_table(every)
+        self.table = self._make_table(every)  # valid where there are no problems
 
     def slice_numbers(self) -> Iterable[list[int]]:
         """By rank, for each of its ranges the number of its slice in the table (-1: not cut, or no rank has any)."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.shard import in_files
 from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
@@ -158,15 +158,8 @@ class _Planner(DefaultSavePlanner):
         writer.set_up_storage_writer(is_coordinator=True)
         self.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
         (plan,), metadata = self.create_global_plan([writer.prepare_local_plan(self.create_local_plan())])
-        files: list[list[WriteItem]] = [[]]
-        num_bytes = 0.0
-        for item in plan.items:
-            held = self.state_dict[item.index.fqn]
-            size = held.nbytes if isinstance(held, Tensor) else 0
-            if files[-1] and num_bytes + size > max_file_bytes:
-                files.append([])
-                num_bytes = 0
-            files[-1].append(item)
-            num_bytes += size
+        values = ((item, self.state_dict[item.index.fqn]) for item in plan.items)
+        sizes = ((item, value.nbytes if isinstance(value, Tensor) else 0) for item, value in values)
+        files = in_files(sizes, max_file_bytes)
         plans = writer.prepare_global_plan([dataclasses.replace(plan, items=items) for items in files])
         writer.finish(metadata, [writer.write_data(part, self).wait() for part in plans])

@@ -30,13 +30,8 @@ class Stored(NamedTuple):
 class DcpFolder:
     """An opened folder.
 
-    Args:
-        path: The folder. Opening it executes code that its ``.metadata`` names.
-
     Attributes:
-        path: The folder.
         tensors: The tensors by their key: the path in the state dict, joined by dots.
-        paths: The path in the state dict that was saved, for each key.
 
     Raises:
         CheckpointError: There is no such folder, or it cannot be read.
@@ -59,6 +54,7 @@ class DcpFolder:
                 if isinstance(held, TensorStorageMetadata)
             }
         known = found.planner_data if isinstance(found.planner_data, dict) else {}
+        #: The path in the state dict that was saved, for each key.
         self.paths: dict[str, tuple[str | int, ...]] = {key: tuple(known.get(key, (key,))) for key in stored}
 
     def read_tensor(self, key: str) -> Tensor:

@@ -21,10 +21,8 @@ class RefusedError(Exception):
 def open_folder(path: str | os.PathLike[str], *, follow: bool = True, parent: int | None = None) -> Iterator[int]:
     """A descriptor of the folder at ``path``, closed at the end.
 
-    Args:
-        path: The folder. Symbolic links in it are the caller's own words and are followed,
-        follow: unless this is ``False``: then the last component must be a folder itself.
-        parent: Descriptor of the folder that ``path`` starts from, if not the current one.
+    Links in ``path``, which begins at ``parent`` or the current folder, are the caller's own words and are followed;
+    without ``follow`` the last component must be a folder itself.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     folder = os.open(path, flags, dir_fd=parent)
@@ -38,10 +36,7 @@ def open_folder(path: str | os.PathLike[str], *, follow: bool = True, parent: in
 def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> Iterator[tuple[int, os.stat_result]]:
     """Open the regular file ``name`` of ``folder``.
 
-    Args:
-        folder: Descriptor of the folder.
-        name: Plain name.
-        allows_links: The file may have several hard links: checkpoints share it.
+    With ``allows_links`` it may have several hard links: checkpoints share it.
 
     Yields:
         Its descriptor and its status.
@@ -142,10 +137,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 def remove_folder(parent: int, name: str, known: Callable[[str], bool]) -> None:
     """Remove the folder ``name`` of ``parent`` and the plain files in it.
 
-    Args:
-        parent: Descriptor of the folder that holds it.
-        name: Its plain name.
-        known: A callable that says of a file's name whether it belongs to a checkpoint.
+    ``known`` says of a file's name whether it belongs to a checkpoint.
 
     Raises:
         RefusedError: It is a link, or holds what is not part of a checkpoint. Nothing has been removed then.

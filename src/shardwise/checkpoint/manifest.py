@@ -44,7 +44,7 @@ class FileEntry(NamedTuple):
 
     name: str  # file name; follows from the save and the rank
     bytes: int
-    hash: str  # hash of the whole file (``checkpoint.digest``)
+    hash: str  # hash of the whole file (``StoredFile.hash``)
 
 
 class _FileColumns(Strict):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.digest import hash_file
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import FileEntry, Manifest, decode, read_manifest
 from shardwise.checkpoint.publish import remove_unfinished
@@ -96,7 +95,7 @@ def _copy_files(manifest: Manifest, files: Sequence[int], target: Path, raw: byt
         remove_unfinished(temporary_of(target, manifest.save_id))
 
     def write(entry: FileEntry, file: int) -> None:
-        found = hash_file(local_file(file), entry.bytes)
+        found = local_file(file).hash()
         if found != entry.hash:
             raise RefusedError(f"the content of {entry.name} has the hash {found}, expected {entry.hash}")
         if there.get(entry.name) != entry.bytes:

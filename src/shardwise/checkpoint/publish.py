@@ -24,10 +24,8 @@ from shardwise.spec.run_files import CHECKPOINTS
 def commit(directory: Path, manifest: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> None:
     """Write the manifest, when the files of all ranks are there, and commit the save.
 
-    Args:
-        directory: Where the checkpoint will be.
-        manifest: The fields of the manifest but for the files.
-        reports: Of each rank ``own`` and ``frozen``: the entries of its files; ``frozen`` of all or of none.
+    ``manifest`` has all fields but the files; ``reports`` have of each rank ``own`` and ``frozen``, the entries of its
+    files.
 
     Raises:
         OSError, CheckpointError, RefusedError, ValueError: It was not published.
@@ -48,13 +46,7 @@ def follow(
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """After a checkpoint was published and its files verified: point ``LATEST`` to it and remove older ones.
 
-    ``LATEST`` is for a run's ``checkpoints`` folder only.
-
-    Args:
-        directory: The checkpoint.
-        keep: As of :func:`store.retain`.
-        run_id: The run that saved it.
-        known_good: Checkpoints that were verified before.
+    ``LATEST`` is for a run's ``checkpoints`` folder only. ``known_good`` were verified before.
 
     Returns:
         The checkpoints that are kept and known to be good, and names of folders that were not removed, with reasons.

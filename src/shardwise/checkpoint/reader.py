@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor
 
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.digest import hash_file
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import FORMAT_VERSION, Manifest, decode, read_manifest
 from shardwise.checkpoint.shard import Piece, check_header, read_block
@@ -347,7 +346,7 @@ class Checkpoint:
                 return
             check_header(file, self.manifest.layout_of(rank))
             entry = self.manifest.all_files[rank]
-            found = hash_file(file, entry.bytes)
+            found = file.hash()
             if found != entry.hash:
                 raise RefusedError(
                     f"its content has the hash {found}, expected {entry.hash}; it holds {self._tensors_in(rank)}"

@@ -13,12 +13,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint import digest as digests
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.storage import StoredFile
@@ -116,9 +116,7 @@ def file_layout(
 ) -> tuple[bytes, list[int], int]:
     """The layout of a safetensors file.
 
-    Args:
-        metadata: Of the file.
-        entries: Name, short dtype and shape of each tensor, in the order of the file, widest elements first.
+    ``entries`` are name, short dtype and shape of each tensor in the order of the file, widest elements first.
 
     Returns:
         The first bytes of the file, the byte at which each tensor's content starts, and the size of the file.
@@ -138,6 +136,25 @@ def file_layout(
     return header, [len(header) + begin for begin in begins], len(header) + end
 
 
+T = TypeVar("T")
+
+
+def in_files(tensors: Iterable[tuple[T, int]], most: float) -> list[list[T]]:
+    """Tensors, given with their bytes, by file: a file holds at most ``most``, unless one tensor alone does.
+
+    There is at least one file.
+    """
+    files: list[list[T]] = [[]]
+    held = 0
+    for tensor, num_bytes in tensors:
+        if files[-1] and held + num_bytes > most:
+            files.append([])
+            held = 0
+        files[-1].append(tensor)
+        held += num_bytes
+    return files
+
+
 def write_shard(folder: int, name: str, plan: Layout, content: Mapping[Piece, Tensor], step: int | None = None) -> str:
     """Write one file and bring it to the disk, never holding more than ``CHUNK_BYTES`` beside the tensors.
 
@@ -147,7 +164,7 @@ def write_shard(folder: int, name: str, plan: Layout, content: Mapping[Piece, Te
     Raises:
         OSError: The disk refuses.
     """
-    digest = digests.start()
+    digest = xxhash.xxh3_128()
     file = folders.create(folder, name)
     try:
         for chunk in _chunks(plan, content):
@@ -163,7 +180,7 @@ def write_shard(folder: int, name: str, plan: Layout, content: Mapping[Piece, Te
 
 def hash_content(plan: Layout, content: Mapping[Piece, Tensor]) -> str:
     """The hash that the file will have."""
-    digest = digests.start()
+    digest = xxhash.xxh3_128()
     for chunk in _chunks(plan, content):
         digest.update(chunk)
     return digest.hexdigest()

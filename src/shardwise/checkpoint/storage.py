@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path, PosixPath
 from typing import Any
 
+import xxhash
+
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.launch import fault
@@ -35,6 +37,8 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs":
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/[^/])")
 #: Bytes that are fetched of an object at a time.
 _BLOCK_BYTES = 16 * 2**20
+#: Bytes of a file that are read and hashed at a time: few enough to stay in a core's cache between the two.
+_HASHED_BYTES = 2**20
 #: Environment variables whose values are never shown.
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
@@ -111,6 +115,16 @@ class StoredFile:
     num_bytes: int
     state: tuple[object, ...]  # differs where the file has changed since
     read_at: Callable[[memoryview, int], None]
+
+    def hash(self) -> str:
+        """The hash of the content: XXH3 of 128 bits, as fast as memory (ADR 23)."""
+        digest = xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(_HASHED_BYTES, self.num_bytes)))
+        for offset in range(0, self.num_bytes, _HASHED_BYTES):
+            part = buffer[: min(_HASHED_BYTES, self.num_bytes - offset)]
+            self.read_at(part, offset)
+            digest.update(part)
+        return digest.hexdigest()
 
 
 def temporary_of(directory: Path, save_id: str) -> Path:

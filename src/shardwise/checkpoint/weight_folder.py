@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shardwise.checkpoint.shard import CHUNK_BYTES, byte_view, file_layout
+from shardwise.checkpoint.shard import CHUNK_BYTES, byte_view, file_layout, in_files
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.precision import item_bytes
 
@@ -28,18 +28,15 @@ Entry = tuple[str, tuple[int, ...]]
 class WeightFolder:
     """The files of a model's weights, whose names, dtypes and shapes are known before the first value.
 
-    Args:
-        folder: Exists and holds no such files.
-        tensors: Dtype and shape of each tensor, by name; neighbours share a file.
-        max_shard_bytes: A file holds no more, unless one tensor alone does.
-        stem: Of the files' names.
+    Neighbours in ``tensors`` share a file, which holds at most ``max_shard_bytes`` unless one tensor alone does.
 
     Raises:
         OSError: The disk refuses.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Entry], max_shard_bytes: float, stem: str = "model") -> None:
-        shards = _shards(tensors, max_shard_bytes)
+        sizes = ((name, math.prod(shape) * item_bytes(dtype)) for name, (dtype, shape) in tensors.items())
+        shards = in_files(sizes, max_shard_bytes)
         count = len(shards)
         self._missing = dict(tensors)
         self._places: dict[str, tuple[int, int]] = {}
@@ -88,19 +85,6 @@ class WeightFolder:
         """Close the files as they are."""
         while self._files:
             os.close(self._files.pop())
-
-
-def _shards(tensors: Mapping[str, Entry], most: float) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, (dtype, shape) in tensors.items():
-        num_bytes = math.prod(shape) * item_bytes(dtype)
-        if shards[-1] and held + num_bytes > most:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += num_bytes
-    return shards
 
 
 def _write_at(file: int, content: memoryview, offset: int) -> None:

@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import digest as digests
+import xxhash
+
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.outcome import name_space, problem_of, report_name
 from shardwise.checkpoint.storage import local_file
@@ -74,7 +75,7 @@ def write_image(image: int, num_bytes: int, folder: int, name: str, step: int | 
     Raises:
         OSError: The disk refuses.
     """
-    digest = digests.start()
+    digest = xxhash.xxh3_128()
     with mmap.mmap(image, num_bytes, prot=mmap.PROT_READ) as content, memoryview(content) as view:
         file, is_direct = _create(folder, name)
         try:
@@ -153,8 +154,8 @@ def _read_again(folder: int, name: str, digest: str) -> None:
     Raises:
         RefusedError: It is not what was written.
     """
-    with folders.open_for_reading(folder, name) as (file, status):
-        found = digests.hash_file(local_file(file), status.st_size)
+    with folders.open_for_reading(folder, name) as (file, _):
+        found = local_file(file).hash()
     if found != digest:
         raise folders.RefusedError(f"{name} reads back with the hash {found}, was written with {digest}")
 

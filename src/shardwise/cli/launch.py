@@ -155,12 +155,8 @@ def num_ranks_of(raw: RawConfig, gpus: int | None) -> int:
 def _check(raw: RawConfig, num_nodes: int, ranks_per_node: int, *, reads_model: bool) -> None:
     """Check, before a job waits in a queue, what ``train`` would check on every rank.
 
-    Args:
-        raw: The configuration.
-        num_nodes: Machines.
-        ranks_per_node: Ranks on each.
-        reads_model: The model's folder and the data are here as they are for the job. Else they are in its image or on
-            its volume, and only the plan and the batch are checked.
+    Where ``reads_model`` is false the model and the data are in the job's image or on its volume, and only the plan and
+    the batch are checked.
     """
     from shardwise.train.config.resolve import batch_in, resolve
     from shardwise.train.start import rehearse

@@ -23,11 +23,7 @@ def rescaled(
 ) -> tuple[Cluster, list[str]]:
     """The cluster as one run or two show it, and what they moved, in sentences.
 
-    Args:
-        measured: The values of ``--measured``.
-        first: The plan that ran where a run says no other.
-        workload: What is planned for.
-        fixed: Fields that every plan has.
+    ``first`` is the plan that ran where a run says no other.
     """
     from shardwise.planner import rescale
 

@@ -29,10 +29,7 @@ def command(made: Estimate, path: str) -> str:
 def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:
     """The configuration of a plan.
 
-    Args:
-        made: The plan.
-        model: The section of the model.
-        base: A configuration that the plan was made for; what it says of data, schedule and so on stays.
+    What ``base`` says of data, schedule and so on stays.
     """
     workload = made.workload
     held: dict[str, Any] = {

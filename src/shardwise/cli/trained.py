@@ -38,15 +38,8 @@ def run_trained(
 ) -> None:
     """Find what ``path`` is, and do the ``work`` here or in processes of its own.
 
-    Args:
-        context: The verb's call, whose arguments the processes get.
-        path: A run, a checkpoint or a Hugging Face folder.
-        overrides: Of ``--set``.
-        nproc: The number of processes; ``None``: as many as ``tp`` and ``pp`` need.
-        is_averaged: The run's averaged weights are to be used.
-        check: Refuses what can be known to fail with a number of processes, before any of them starts.
-        work: What each rank does; returns its exit code.
-        **launching: Of :func:`shardwise.launch.elastic.launch`.
+    ``check`` refuses, before any process starts, what can be known to fail with so many; ``work`` is what each rank
+    does, and returns its exit code. ``launching`` goes to :func:`shardwise.launch.elastic.launch`.
 
     Raises:
         typer.Exit: At the end, with the exit code.

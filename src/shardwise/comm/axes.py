@@ -288,15 +288,12 @@ class _Opener:
     message on the device would be waited for without a limit, and nothing could wake the host. Where the group has no
     Gloo, the ranks open a group of Gloo beside it.
 
-    Attributes:
-        ranks: The ranks of the mesh, in the group's numbers.
-        own: This rank.
-
     Collective:
         Over a group without Gloo the first one for these ranks connects them: all of them must make one.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
+        #: The ranks of the mesh, in the group's numbers.
         self.ranks = tuple(ranks) if ranks is not None else tuple(range(group.size()))
         self._device = device
         self._group = group
@@ -403,14 +400,7 @@ def communicator(
 ) -> dist.ProcessGroup:
     """The process group of these ranks of ``parent`` for one purpose on one axis.
 
-    Args:
-        parent: The process group.
-        ranks: Ranks of ``parent``, this one among them.
-        axis: Axis of the mesh.
-        purpose: What the group is for, as ``gather``.
-        device: Device of this rank's tensors, whose time limit in ``parent`` holds here too.
-        backend: What moves the tensors.
-        margin_s: How much longer than that limit a collective may take: ``comm.stall`` comes first and says why.
+    Collectives may take ``margin_s`` longer than those of ``parent``: ``comm.stall`` comes first and says why.
 
     Collective:
         The first call for these ranks and this purpose connects them: all of them must call, in the same order. The

@@ -158,14 +158,10 @@ Cuts = Sequence[int] | None
 
 
 class Recorder:
-    """Makes an event of every exchange while somebody listens.
-
-    Attributes:
-        axis: What the exchanges go along.
-    """
+    """Makes an event of every exchange while somebody listens."""
 
     def __init__(self, axis: str) -> None:
-        self.axis = axis
+        self.axis = axis  # what the exchanges go along
         self._listeners: list[list[CollectiveEvent]] = []
 
     @contextlib.contextmanager
@@ -205,7 +201,6 @@ class Comm(Recorder, ABC):
         channel: Name in messages about this Comm, the same on all its ranks; by default ``axis``.
 
     Attributes:
-        axis, rank, size, device, channel: As given.
         is_in_order: A collective begins when all that were issued before it are done, as on a stream. A receive then
             holds up whatever is issued after it until its message has come. :meth:`exchange` is right on every
             transport.
@@ -346,10 +341,6 @@ class Comm(Recorder, ABC):
 
         This is the way to send to ranks that send too: on a transport that works in order, ranks that all receive first
         (or all send first) would wait for each other for ever.
-
-        Args:
-            sends: Buffers, for each the rank that it is for, and the unit.
-            receives: Buffers, for each the rank that sends it, and the unit.
 
         Returns:
             One handle for all.

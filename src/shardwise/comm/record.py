@@ -17,14 +17,8 @@ from shardwise.spec.errors import CommError
 class RecordComm(Comm):
     """Stands for rank ``rank`` of ``size`` on the axis, for dry runs and expected traces.
 
-    Slices to be received keep the content that they had; sums are this rank's contribution alone.
-
-    Args:
-        axis: Name of the mesh axis.
-        rank: Coordinate on it.
-        size: Ranks along it.
-        device: Of the buffers; ``meta`` for dry runs.
-        receives: Hold the buffers into which sums over Gloo receive, as ``GlooComm`` does.
+    Slices to be received keep the content that they had; sums are this rank's contribution alone. With ``receives`` it
+    holds the buffers into which sums over Gloo receive, as ``GlooComm`` does.
     """
 
     answers = False

@@ -104,9 +104,6 @@ class Ledger:
     """The work that one Comm has given to a device and that the device has not done yet.
 
     The host goes on while the device waits for a peer. The watch reads ledgers to find out that the device is stuck.
-
-    Attributes:
-        peers: As given.
     """
 
     def __init__(self, peers: Sequence[int], watch: StallWatch | None) -> None:
@@ -179,12 +176,7 @@ _FEWER_BATCHES = "Where it has fewer batches, use drop_last=True or sw.join(mode
 
 
 class StallWatch:
-    """Watches the waits of this process on one process group.
-
-    Attributes:
-        verdict: The disagreement or time-out, once one was found.
-        limit_s: How long a device may wait for its peers.
-    """
+    """Watches the waits of this process on one process group."""
 
     _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StallWatch]] = weakref.WeakKeyDictionary()
 
@@ -200,8 +192,8 @@ class StallWatch:
         self._elsewhere: tuple[int, str, float] | None = (
             None  # frame inside torch.distributed, name of the function, since when
         )
-        self.verdict: CommError | None = None
-        self.limit_s = math.inf
+        self.verdict: CommError | None = None  # the disagreement or time-out, once one was found
+        self.limit_s = math.inf  # how long a device may wait for its peers
         self._ledgers: list[weakref.ref[Ledger]] = []
         self._overdue: tuple[Issued, Sequence[int], float] | None = None  # a collective, its peers, overdue since
         self._is_told = False  # the main thread has raised the verdict

@@ -21,17 +21,12 @@ _NUM_BYTES = 256
 
 
 class Turns:
-    """The operations that this process has issued on one communicator.
-
-    Attributes:
-        num_comms: Comms that were opened on the communicator, in all: the same number on every rank.
-        num_issued: Collectives and messages, by channel.
-        stream: On which all of them run: torch has no more than 32 streams to give.
-    """
+    """The operations that this process has issued on one communicator."""
 
     def __init__(self) -> None:
-        self.num_comms = 0
-        self.num_issued: dict[str, int] = {}
+        self.num_comms = 0  # Comms that were opened on the communicator, in all: the same number on every rank
+        self.num_issued: dict[str, int] = {}  # collectives and messages, by channel
+        #: On which all of them run: torch has no more than 32 streams to give.
         self.stream: torch.cuda.Stream | None = None
         self._user: str | None = None  # that has issued last
         self._digest = 0  # of all collectives since there is a second Comm

@@ -34,18 +34,8 @@ class Settings(NamedTuple):
 class Chunk:
     """Some rows of a batch.
 
-    Args:
-        index: The number of the chunk.
-        numbers: The numbers of its rows in the batch, by which random numbers are drawn.
-        prompts: The prompts of its rows. A rank without rows computes one dummy prompt, so that it takes part in every
-            collective.
-        settings: How to continue the prompts.
-        device: Where the tokens are.
-
-    Attributes:
-        settings: As given.
-        new_BT: The tokens that go in next.
-        is_over: All its rows have ended, on every rank that computes in step with this one.
+    Random numbers are drawn by the rows' ``numbers`` in the batch. A rank without rows computes one dummy prompt, so
+    that it takes part in every collective.
     """
 
     keeps = True
@@ -64,8 +54,8 @@ class Chunk:
         self._longest = max(map(len, prompts))
         self.padding = [self._longest - len(prompt) for prompt in prompts]
         padded = [[0] * pad + list(prompt) for pad, prompt in zip(self.padding, prompts, strict=True)]
-        self.new_BT = torch.tensor(padded, device=device)
-        self.is_over = False
+        self.new_BT = torch.tensor(padded, device=device)  # the tokens that go in next
+        self.is_over = False  # all its rows have ended, on every rank that computes in step with this one
         self.settings = settings
         self._draws = RngStreams(settings.seed, numbers or [0])
 
@@ -92,11 +82,8 @@ class Chunk:
 class RowSplit:
     """The rows of a batch that each data-parallel rank generates, in chunks.
 
-    Args:
-        num_rows: Rows of each data-parallel rank's batch.
-        comm: The data-parallel ranks; ``None`` where there is one only.
-        is_divided: All ranks have one batch, and each generates some rows of it. Else each has rows of its own.
-        max_chunks: The most chunks. All ranks have equally many, of which some may be empty.
+    Where it ``is_divided`` all ranks have one batch, and each generates some rows of it; else each has rows of its own.
+    All ranks have equally many chunks, of which some may be empty.
     """
 
     def __init__(self, num_rows: Sequence[int], comm: Comm | None, *, is_divided: bool, max_chunks: int) -> None:

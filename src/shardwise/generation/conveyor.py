@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from shardwise.comm.base import Comm
@@ -27,15 +28,15 @@ Decide = Callable[[int, Mapping[int, int]], Order]
 #: What the first rank does with the scores of an order's rows.
 Report = Callable[[Sequence[Score]], object]
 
+_ORDER = TypeAdapter(Order)
+
 
 class Conveyor:
     """A model that continues rows which come and go.
 
-    Args:
-        model: Our GPT, or a causal language model of transformers; plain or parallelized, one copy over all ranks.
+    The model is our GPT, or a causal language model of transformers; plain or parallelized, one copy over all ranks.
 
     Attributes:
-        num_lanes: Lanes, which take turns: 0, 1, ..., 0, 1, ...
         vocab_size: Of the model.
         positions: The most tokens of a row, where they are limited.
 
@@ -54,14 +55,13 @@ class Conveyor:
         self._make_decoder, _, self.vocab_size, self.positions = decoder_of(model)
         self._make_decoder(1, (0,), None).check_joins()
         pipelined = pipelined_of(model)
+        #: Lanes, which take turns: 0, 1, ..., 0, 1, ...
         self.num_lanes = 1 if pipelined is None else len(pipelined.around()[2])
 
     def run(self, decide: Decide | None, report: Report | None = None) -> None:
         """Generate until the order is to end. The model is in eval mode meanwhile.
 
-        Args:
-            decide: What the lanes do, on rank 0; not called on other ranks.
-            report: Takes scores, on rank 0.
+        On rank 0 ``decide`` says what the lanes do, and ``report`` takes scores.
 
         Collective:
             A broadcast of small JSON for each turn of a lane, and what its forward takes; for rows that are scored what
@@ -107,5 +107,5 @@ def _ordered(decide: Decide | None, world: Comm | None, lane: int, tokens: Mappi
     is_first = world.rank == 0
     assert decide is not None or not is_first
     order = decide(lane, tokens) if decide is not None and is_first else None
-    told = broadcast_json(world, None if order is None else order.to_json())
-    return Order.from_json(told) if order is None else order
+    told = broadcast_json(world, None if order is None else _ORDER.dump_python(order, mode="json"))
+    return _ORDER.validate_python(told) if order is None else order

@@ -23,11 +23,9 @@ class Forward(Protocol):
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         """The model's output for new tokens of every row."""
-        ...
 
     def logits(self, output: Any) -> Tensor:
         """The logits after the last token, (B, V); without a cache those of the last positions, (B, K, V)."""
-        ...
 
 
 class Decoder(Forward, Protocol):
@@ -36,11 +34,8 @@ class Decoder(Forward, Protocol):
     def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
         """A decoder for some rows of several of this kind, in their order, with room for ``room`` more tokens.
 
-        Args:
-            parts: Decoders that have the same layers, and the rows that are taken from each.
-            room: The most tokens that the new decoder takes.
+        ``parts`` are decoders that have the same layers, and the rows that are taken from each.
         """
-        ...
 
     def check_joins(self) -> None:
         """Refuse models whose rows cannot be joined.
@@ -48,17 +43,14 @@ class Decoder(Forward, Protocol):
         Raises:
             StateError: The model keeps more of earlier tokens than keys and values.
         """
-        ...
 
     @property
     def is_padded(self) -> bool:
         """Whether a row has fewer tokens than another."""
-        ...
 
     @property
     def room(self) -> int:
         """Tokens of each row that still fit."""
-        ...
 
 
 #: Makes what calls the model: ``make(capacity, padding, layers)`` with the most columns, the columns of padding of each

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,18 +35,6 @@ class Entry:
     seed: int = 0  # seed of its draws
     stream: int = 0  # number of the stream of draws that the seed gives to this row
 
-    def to_json(self) -> list[Any]:
-        """All of it, for :meth:`from_json`."""
-        sampling = self.sampling
-        options = [sampling.temperature, sampling.top_k, sampling.top_p, self.seed, self.stream]
-        return [self.number, [*self.prompt], self.max_new_tokens, *options]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Entry:
-        """See :meth:`to_json`."""
-        number, prompt, max_new_tokens, temperature, top_k, top_p, seed, stream = value
-        return cls(number, prompt, max_new_tokens, Sampling(temperature, top_k, top_p), seed, stream)
-
 
 class Order(NamedTuple):
     """The next action of a lane: rows that leave it, then a forward of ``new`` rows, or of those under way."""
@@ -56,17 +44,6 @@ class Order(NamedTuple):
     is_last: bool = False  # nothing is under way in any lane, and the conveyor ends
     #: Rows whose tokens are scored before anything else, and how many of the likeliest tokens to report.
     scored: Sequence[tuple[Row, int]] = ()
-
-    def to_json(self) -> list[Any]:
-        """All of it, for :meth:`from_json`."""
-        return [[*self.gone], [entry.to_json() for entry in self.new], self.is_last, [*self.scored]]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Order:
-        """See :meth:`to_json`."""
-        gone, new, is_last, scored = value
-        rows = [(Row(*row), num_top) for row, num_top in scored]
-        return cls(gone, [Entry.from_json(entry) for entry in new], is_last, rows)
 
 
 class _Row:
@@ -91,20 +68,7 @@ class _Group(NamedTuple):
 
 
 class Lane:
-    """Rows that go through the model together.
-
-    Args:
-        index: The lane's number.
-        make_decoder: Makes decoders of the model.
-        runner: Computes forwards.
-        device: Where the tokens are.
-        positions: The most tokens of a row, where they are limited.
-
-    Attributes:
-        index: As given.
-        new_BT: The tokens that go in next.
-        is_under_way: A forward was ordered whose tokens have not been taken.
-    """
+    """Rows that go through the model together."""
 
     keeps = True
 
@@ -112,8 +76,8 @@ class Lane:
         self, index: int, make_decoder: MakeDecoder, runner: Runner, device: torch.device, positions: int | None
     ) -> None:
         self.index = index
-        self.new_BT = torch.zeros(0, 1, dtype=torch.int64, device=device)
-        self.is_under_way = False
+        self.new_BT = torch.zeros(0, 1, dtype=torch.int64, device=device)  # the tokens that go in next
+        self.is_under_way = False  # a forward was ordered whose tokens have not been taken
         self._make_decoder, self._runner, self._device, self._positions = make_decoder, runner, device, positions
         self._settled = _Group()
         self._fresh = _Group()  # whose prompts went through the model last

@@ -38,16 +38,13 @@ class Rows(Protocol):
     @property
     def make_decoder(self) -> MakeForward:
         """The function that makes decoders of the model."""
-        ...
 
     @property
     def is_padded(self) -> bool:
         """Whether a row has padding before its tokens."""
-        ...
 
     def choose(self, logits: Tensor, /) -> Tensor:
         """The next token of each row, (B,); called where the last stage is, with what the decoder gives as logits."""
-        ...
 
 
 class Runner(ABC):

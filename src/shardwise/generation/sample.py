@@ -64,9 +64,7 @@ class Sampling:
     def choose(self, logits_BV: Tensor, draws_B: Tensor | None = None) -> Tensor:
         """The next token of each row, (B,): of the vocabulary in any case, even where logits are not numbers.
 
-        Args:
-            logits_BV: Logits of each row's last position.
-            draws_B: For each row a number in [0, 1), float64; not needed at temperature 0.
+        ``draws_B`` has a number in [0, 1) for each row, float64; not needed at temperature 0.
         """
         if self.temperature == 0:
             return logits_BV.argmax(dim=-1)

@@ -121,11 +121,7 @@ def score(
 class Scorer:
     """Scores rows with a model.
 
-    Args:
-        model: The model, in eval mode while it computes.
-        engine: Its engine; ``None`` for a plain one.
-        batch_tokens: The most tokens of one forward.
-        num_top: How many of the likeliest tokens to report in each place.
+    The model is in eval mode while it computes; ``num_top`` of the likeliest tokens are reported in each place.
 
     Raises:
         ConfigError: A number makes no sense.
@@ -200,10 +196,7 @@ class Scorer:
     def compute(self, rows: Sequence[Row], batches: Sequence[Sequence[int]], num_batches: int = 0) -> Tensor:
         """Numbers of each token that is scored, in the order of the batches.
 
-        Args:
-            rows: All rows.
-            batches: The numbers of the rows of each batch on this rank.
-            num_batches: The batches that other ranks have: this one takes part in as many forwards.
+        Where other ranks have ``num_batches``, this one takes part in as many forwards.
 
         Returns:
             (N, W), float64, on the model's device: the log-probability, whether the token is the likeliest, then the

@@ -56,11 +56,8 @@ def find_cause(
 ) -> Cause:
     """Find the rank that failed first; the others are its victims.
 
-    Args:
-        notes: Exit notes of the workers.
-        failures: Exit code (negative: signal) and time of the workers that the agent saw fail.
-        stopped_by: The signal that asked this process to stop.
-        hang: The hang for which this process ended all workers.
+    ``failures`` are exit code (negative: signal) and time of the workers that the agent saw fail; ``stopped_by`` is the
+    signal that asked this process to stop.
     """
     if hang is not None:
         return Cause(TIMED_OUT, hang.beat.rank, hang.text, hang.beat.step)
@@ -121,12 +118,8 @@ def _stopped(number: int) -> str:
 def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool = False, out_of_memory: int = 0) -> str:
     """Describe an end: its cause, the process, the step; where to look; what is safe; what to do next.
 
-    Args:
-        cause: Why the attempt ended.
-        logs: The folder of logs and heartbeats.
-        next_words: What to do next; left out where it is empty.
-        with_tail: Show the end of the rank's log instead of naming the file, which will be removed.
-        out_of_memory: How many processes of this machine the kernel has killed meanwhile for want of memory.
+    ``with_tail`` shows the end of the rank's log instead of naming the file, which will be removed; ``out_of_memory``
+    counts the processes of this machine that the kernel has killed meanwhile for want of memory.
     """
     if cause.rank is None:
         lines = [f"shardwise: {cause.text}"]

@@ -128,10 +128,7 @@ def show_error(error: ShardwiseError) -> None:
 def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseError], object]) -> int:
     """Run one rank's part of a command.
 
-    Args:
-        work: This rank's part; returns the exit code.
-        world: This rank among the others.
-        show: Prints an error; called on rank 0 alone, as most errors are the same on all ranks.
+    ``show`` prints an error; it is called on rank 0 alone, as most errors are the same on all ranks.
 
     Returns:
         The exit code with which the process is to leave. For a ShardwiseError it is the error's, and the launcher finds

@@ -64,12 +64,11 @@ class Heart:
     """Writes the records of this process.
 
     Attributes:
-        beat: The newest record.
         directory: The folder of the records.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.beat = Beat(rank)
+        self.beat = Beat(rank)  # the newest record
         self._where: Callable[[], tuple[str, bool]] | None = None
         self._file = os.open(path_of(directory, rank), os.O_RDWR | os.O_CREAT, 0o644)
         self._stacks = stacks_of(directory, rank).open("a", encoding="utf-8")

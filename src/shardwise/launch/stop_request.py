@@ -44,17 +44,12 @@ class StopRequest:
     """Catches requests to stop while it is open. A second Ctrl-C ends the process at once.
 
     A second SIGTERM does not: torch elastic sends one to the ranks that are still saving when the first has left.
-
-    Attributes:
-        signal_number: The first signal that came, 0 for none.
-        came_at_s: When, on ``time.monotonic``.
-        safe: What is said at the second Ctrl-C.
     """
 
     def __init__(self) -> None:
-        self.signal_number = 0
-        self.came_at_s = 0.0
-        self.safe = ""
+        self.signal_number = 0  # the first signal that came, 0 for none
+        self.came_at_s = 0.0  # when, on ``time.monotonic``
+        self.safe = ""  # what is said at the second Ctrl-C
         self._kept: dict[int, Any] = {}
 
     def __enter__(self) -> Self:

@@ -27,17 +27,13 @@ class Supervisor:
 
     The first signal is passed to every worker as soon as the worker can take it. A second one ends all workers at once,
     as the end of the time does that they have after the first.
-
-    Attributes:
-        stopped_by: The first signal that came; ``None`` for none.
-        is_ended: Whether this object has ended the workers for a second signal or a hang, or because time was over.
-        hang: The hang for which the workers were ended.
     """
 
     def __init__(self, logs: Path, num_ranks: int, grace_s: float, stop_words: str) -> None:
-        self.stopped_by: int | None = None
+        self.stopped_by: int | None = None  # the first signal that came; ``None`` for none
+        #: Whether this object has ended the workers for a second signal or a hang, or because time was over.
         self.is_ended = False
-        self.hang: Hang | None = None
+        self.hang: Hang | None = None  # the hang for which the workers were ended
         self._logs, self._num_ranks, self._grace_s, self._stop_words = logs, num_ranks, grace_s, stop_words
         self._stopped_at_s = 0.0
         self._told: set[int] = set()

@@ -38,10 +38,8 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     """End this process with SIGKILL as soon as its parent is gone.
 
     Call it as the first thing in a worker. A training worker that outlives its launcher keeps a device, and writes
-    checkpoints beside those of the run that replaces it.
-
-    Args:
-        parent_pid: The parent, where it may have died before this call; by default the process that is the parent now.
+    checkpoints beside those of the run that replaces it. With ``parent_pid`` also where the parent has died before this
+    call.
     """
     parent = parent_pid if parent_pid is not None else os.getppid()
     if not _ask_the_kernel():

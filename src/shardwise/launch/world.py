@@ -438,10 +438,6 @@ def own_device(world: World) -> torch.device:
 def join(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
     """Take this rank's device and join the default process group, which :func:`shutdown` leaves.
 
-    Args:
-        world: What :func:`read_world` returned.
-        timeout_s: How long a rank waits for its peers, here and in every collective.
-
     Returns:
         The device of this rank.
 

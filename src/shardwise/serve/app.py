@@ -55,13 +55,8 @@ def make_app(
 ) -> Starlette:
     """The application.
 
-    Args:
-        served: What is served.
-        queue: Where completions are put.
-        num_running: How many completions are under way.
-        hosts: Values of the header ``Host`` that are answered: a page of a browser that reaches a loopback address by a
-            name of its own is not.
-        api_key: What clients must show, where anything.
+    Only requests whose header ``Host`` is one of ``hosts`` are answered: a page of a browser that reaches a loopback
+    address by a name of its own is not.
     """
     readers = asyncio.Semaphore(_READERS)
 

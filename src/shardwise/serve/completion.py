@@ -27,24 +27,12 @@ class Event(NamedTuple):
 class Completion:
     """The continuation of one prompt, from the queue to its last token.
 
-    Args:
-        prompt: Token ids.
-        max_new_tokens: The most new tokens.
-        sampling: How the new tokens are chosen.
-        seed: Seed of the draws.
-        index: Number of the completion among those of its request: each has draws of its own.
-        ends: Ids that end the text.
-        scored_from: The first token, of the prompt or new, whose log-probability is wanted; ``None``: none is.
-        num_top: How many of the likeliest tokens are wanted in each place.
-        on_event: Called with every event, in the model's thread. It must return at once.
+    ``index`` is its number among those of its request: each has draws of its own. ``scored_from`` is the first token,
+    of the prompt or new, whose log-probability is wanted, if any is. ``on_event`` is called with every event, in the
+    model's thread, and must return at once.
 
     Attributes:
-        entry: The row that the model continues.
-        ends: As given.
         is_scored: Log-probabilities are wanted.
-        num_top: As given.
-        is_cancelled: The client has left, or needs no more tokens. Any thread may set it.
-        num_new: New tokens so far.
     """
 
     def __init__(
@@ -60,10 +48,11 @@ class Completion:
         num_top: int = 0,
         on_event: Callable[[Event], None],
     ) -> None:
+        #: The row that the model continues.
         self.entry = Entry(next(_numbers), prompt, max_new_tokens, sampling, seed, index)
         self.ends = ends
-        self.is_cancelled = False
-        self.num_new = 0
+        self.is_cancelled = False  # the client has left, or needs no more tokens. Any thread may set it.
+        self.num_new = 0  # new tokens so far
         self.is_scored, self.num_top = scored_from is not None, num_top
         self._on_event = on_event
         self._ids, self._scored_from = [*prompt], scored_from or 0
@@ -106,11 +95,7 @@ class QueueClosedError(Exception):
 
 
 class Queue:
-    """Completions that wait for the model.
-
-    Args:
-        most: The most completions that may wait.
-    """
+    """Completions that wait for the model."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -141,10 +126,7 @@ class Queue:
     def take(self, most: int, max_tokens: float) -> list[Completion]:
         """The next completions, in the order in which they came.
 
-        Args:
-            most: The most completions.
-            max_tokens: The most tokens of their prompts, each padded to the longest. One completion is taken in any
-                case.
+        Their prompts, each padded to the longest, have at most ``max_tokens``; one completion is taken in any case.
         """
         with self._changed:
             self._drop_cancelled()

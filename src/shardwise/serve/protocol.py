@@ -60,7 +60,6 @@ class RequestError(Exception):
 
     Attributes:
         status: Of the answer.
-        body: The answer.
         retry_after_s: When to try again, where that can help.
     """
 
@@ -76,7 +75,7 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.retry_after_s = status, retry_after_s
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}  # the answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,17 +66,7 @@ def write_repository(
 ) -> Path:
     """Write a model into a repository.
 
-    Args:
-        trained: A run or a checkpoint, whose weights are written into the repository; or a Hugging Face folder, which
-            the repository names.
-        folder: The repository, which may have other models.
-        name: Of the model in it.
-        backend: Which backend of Triton runs the model.
-        dtype: Of a run's weights in the files; by default the masters'.
-        is_averaged: Write a run's averaged weights.
-        max_shard_bytes: Files of weights hold no more.
-        max_rows: The most prompts that the Python backend continues at a time.
-        max_waiting: The most prompts that wait there.
+    The weights of a run or checkpoint are written into the repository; a Hugging Face folder is named there.
 
     Returns:
         The model's folder.

@@ -19,11 +19,7 @@ _PROMPT_TOKENS = 4096
 class Scheduler:
     """Decides on the first rank, between two steps.
 
-    Args:
-        queue: Completions that wait.
-        num_lanes: Lanes of the model.
-        max_rows: The most completions in all lanes.
-        time_left_s: How long completions may go on; ``None`` while nobody has asked the server to end.
+    ``time_left_s`` gives how long completions may go on; ``None`` while nobody has asked the server to end.
     """
 
     def __init__(

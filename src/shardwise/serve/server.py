@@ -87,20 +87,8 @@ def serve(
 ) -> None:
     """Answer requests until ``stop`` is asked for: on the first rank. Other ranks call :meth:`Conveyor.run`.
 
-    Args:
-        model: What continues text.
-        tokenizer: Its tokenizer.
-        held: Where to listen.
-        stop: A request to end: no more requests are taken, and those under way have ``grace_s``.
-        name: Of the model, for requests.
-        host: As the user has named it.
-        max_rows: The most prompts that are continued at a time.
-        max_waiting: The most prompts that wait.
-        max_length: The most positions of a prompt and its answer; ``None``: as many as the model has.
-        grace_s: See ``stop``.
-        chat_template: Makes text of conversations; ``None``: the tokenizer's own.
-        api_key: What clients must show, where anything.
-        say: Told the address when the server is ready.
+    After ``stop`` no more requests are taken, and those under way have ``grace_s``. ``say`` is told the address when
+    the server is ready.
 
     Collective:
         Those of :meth:`Conveyor.run`.

@@ -18,17 +18,11 @@ _MOST_INCOMPLETE = 16
 class Text:
     """The text of an answer.
 
-    Args:
-        tokenizer: Decodes tokens.
-        prompt: Token ids that come before the answer.
-        stops: Strings at which the answer ends; they are left out.
-
-    Attributes:
-        is_stopped: A stop string has come.
+    It begins after ``prompt`` and ends at any of ``stops``, which are left out.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self.is_stopped = False
+        self.is_stopped = False  # a stop string has come
         self._tokenizer, self._stops = tokenizer, stops
         self._held = max((len(stop) for stop in stops), default=1) - 1  # characters that a stop string may begin with
         self._ids = list(prompt[-_CONTEXT:])

@@ -31,9 +31,6 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model; returns when it is ready.
 
-        Args:
-            args: Of Triton: the configuration as JSON, and where the repository is.
-
         Raises:
             ShardwiseError: The model cannot be loaded.
         """

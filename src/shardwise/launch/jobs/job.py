@@ -101,12 +101,8 @@ class Job:
 def slurm(job: Job, *, folder: str, time: str, image: str | None = None, volume: Volume | None = None) -> str:
     """A batch script for ``sbatch``.
 
-    Args:
-        job: The run.
-        folder: Where it runs, on a disk that all nodes share; relative paths begin there.
-        time: Slurm's time limit of one stay in the cluster, such as ``24:00:00``.
-        image: The container image of the ranks, for pyxis; shardwise is installed in it. ``None``: no container.
-        volume: A folder of the nodes that the container has in addition to ``folder``.
+    It runs in ``folder``, on a disk that all nodes share. With ``image`` the ranks run in a container (pyxis), which
+    has ``volume`` in addition to ``folder``.
     """
     saves_s = max(300, job.grace_s + 60)  # before the limit: a step, a save, and Slurm's minute of inaccuracy
     _check_time(time, saves_s)
@@ -126,10 +122,7 @@ def slurm(job: Job, *, folder: str, time: str, image: str | None = None, volume:
 def kubernetes(job: Job, *, image: str, volume: Volume) -> str:
     """A manifest for ``kubectl apply``.
 
-    Args:
-        job: The run.
-        image: The container image; shardwise is installed in it.
-        volume: A persistent volume claim that many pods can write (ReadWriteMany), and where pods find it.
+    ``volume`` is a persistent volume claim that many pods can write (ReadWriteMany).
     """
     name = re.sub(r"[._]", "-", job.name.lower()).strip("-")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or len(name) > _LONGEST_NAME:
@@ -141,14 +134,7 @@ def kubernetes(job: Job, *, image: str, volume: Volume) -> str:
 
 
 def skypilot(job: Job, *, gpu: str | None, image: str, volume: Volume) -> str:
-    """A task for ``sky jobs launch``.
-
-    Args:
-        job: The run.
-        gpu: SkyPilot's name of the GPU, such as ``H100``; ``None`` for CPUs.
-        image: The container image; shardwise is installed in it.
-        volume: A volume of SkyPilot, and where the nodes find it.
-    """
+    """A task for ``sky jobs launch``."""
     return _written("skypilot.yaml", job, gpu=gpu, image=image, volume=volume, begin=_begin(job, volume))
 
 

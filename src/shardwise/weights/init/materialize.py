@@ -62,11 +62,7 @@ Given = Init | Mapping[str, Tensor] | Weights
 
 
 class Source:
-    """The source of meta tensors' values: what was recorded of them. Values are made on the CPU.
-
-    Args:
-        recording: ``None`` where nothing is computed.
-    """
+    """The source of meta tensors' values: what was recorded of them. Values are made on the CPU."""
 
     def __init__(self, recording: Recording | None) -> None:
         self._recording = recording
@@ -142,7 +138,7 @@ def fill_parameters(
     """
     empty = [entry for entry in entries if entry.parameter.is_meta]
     for entry, value in zip(empty, make(empty) if empty else (), strict=True):
-        _become(entry.parameter, _without_memory(value, device) if value.is_meta else value.to(device))
+        become(entry.parameter, _without_memory(value, device) if value.is_meta else value.to(device))
 
 
 def _without_memory(like: Tensor, device: torch.device) -> Tensor:
@@ -151,21 +147,22 @@ def _without_memory(like: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
-def _become(held: nn.Parameter, value: Tensor) -> None:
+def become(held: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter a value. The object stays: an optimizer built before holds it."""
     real = nn.Parameter(value, requires_grad=held.requires_grad)
     real.__dict__.update(held.__dict__)
     torch.utils.swap_tensors(held, real)
 
 
-def fill_buffers(model: nn.Module, source: Source, device: torch.device) -> None:
-    """Give every meta buffer its value."""
+def fill_buffers(model: nn.Module, make: Callable[[Tensor, str], Tensor]) -> None:
+    """Put what ``make`` makes of a meta buffer and its name in the place of each."""
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the meta tensor, so that its id stays its own
     for path, module in model.named_modules():
         for name, buffer in torch_private.buffers_of(module).items():
             if buffer is None or not buffer.is_meta:
                 continue
             if id(buffer) not in made:
-                made[id(buffer)] = buffer, source.buffer(buffer, _join(path, name)).to(device)
+                made[id(buffer)] = buffer, make(buffer, _join(path, name))
             torch_private.buffers_of(module)[name] = made[id(buffer)][1]
 
 

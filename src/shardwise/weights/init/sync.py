@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, check_same, digest_text
 from shardwise.comm.digest import Digester
@@ -17,6 +15,7 @@ from shardwise.comm.dtype import memory_order
 from shardwise.launch.program import program
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.spec.layout import is_dense
+from shardwise.weights.init.materialize import become, fill_buffers
 
 
 def synchronise(
@@ -164,27 +163,13 @@ def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> d
     is_bad = comm.rank == 0 and any(tensor.is_meta for tensor in tensors.values())
     if any(agree(comm, int(is_bad))):
         raise StateError("sync='rank0' needs real weights on rank 0, but some are on the meta device there.")
-    made: dict[str, Tensor] = {}
-    seen: dict[int, Tensor] = {}
-    for owner in module.modules():
-        tables: tuple[dict[str, Any], ...] = (torch_private.parameters_of(owner), torch_private.buffers_of(owner))
-        for held in tables:
-            for key, tensor in held.items():
-                if tensor is None or not tensor.is_meta:
-                    continue
-                if id(tensor) not in seen:
-                    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=comm.device)
-                    # The Parameter object stays: an optimizer built before holds it.
-                    if isinstance(tensor, nn.Parameter):
-                        replacement = nn.Parameter(real, requires_grad=tensor.requires_grad)
-                        torch.utils.swap_tensors(tensor, replacement)
-                        seen[id(tensor)] = tensor
-                    else:
-                        seen[id(tensor)] = real
-                        held[key] = real
-                else:
-                    held[key] = seen[id(tensor)]
-    for name in tensors:
-        path, _, key = name.rpartition(".")
-        made[name] = getattr(module.get_submodule(path), key)
-    return made
+
+    def like(tensor: Tensor, _name: str = "") -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=comm.device)
+
+    for parameter in module.parameters():
+        if parameter.is_meta:
+            become(parameter, like(parameter))
+    fill_buffers(module, like)
+    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: held[name] for name in tensors}

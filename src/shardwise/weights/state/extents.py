@@ -52,14 +52,10 @@ class Holding:
 
 
 class Targets:
-    """The memory of holdings, to be filled from any source.
-
-    Attributes:
-        extents: Every range with its part of the memory.
-    """
+    """The memory of holdings, to be filled from any source."""
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
-        self.extents: Pairs = []
+        self.extents: Pairs = []  # every range with its part of the memory
         self._fetched: list[tuple[Holding, Tensor]] = []
         for holding in holdings:
             flat, views = holding.fetch()

@@ -279,16 +279,11 @@ def _refuse_training(engines: Sequence[Engine], mode: Whole) -> Iterator[None]:
 
 
 class _Shown:
-    """One group, shown whole from its construction until :meth:`close`; nothing is shown where ``whole`` is ``None``.
-
-    Attributes:
-        group: The group.
-        views: The whole parameters, by name.
-    """
+    """One group, shown whole until :meth:`close`; nothing is shown where ``whole`` is ``None``."""
 
     def __init__(self, group: Group, whole: Tensor | None, mode: Whole, *, offload_to_cpu: bool) -> None:
         self.group = group
-        self.views: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor] = {}  # the whole parameters, by name
         self._grads: list[Tensor | None] = []
         self._saved: Tensor | None = None
         unit = group.unit

@@ -296,19 +296,14 @@ def _room_for(extent: Extent, held: _Held) -> Tensor | None:
 
 
 class OptimizerState:
-    """Fresh state of one optimizer as a checkpoint names it: filled first, installed when everything has been read.
-
-    Attributes:
-        extents: This rank's ranges of the stored tensors, as targets to load into.
-        problems: Stored state that this rank cannot take.
-    """
+    """Fresh state of one optimizer as a checkpoint names it: filled first, installed when everything has been read."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, ignored: Names, stored: Mapping[str, Extent]
     ) -> None:
         engine = engine_of(model, "sw.load")
-        self.extents: Pairs = []
-        self.problems: list[str] = []
+        self.extents: Pairs = []  # this rank's ranges of the stored tensors, as targets to load into
+        self.problems: list[str] = []  # stored state that this rank cannot take
         self._optimizer = optimizer
         self._names: dict[nn.Parameter, str] = {}
         self._fresh: dict[str, dict[str, Any]] = {}
@@ -374,11 +369,8 @@ class OptimizerState:
     def take(self, scalars: Mapping[str, Mapping[str, float]], given: Mapping[int, Mapping[str, Any]]) -> list[str]:
         """Take the numbers in each parameter's state, and see whether the optimizer can continue with them.
 
-        Torch's optimizers, and ours, show what they need: a copy makes a step of one element.
-
-        Args:
-            scalars: The numbers by key, by the parameter's name.
-            given: The settings that each group will get, by its ``id``.
+        Torch's optimizers, and ours, show what they need: a copy makes a step of one element. ``scalars`` are by
+        parameter name and key, ``given`` are the settings that each group will get, by its ``id``.
 
         Returns:
             What cannot be right.
