@@ -14,14 +14,7 @@ from torch import Tensor
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.launch.exit_codes import refusal_of
-from shardwise.spec.errors import (
-    CheckpointError,
-    ConfigError,
-    NonFiniteError,
-    ShardwiseError,
-    StateError,
-    StorageError,
-)
+from shardwise.spec.errors import CheckpointError, ConfigError, NonFiniteError, ShardwiseError, StateError, StorageError
 from shardwise.spec.text import printable
 from shardwise.train.data.token_files import DataError
 from shardwise.train.differences import differences
@@ -45,12 +38,7 @@ _KINDS: dict[str, type[ShardwiseError]] = {
 
 
 class Control:
-    """The ranks' channel beside training; in a world of one every call returns this rank's own values.
-
-    Attributes:
-        rank: This rank.
-        size: Number of ranks.
-    """
+    """The ranks' channel beside training; in a world of one every call returns this rank's own values."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -62,14 +50,7 @@ class Control:
         return self.rank == 0
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0 and give its result, or its error, to every rank.
-
-        Args:
-            action: Returns something that JSON holds.
-
-        Raises:
-            ShardwiseError: What ``action`` raised, on every rank with the same text; a StorageError for what the
-                operating system refused.
+        """Run ``action`` on rank 0 and give its result (JSON), or its ShardwiseError or OSError, to every rank.
 
         Collective:
             One all-gather of small JSON.
@@ -97,11 +78,7 @@ class Control:
         return list(all_gather_json(self.comm, value))
 
     def rows(self, values: list[float], tensors: Sequence[Tensor | float | None] = ()) -> list[list[float]]:
-        """Every rank's ``values`` and then the values of its ``tensors`` (as many on each), in rank order.
-
-        Args:
-            values: Numbers.
-            tensors: Scalars, which may be on the device still, or numbers; ``None`` is sent as 0.
+        """Every rank's ``values``, then its scalar ``tensors`` (``None`` is sent as 0), in rank order; as many on each.
 
         Collective:
             One all-gather of 8 bytes per value and rank. The host waits for the device.
@@ -118,11 +95,7 @@ class Control:
         return table.tolist()
 
     def check_same(self, value: Mapping[str, Any], what: str) -> None:
-        """Refuse to start where ranks were given different things.
-
-        Collective:
-            One all-gather of JSON.
-        """
+        """Refuse to start where ranks were given different things. One all-gather of JSON."""
         everyones = self.all_json(value)
         odd = next((rank for rank, other in enumerate(everyones) if other != everyones[0]), None)
         if odd is None:

@@ -24,10 +24,9 @@ MICROBATCHES_AT_ONCE = 16
 
 
 def held_out_samples(part: Samples, batch: Batch, num_batches: int) -> int:
-    """The number of held-out samples of an evaluation.
+    """The number of held-out samples of an evaluation; the same in every world with this global batch.
 
-    ``num_batches`` global batches, or all there are where that is less, cut to a multiple of what all ranks forward at
-    once. So the number does not depend on the world as long as the global batch does not.
+    ``num_batches`` global batches, or all there are where that is less, in multiples of what all ranks forward at once.
     """
     at_once = batch.micro * batch.data_parallel_size
     return min(part.num_samples // at_once * at_once, num_batches * batch.total)

@@ -43,17 +43,11 @@ def export_trained(
 
     Args:
         trained: A run or a checkpoint.
-        path: A folder that does not exist yet, or is empty.
+        path: A folder that does not exist yet, or is empty. Where the disk refuses, nothing is left behind.
         dtype: Of floating-point weights in the files; by default the masters'.
         is_averaged: Write averaged weights where the checkpoint has them.
         max_shard_bytes: Files hold no more, unless one tensor alone does.
         merges_adapter: Write the whole model of a run that trained an adapter, and not the adapter by itself.
-
-    Raises:
-        CheckpointError: A file is damaged, or the checkpoint is of another model.
-        ConfigError: ``trained`` is a Hugging Face folder already, transformers has no such model, or ``path`` is in
-            use.
-        StorageError: The disk refuses; nothing is left behind.
     """
     if trained.checkpoint is None:
         raise ConfigError(

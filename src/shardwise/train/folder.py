@@ -86,11 +86,11 @@ def choose(
     base: Path = Path("runs"),
     upload_to: str | None = None,
 ) -> Path:
-    """The folder of a run. Nothing is created.
+    """The folder of a run; nothing is created.
 
     Args:
-        name: Name of the run, which names the folder where none is given.
-        given: The folder that ``--run-dir`` names, or ``None``.
+        name: Name of the run, which names the folder in ``base`` where none is given.
+        given: The folder that ``--run-dir`` names.
         is_resuming: Whether a run is continued; otherwise a new one begins.
         wanted: The checkpoint to continue from, for messages.
         base: The folder that holds the runs' folders.
@@ -156,12 +156,7 @@ def create(directory: Path) -> None:
 
 
 def read_small(directory: Path, name: str) -> str:
-    """The text of a small file of a run's folder, without blanks around it; at most its first 256 bytes.
-
-    Raises:
-        OSError: It cannot be read.
-        RefusedError: It is no plain file with one link.
-    """
+    """The first 256 bytes of a small file, stripped; a RefusedError where it is no plain file with one link."""
     with open_folder(directory) as folder, open_for_reading(folder, name) as (file, status):
         raw = bytearray(min(status.st_size, _LONGEST_SMALL))
         read_at(file, memoryview(raw), 0)

@@ -34,12 +34,7 @@ class RunLockedError(ShardwiseError):
 
 
 class RunLock:
-    """The lock of one run directory, held from :meth:`acquire` to :meth:`release`.
-
-    Args:
-        directory: The run's folder.
-        takes_over: Take the lock of a holder on another machine that gives no sign of life.
-    """
+    """The lock of one run directory; ``takes_over`` takes that of a silent holder on another machine."""
 
     def __init__(self, directory: Path, *, takes_over: bool = False) -> None:
         self.path = directory / LOCK_NAME
@@ -50,18 +45,7 @@ class RunLock:
         self._thread = threading.Thread()
 
     def acquire(self, *, wait_s: float = 0.0) -> str | None:
-        """Take the lock.
-
-        Args:
-            wait_s: How long to wait for another holder to end.
-
-        Returns:
-            What to tell the user, if anything: whose lock was taken over.
-
-        Raises:
-            RunLockedError: Another run holds it.
-            StorageError: The directory cannot be written.
-        """
+        """Take the lock, which another holder may need ``wait_s`` to give back; says whose lock was taken over."""
         if self._lock.is_locked:
             return None
         left = self._take(wait_s)

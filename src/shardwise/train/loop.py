@@ -335,13 +335,7 @@ class Loop:
             self._finish(self.must_end)
 
     def leave(self) -> None:
-        """The loop has left the steps before their end: read and save those that were made.
-
-        Does nothing where the steps have ended by themselves. All ranks must have left after the same step.
-
-        Raises:
-            StorageError: The last checkpoint was not saved.
-        """
+        """Read and save the steps of a loop that was left before its end, on all ranks after the same step."""
         if self._has_ended:
             return
         if self.unread.steps:
@@ -351,11 +345,7 @@ class Loop:
         self._finish(f"left by its loop after step {self.done.step}")
 
     def _agree_on_end(self) -> bool:
-        """Whether a rank has said that the run is to end; ``must_end`` is then its reason on all of them.
-
-        Collective:
-            One all-gather of small JSON, where callbacks or a loop of the user's may say so.
-        """
+        """Whether a rank has said that the run is to end; ``must_end`` is then its reason on all. Collective."""
         if self.callbacks or self._is_own_loop:
             self.must_end = next((reason for reason in self.control.all_json(self.must_end) if reason), None)
         return self.must_end is not None
@@ -432,9 +422,7 @@ class Loop:
     def _read(self, *, evaluates: bool) -> None:
         """Read what the steps since the last reading have found, record it, and evaluate if asked.
 
-        Raises:
-            NonFiniteError: A loss or a norm is not finite, and that is not to be skipped. The steps before are
-                recorded.
+        Steps before one that is not finite, which ends the run, are recorded.
 
         Collective:
             One all-gather, and those of an evaluation.
@@ -552,11 +540,7 @@ class Loop:
         return self.unread.signal_number > 0
 
     def check_replicas(self, step: int, *, after_backward: bool = False) -> None:
-        """Compare what several ranks hold a copy of.
-
-        Collective:
-            As of ``sw.check_replicas``.
-        """
+        """Compare what several ranks hold a copy of, as ``sw.check_replicas`` does. Collective."""
         try:
             sw.check_replicas(self.model, self.parts.optimizers, after_backward=after_backward)
         except RankDisagreement as error:
@@ -593,10 +577,7 @@ class Loop:
         return {"progress": self.done.state(), "scaler": self.parts.scaler.state_dict(), **self.owner.state()}
 
     def _finish_save(self, limit_s: float = math.inf) -> str | None:
-        """Wait for what is being written, and for uploads not longer than this.
-
-        Returns:
-            Why the newest checkpoint is not uploaded, where it is to be and is not.
+        """Wait for what is being written, and for uploads not longer than this; says why the newest is not uploaded.
 
         Collective:
             As of ``sw.finish_save``, and a small all-gather every few seconds: ranks that wait do not seem to hang.

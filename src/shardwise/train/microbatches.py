@@ -27,13 +27,9 @@ class Microbatches:
     def read(
         self, part: Samples, samples: Iterable[Sequence[int]], everyones: Iterable[int], count: int
     ) -> Iterator[TokenBatch | Any]:
-        """Yield one microbatch for each entry of ``samples``.
+        """Yield one microbatch for each entry of ``samples``, the indices of this rank's samples.
 
-        Args:
-            part: Training data or held-out data.
-            samples: Indices of the samples of each of this rank's microbatches.
-            everyones: Indices of the samples of all ranks: the loss is a mean over the targets of all of them.
-            count: How many samples ``everyones`` names.
+        ``everyones`` names the ``count`` samples of all ranks: the loss is a mean over the targets of all of them.
         """
         if isinstance(part, GivenSamples):
             return self.timed(part.microbatches([[(index, index) for index in each] for each in samples], self.device))

@@ -27,11 +27,7 @@ _MOST_MACHINES = 64
 
 
 def note_starters(directory: Path, names: Collection[str | None]) -> None:
-    """Keep who has started the run in ``directory``.
-
-    Raises:
-        StorageError: The disk refuses.
-    """
+    """Keep who has started the run in ``directory``."""
     folder.replace_json(directory / LOGS / STARTERS, {"starters": sorted({name for name in names if name})})
 
 

@@ -33,9 +33,6 @@ def under_strategies(plan: ParallelPlan, strategies: Sequence[str]) -> dict[str,
     """``plan`` under each of ``strategies``, by a name that says what had to be left out, as the strategy has none.
 
     ``reshard_after_forward`` and ``accumulation`` follow the strategy.
-
-    Raises:
-        PlacementError: A strategy is unknown.
     """
     plans: dict[str, ParallelPlan] = {}
     for strategy in strategies:
@@ -73,13 +70,10 @@ def compare_with_one_process(
     num_steps: int,
     locate: bool | None = False,
 ) -> ParityReport:
-    """Train the run's model anew for a few steps under each strategy and in one process.
+    """Train the run's model anew for a few steps under each strategy and in one process, by ``sw.parity``.
 
     Without accumulation, but for pipelines, which have their microbatches. What a strategy cannot do is left out of its
-    plan (``under_strategies``). The random state of this process is afterwards what it was before.
-
-    Collective:
-        Those of ``sw.parity``. All ranks must call.
+    plan (``under_strategies``). The random state of this process is afterwards what it was before. Collective.
     """
     config, plan = resolved.config, resolved.plan
     size = resolved.batch.micro * resolved.batch.data_parallel_size
@@ -153,11 +147,7 @@ PARITY_STEPS = 3
 
 
 def parity_line(resolved: RunConfig, data: Data, device: torch.device) -> str:
-    """Train the run's model anew for a few steps, under its plan and in one process, and say whether they are equal.
-
-    Collective:
-        Those of ``sw.parity``. All ranks must call.
-    """
+    """Train the run's model anew, under its plan and in one process, and say whether they are equal. Collective."""
     strategy = resolved.config.parallel.strategy
     try:
         check_exact(resolved.plan, strategy)

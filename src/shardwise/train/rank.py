@@ -206,11 +206,7 @@ def open_directory(
 
 
 def _check_shared(control: Control, directory: Path, world: World) -> None:
-    """Refuse a run's folder that is not the same one on all machines: one rank of each looks for a file of rank 0.
-
-    Collective:
-        Two all-gathers of small JSON.
-    """
+    """Refuse a run's folder that is not the same one on all machines: one rank of each looks for a file of rank 0."""
     name = control.on_first(lambda: folder.leave_probe(directory))
     try:
         has_found = world.local_rank != 0 or folder.finds(directory, name)

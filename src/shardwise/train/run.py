@@ -313,12 +313,7 @@ class Run:
         pairs = {name: _as_pair(value) for name, value in found.items()}
         if tokens is not None:
             pairs[TOKENS] = float(tokens) * data_parallel_size(model), 1.0
-        loop.found(
-            loss=loss,
-            norm=norm,
-            lr=float(self._parts.optimizers[0].param_groups[0]["lr"]),
-            values=pairs,
-        )
+        loop.found(loss=loss, norm=norm, lr=float(self._parts.optimizers[0].param_groups[0]["lr"]), values=pairs)
 
     @contextlib.contextmanager
     def long(self, phase: str = "evaluation") -> Iterator[None]:

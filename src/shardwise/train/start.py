@@ -93,12 +93,9 @@ def launch_training(
     spec: TrainSpec | None = None,
     spec_file: Path | None = None,
 ) -> int:
-    """Check everything that can be checked here, choose the run's folder, start the workers and wait for them.
+    """Check all that can be checked here, choose the run's folder, start the workers and wait for their exit code.
 
     Every worker reads the command line ``arguments`` again, and ``spec`` from ``spec_file``.
-
-    Returns:
-        The exit code.
     """
     from shardwise.train.log.recorder import check_extras
 
@@ -196,11 +193,7 @@ def _resuming(words: Sequence[str], lr: float | None = None) -> str:
 
 
 def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, strategies: Sequence[str]) -> int:
-    """Check everything that can be checked here, start the workers that compare, and wait for them.
-
-    Returns:
-        The exit code.
-    """
+    """Check all that can be checked here, start the workers that compare, and wait for their exit code."""
     from shardwise.launch.elastic import launch
     from shardwise.spec.exact import check_exact
     from shardwise.train.proof import under_strategies
@@ -273,9 +266,6 @@ def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None
 
     Degrees against heads, layers and experts, names of modules: everything that ``sw.parallelize`` would refuse in the
     workers. Loads torch for such plans only.
-
-    Raises:
-        PlanError, MeshError, ConfigError: The plan does not fit the model.
     """
     if not _depends_on_model(resolved.plan):
         return

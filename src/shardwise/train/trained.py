@@ -114,11 +114,7 @@ class Trained:
     def generate(
         self, resolved: RunConfig, world: World, rows: Sequence[Sequence[int]], *, is_averaged: bool, **settings: Any
     ) -> Iterator[Sequence[int | None]]:
-        """Join the world, load the model under ``resolved``'s plan and continue ``rows`` by ``sw.generate_stream``.
-
-        Collective:
-            Those of ``sw.parallelize``, ``sw.load`` and ``sw.generate_stream``. All ranks must iterate to the end.
-        """
+        """Join the world, load the model and continue ``rows``, as ``sw.generate_stream``, on all ranks to the end."""
         import shardwise as sw
 
         with self.opened(resolved, world, is_averaged=is_averaged) as model:
@@ -130,9 +126,6 @@ class Trained:
 
         Collective:
             Those of ``sw.parallelize`` and ``sw.load``. All ranks must enter.
-
-        Raises:
-            ConfigError: As :func:`check_continues`.
         """
         import torch
 

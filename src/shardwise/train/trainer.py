@@ -288,11 +288,7 @@ class Trainer:
         return found
 
     def _show_samples(self, step: int) -> None:
-        """Continue the prompts of the configuration, show the texts, and keep them in samples.jsonl.
-
-        Collective:
-            As of ``sw.generate``.
-        """
+        """Continue the prompts of the configuration, show the texts, and keep them in samples.jsonl. Collective."""
         prompts = self.config.train.sample_prompts
         tokenizer = find_tokenizer(self.config.data.tokenizer or BYTES)
         rows = [tokenizer.encode(prompt) for prompt in prompts]
@@ -358,11 +354,8 @@ class Trainer:
     def _forward_backward(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Tensor | None:
         """The sum of this rank's losses, on the device; ``None`` on a rank that has no loss.
 
-        Gradients are ready then, or where backward updates, parameters are new.
-
-        Args:
-            samples: Those of each microbatch of this rank.
-            everyones: Those of all ranks.
+        Gradients are ready then, or where backward updates, parameters are new. ``everyones`` are the samples of all
+        ranks.
         """
         losses: list[Tensor] = []
         counts: list[Tensor | float] = []

@@ -63,12 +63,7 @@ def _merged(base: Any, over: Any) -> Any:
 
 
 def read_document(path: Path, *, takes_toml: bool = False) -> Document:
-    """Read one YAML or JSON file, whose values are a mapping.
-
-    Args:
-        path: The file.
-        takes_toml: Read a TOML file too, which another project has written; its values remember no places.
-    """
+    """One YAML or JSON file, whose values are a mapping; a TOML file of another project where ``takes_toml``."""
     is_toml = path.suffix.lower() == ".toml"
     if is_toml and not takes_toml:
         raise ConfigError(

@@ -73,12 +73,7 @@ class LanguageModel:
 
 
 def read_language_model(folder: Path) -> LanguageModel:
-    """The facts that ``config.json`` of a folder holds.
-
-    Raises:
-        NotTrainedError: The folder holds no such model, or one that needs code of its own.
-        CheckpointError: Its weights are in files that are not read.
-    """
+    """The facts in the ``config.json`` of a folder; a NotTrainedError where its model cannot be trained."""
     check_weights(folder)
     path = folder / "config.json"
     try:
@@ -131,11 +126,7 @@ def _task(held: dict[str, Any]) -> Task:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The dtype in which a Hugging Face folder stores its weights: its configuration's, else that of its first file.
-
-    Returns:
-        The short name; ``None`` where neither says.
-    """
+    """The short name of the dtype in which a folder stores its weights, by its configuration or else its first file."""
     try:
         held = read_json(folder / "config.json")
         named = held.get("dtype") or held.get("torch_dtype")

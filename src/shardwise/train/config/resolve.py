@@ -33,14 +33,7 @@ from shardwise.train.data.form import Form
 from shardwise.train.data.pairs import Pairs
 from shardwise.train.data.records import first_row
 from shardwise.train.data.samples import Data, check_size, open_data
-from shardwise.train.data.source import (
-    BYTE_VOCAB,
-    Source,
-    find_source,
-    given_source,
-    is_indexed,
-    mixture_of,
-)
+from shardwise.train.data.source import BYTE_VOCAB, Source, find_source, given_source, is_indexed, mixture_of
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_tokenizer, has_tokenizer
 from shardwise.train.spec import FROM_PYTHON, TrainSpec, load_spec
@@ -94,10 +87,7 @@ _SETTINGS = {
     "adam": {"betas", "eps"},
     "adamw8bit": {"betas", "eps"},
     "sgd": {"momentum"},
-    "muon": {
-        *("betas", "eps", "momentum"),
-        *("adamw_lr", "adjust_lr", "ns_steps", "fused_weights", "adamw_weights"),
-    },
+    "muon": {*("betas", "eps", "momentum"), *("adamw_lr", "adjust_lr", "ns_steps", "fused_weights", "adamw_weights")},
 }
 
 
@@ -189,13 +179,12 @@ def resolve(
         world_size: Ranks.
         local_size: Ranks on each machine; by default all are on this one.
         checks_data: There must be enough data for a step of so many ranks; text is tokenized to know.
-        raises_masters: Weights that a folder stores in 16 bit get fp32 masters, unless the configuration names a
-            ``master_dtype``.
+        raises_masters: Give weights stored in 16 bit fp32 masters, unless the configuration names a ``master_dtype``.
         say: Called with a line before work that takes time.
         spec: What a user's code replaces; by default that of ``spec:`` in the configuration.
 
     Raises:
-        ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
+        ConfigError: The configuration is wrong; every mistake is listed with its line.
         DataError: The configuration is right but the data is not.
     """
     config, num_found, is_from_python = raw.config, len(raw.mistakes), spec is not None
@@ -285,11 +274,7 @@ def resolve(
 
 
 def _with_epochs(raw: RawConfig, resolved: RunConfig, num_samples: int | None) -> RunConfig:
-    """The run with the steps that its epochs make.
-
-    Raises:
-        ConfigError: The number of samples is not known, other steps are given as well, or the schedule does not fit.
-    """
+    """The run with the steps that its epochs make."""
     train, total, name = resolved.config.train, resolved.batch.total, resolved.source.name
     if num_samples is None or "random" in resolved.source.kinds:
         message = f"the number of samples of {name} is not known beforehand; set train.steps instead"
@@ -353,12 +338,7 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
     whole = of_tokens and (has_loss or spec.model is not None or bool(spec.metrics))
     for section, key, holds, why in (
         ("lora", "rank", config.lora.is_used and spec.model is not None, "the spec brings the model; adapt it there"),
-        (
-            "optimizer",
-            "in_backward",
-            config.optimizer.in_backward and has_loss,
-            "the spec's loss is divided later",
-        ),
+        ("optimizer", "in_backward", config.optimizer.in_backward and has_loss, "the spec's loss is divided later"),
         ("parallel", "cp", config.parallel.cp > 1 and whole, "the logits of a sequence lie on several ranks"),
         ("train", "chunked_cross_entropy", chunked, "the spec brings the loss; call sw.chunk_cross_entropy in it"),
     ):
@@ -506,11 +486,10 @@ def _source(
     *,
     reads: bool,
 ) -> tuple[Source, str | None, int | None, Task]:
-    """A source's files; the tokenizer's name: as given, else the model folder's own, else bytes; its end; the task.
+    """A source's files; its tokenizer's name, ``None`` where there is none and none is needed; its end token; the task.
 
     Text of a folder's tokenizer and rows of data sets become token files, which are written only where ``reads`` is
-    set. The name is ``None`` where the model's folder has no tokenizer and the data needs none. The end token is given
-    where documents are kept apart. ``at`` is where the source is written.
+    set. The end token is given where documents are kept apart. ``at`` is where the source is written.
     """
     config, vocab_size, task = raw.config, facts.vocab_size, facts.task
     name = config.data.tokenizer or config.model.hf or BYTES
@@ -614,13 +593,7 @@ def _read_template(name: str) -> str:
         raise ConfigError(f"data.chat_template={name}: {error}.\n  Name a file of text.") from None
 
 
-def _form(
-    section: OneSource,
-    source: Source,
-    tokenizer: Tokenizer,
-    task: Task,
-    first: Mapping[str, Any],
-) -> Form:
+def _form(section: OneSource, source: Source, tokenizer: Tokenizer, task: Task, first: Mapping[str, Any]) -> Form:
     """Find the form in which rows like the first one become examples."""
     if source.kind == "text":
         return Texts(tokenizer, None)

@@ -285,8 +285,7 @@ class TrainSection(Section):
         None, description="end the run after so many evaluations in a row that are no better than the best one"
     )
     sample_prompts: list[str] = Field(
-        default_factory=list,
-        description="texts that the model continues at evaluations: shown, and in samples.jsonl",
+        default_factory=list, description="texts that the model continues at evaluations: shown, and in samples.jsonl"
     )
     sample_tokens: Positive = Field(32, description="new tokens of each of them")
     chunked_cross_entropy: bool = Field(
@@ -453,16 +452,9 @@ class RawConfig:
 def read_config(
     path: str | Path | None, overrides: Sequence[str] = (), *, base: Mapping[str, Any] | None = None, title: str = ""
 ) -> RawConfig:
-    """Read a configuration file (or the mapping ``base``), lay ``--set`` values on it, and check every field by itself.
+    """Read a file (or the mapping ``base``, called ``title``), lay ``--set`` values on it, and check each field alone.
 
-    Args:
-        path: A YAML or JSON file; ``None`` reads ``base``.
-        overrides: ``section.field=value`` each, the value written as in YAML.
-        base: What a run without a file starts from.
-        title: Name of ``base`` in messages.
-
-    Raises:
-        ConfigError: The file cannot be read at all. Wrong values are collected in the result instead.
+    Wrong values are collected in the result. A ConfigError is raised only where the file cannot be read at all.
     """
     document = Document(dict(base or {})) if path is None else _read_chain(Path(path), ())
     title = (title or "the configuration") if path is None else str(path)

@@ -50,16 +50,9 @@ def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
 
 
 def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | None:
-    """The end of an answer in a conversation's text.
+    """One past the last character of an answer in a conversation's text; ``None`` where it cannot be found.
 
-    Args:
-        text: Of the whole conversation.
-        before: Of what comes before the answer, with what announces it.
-        with_answer: Of the conversation up to the answer.
-        content: The answer.
-
-    Returns:
-        One past its last character; ``None`` where it is not to be found.
+    ``before`` is the text up to the answer, with what announces it; ``with_answer`` the text up to its end.
     """
     if not (text.startswith(before) and with_answer.startswith(before)):
         return None
@@ -76,9 +69,7 @@ def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | Non
 def rendered(held: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """A conversation by a chat template of the tokenizer ``held``. Templates raise exceptions of any class.
 
-    Raises:
-        MemoryError, TimeoutError: The template takes more than one that only writes the conversation.
-        ValueError: Its text is too long.
+    A MemoryError, TimeoutError or ValueError says that the template does more than write the conversation.
     """
     with bounded():
         text = held.apply_chat_template(messages, tokenize=False, **options)
@@ -112,12 +103,7 @@ class Chat:
             )
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
-        """The examples of rows.
-
-        Raises:
-            DataError: A row cannot be used; its place is named.
-            ConfigError: The template cannot be used.
-        """
+        """The examples of rows."""
         if self._is_marked:
             return [self._marked(place, row) for place, row in rows]
         texts, spans = zip(*(self._text_of(place, row) for place, row in rows), strict=True)

@@ -57,7 +57,7 @@ def prepare(
     form_of: Callable[[Mapping[str, Any]], Form],
     say: Callable[[str], None] | None = None,
 ) -> Source:
-    """The examples of text or of the rows of a data set: those that are there, or they are made now.
+    """The examples of text or of the rows of a data set: those in the cache, or they are made now.
 
     Of several processes that come here for the same data one makes them, and the others wait.
 
@@ -67,11 +67,6 @@ def prepare(
         settings: What decides about the examples beside source and tokenizer.
         form_of: How rows become examples, by the first of them.
         say: Told what is done where it takes time.
-
-    Raises:
-        ConfigError: The ``datasets`` package is not installed, or ``form_of`` raises it.
-        DataError: A row cannot be used.
-        StorageError: The cache cannot be written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise" / "data"
     digest = hashlib.sha256(f"2\0{source.fingerprint()}\0{json.dumps(settings)}".encode())

@@ -25,11 +25,7 @@ class Form(Protocol):
     """The conversion of rows to examples."""
 
     def encode(self, rows: Sequence[Placed]) -> Sequence[Example]:
-        """The examples of rows.
-
-        Raises:
-            DataError: A row cannot be used; its place is named.
-        """
+        """The examples of rows; a DataError names the place of a row that cannot be used."""
         ...
 
 

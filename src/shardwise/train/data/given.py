@@ -55,11 +55,7 @@ class GivenSamples(Dataset[Any]):
         return next(self._made_here([[(index, index) for index in indices]], device))
 
     def microbatches(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
-        """A microbatch on ``device`` for each entry of ``draws``, which workers take ahead of time.
-
-        Raises:
-            DataError: The data set or ``collate`` raised (which items, and what it said), or a worker was killed.
-        """
+        """A microbatch on ``device`` for each entry of ``draws``, which workers take ahead of time."""
         return self._made_by_workers(draws, device) if self.workers else self._made_here(draws, device)
 
     def _made_here(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
@@ -109,12 +105,9 @@ class GivenSamples(Dataset[Any]):
 
 @dataclass(slots=True)
 class LoaderSampler(IterableSampler):
-    """Microbatches of a user's loader, of which every reader has one of its own.
+    """Microbatches of a user's loader, of which every reader has one of its own: ``data(reader, readers)`` makes it.
 
     What a loader draws at random for a batch depends on the run's seed, the reader and the number of the batch.
-
-    Attributes:
-        data: ``data(reader, readers)`` makes the loader of a reader; once it is made, the loader.
     """
 
     draws: int = field(kw_only=True)  # of what it draws
@@ -132,11 +125,7 @@ class LoaderSampler(IterableSampler):
         return self._own
 
     def next_batch(self) -> Any:
-        """The next microbatch.
-
-        Raises:
-            DataError: The loader raised, or has none.
-        """
+        """The next microbatch."""
         self._num_read += 1
         return self._call(f"did not give its batch {self._num_read}", self._next)
 
@@ -161,11 +150,7 @@ class LoaderSampler(IterableSampler):
         return Sampler.state(self) | {"own": own | ({"state": self.data.state_dict()} if has_state(self.data) else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, by the loader's state, or by reading up to it.
-
-        Raises:
-            CheckpointError: It belongs to other data.
-        """
+        """Continue where ``state`` was taken, by the loader's state, or by reading up to it."""
         Sampler.load_state(self, state)
         own = state["own"]
         if "state" in own and has_state(self.data):
@@ -189,12 +174,10 @@ class GivenBatches(GivenSamples):
         return on_device(self.data.for_reader(len(indices), 1, 0, 1).next_batch(), device)
 
     def kept(self, share: tuple[int, int, int, int], most: int, agreed: Callable[[int], int]) -> GivenSamples:
-        """The first batches of a reader, kept, as samples that are read by their number.
+        """The first ``most`` batches of a reader, kept, as samples that are read by their number.
 
-        Args:
-            share: Samples of a microbatch, microbatches of a step, the reader, and readers.
-            most: Batches at most.
-            agreed: Gives for this reader's number of batches the one that all readers take.
+        ``share`` has the sizes of microbatch and step, the reader, and readers; ``agreed`` gives the least of all
+        readers' numbers of batches.
         """
         batches = self.data.for_reader(*share).first(most)
         number, at_once = agreed(len(batches)), share[0] * share[3]

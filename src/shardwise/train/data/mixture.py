@@ -26,11 +26,7 @@ from shardwise.train.data.sampler import Sampler, permuted
 
 
 class Apportionment:
-    """The order in which sources are taken, by Webster's method.
-
-    Args:
-        weights: One for each source, above 0. Decimals count as they are written: 0.1 is a tenth.
-    """
+    """The order in which sources are taken, by Webster's method. Weights count as they are written: 0.1 is a tenth."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(repr(weight)) for weight in weights]

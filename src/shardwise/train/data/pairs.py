@@ -40,11 +40,7 @@ class Pairs:
             )
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
-        """The examples of rows.
-
-        Raises:
-            DataError: A row cannot be used; its place is named.
-        """
+        """The examples of rows."""
         inputs = self._encoded([text_of(place, row, self.column) for place, row in rows])
         if self.labels is None:
             targets = self._encoded([text_of(place, row, self.target) for place, row in rows])

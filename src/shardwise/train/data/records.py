@@ -36,12 +36,7 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def read_rows(source: Source) -> Rows:
-    """The rows of a source, in the order of its files. Of text a row is a block, which ``block_text`` reads.
-
-    Raises:
-        ConfigError: The pyarrow package is not installed.
-        DataError: A file cannot be read, or a row is no object, too long or nested too deep.
-    """
+    """The rows of a source, in the order of its files. Of text a row is a block, which ``block_text`` reads."""
     readers = {".jsonl": _json, ".json": _json, ".csv": _csv}
     for file, length in zip(source.files, source.lengths, strict=True):
         if source.kind == "text":
@@ -173,11 +168,7 @@ def _blocks(file: Path, length: int) -> Rows:
 
 
 def block_text(block: Mapping[str, Any]) -> str:
-    """The text of a block; a character that the end of the source cuts in two is left out.
-
-    Raises:
-        DataError: It cannot be read, or is not UTF-8; the line is named.
-    """
+    """The text of a block; a character that the end of the source cuts in two is left out."""
     file = block["file"]
     with _reading(lambda: file), file.open("rb") as handle:
         handle.seek(block["begin"])

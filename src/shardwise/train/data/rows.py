@@ -46,11 +46,7 @@ def shifted(tokens: np.ndarray, end: int | None) -> Rows:
 
 
 class Samples(Protocol):
-    """Samples that are read by index.
-
-    Attributes:
-        num_samples: How many there are.
-    """
+    """Samples that are read by index."""
 
     @property
     def num_samples(self) -> int:
@@ -58,12 +54,7 @@ class Samples(Protocol):
         ...
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples.
-
-        Raises:
-            IndexError: There is no such sample.
-            DataError: A file is damaged, or an id is not in the vocabulary.
-        """
+        """These samples."""
         ...
 
     def num_targets(self, indices: Iterable[int]) -> int | None:

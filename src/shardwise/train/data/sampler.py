@@ -133,11 +133,7 @@ class Sampler:
         return {"position": self.position, "seed": self.seed, "num_samples": self.num_samples}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, on any number of ranks.
-
-        Raises:
-            CheckpointError: The state belongs to other data or another seed.
-        """
+        """Continue where ``state`` was taken, on any number of ranks; refuses that of other data or another seed."""
         _check_same(state, self)
         self.position = natural(state, "position")
 

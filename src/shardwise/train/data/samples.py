@@ -62,12 +62,7 @@ class Part:
         return max(0, (self.num_tokens - 1) // self.seq_len)
 
     def sample(self, index: int) -> np.ndarray:
-        """The ``seq_len + 1`` tokens of a sample, int64.
-
-        Raises:
-            IndexError: There is no such sample.
-            DataError: A file of it is damaged, or an id is not in the vocabulary.
-        """
+        """The ``seq_len + 1`` tokens of a sample, int64."""
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
         return self._read(self.start + index * self.seq_len, self.seq_len + 1)
@@ -141,21 +136,17 @@ def open_data(
     end: int | None = None,
     task: Task = CAUSAL,
 ) -> Data:
-    """Split a source. Its files are opened when samples are read.
+    """Split a source of any kind but ``records``. Its files are opened when samples are read.
 
     Args:
-        source: Of any kind but ``records``, which are tokenized first.
+        source: All of ``source.evaluated``, where it is given, is held out instead of a part.
         seq_len: Tokens per sample.
-        held_out: Share that is not trained on, of each source of a mixture; ``None``: nothing is held out. Where
-            ``source.evaluated`` is given, all of it is held out instead.
+        held_out: Share that is not trained on, of each source of a mixture; ``None``: nothing is held out.
         vocab_size: The model's.
-        seed: Of ``random``.
+        seed: Of ``random`` and of masks.
         packs: Several examples share a row; else each has one.
         end: The id that ends a document, where documents of a stream do not see each other.
         task: What the model is trained for.
-
-    Raises:
-        DataError: A part has no whole sample.
     """
     opened = functools.partial(
         open_data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, packs=packs, end=end, task=task
@@ -220,11 +211,7 @@ def check_size(source: Source, data: Data, *, seq_len: int, needed: int, needed_
 
 
 class MappedFiles(Sequence[np.ndarray]):
-    """The tokens of each file of a source: mapped when they are first read, the ``MAPPED_FILES`` used last at a time.
-
-    Attributes:
-        source: Its files are in order, with how many tokens each has.
-    """
+    """The tokens of each file of a source, mapped when first read; at most ``MAPPED_FILES`` are kept."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -235,11 +222,7 @@ class MappedFiles(Sequence[np.ndarray]):
         return len(self.source.files)
 
     def __getitem__(self, index: int) -> np.ndarray:  # pyrefly: ignore[bad-override]
-        """The tokens of a file.
-
-        Raises:
-            DataError: It is damaged, or another than it was when the run began.
-        """
+        """The tokens of a file."""
         return self._map(index)
 
     def _mapped(self, index: int) -> np.ndarray:

@@ -83,12 +83,9 @@ class Source:
         return sum(self.lengths)
 
     def check(self, vocab_size: int) -> None:
-        """Look at the data: text must be UTF-8, token ids must be below ``vocab_size``.
+        """Refuse text that is not UTF-8, and token ids that are not below ``vocab_size``.
 
         Of much data only the beginnings of some files are read; ids beyond are compared when their sample is read.
-
-        Raises:
-            DataError: File, line or position are named.
         """
         for file, length, most in self._looked_at():
             if self.kind in {"tokens", "examples"}:
@@ -99,11 +96,7 @@ class Source:
             other.check(vocab_size)
 
     def fingerprint(self) -> str:
-        """A hash that changes when the data does.
-
-        Covers kind, file names and lengths, and of the content what is looked at: of much data the beginnings and ends
-        of some files.
-        """
+        """A hash of kind, names, lengths and what is looked at of the content: of much data parts of some files."""
         if self.kind == "given":
             return hashlib.sha256(f"given\0{self.num_samples}\0{self.content}".encode()).hexdigest()
         digest = hashlib.sha256(f"{self.kind}\0{self.vocab_size}\0{self.content}".encode())

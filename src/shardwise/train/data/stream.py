@@ -103,11 +103,7 @@ class IterableSampler(Sampler):
         return Sampler.state(self) | ({} if own is None else {"own": own})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, on any number of ranks; without a state of its own by reading up to it.
-
-        Raises:
-            CheckpointError: It names no place, or belongs to other data.
-        """
+        """Continue where ``state`` was taken, on any number of ranks; an iterable without a state is read up to it."""
         Sampler.load_state(self, state)
         if "own" in state and has_state(self.data):
             self._load_own(state["own"])
@@ -127,11 +123,7 @@ def has_state(data: Any) -> bool:
 
 @dataclass(slots=True)
 class StreamSampler(IterableSampler):
-    """Samples of text, tokenized on the way.
-
-    Attributes:
-        data: The text, or the rows of a data set.
-    """
+    """Samples of text, or of the texts in rows of a data set (``data``), tokenized on the way."""
 
     form: Form = field(kw_only=True)  # how rows become tokens
     seq_len: int = field(kw_only=True)

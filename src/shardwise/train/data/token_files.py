@@ -171,11 +171,7 @@ def unknown_token(path: Path | int, start: int, chunk: np.ndarray, vocab_size: i
 
 
 def write_tokens(path: Path, chunks: Iterable[np.ndarray], *, vocab_size: int, should_replace: bool = False) -> int:
-    """Write a token file: beside its place, flushed, then renamed. uint16 where the vocabulary fits, else uint32.
-
-    Returns:
-        The number of tokens.
-    """
+    """Write a token file and return how many: flushed, then renamed. uint16 where the vocabulary fits, else uint32."""
     if path.exists() and not should_replace:
         raise ConfigError(f"{path} exists.\n  Name another file, or pass --force to replace it.")
     item_bytes = 2 if vocab_size <= 1 << 16 else 4

@@ -29,11 +29,7 @@ _SETTINGS = (
 
 
 class Bytes:
-    """One token per byte.
-
-    Attributes:
-        vocab_size: All ids are below.
-    """
+    """One token per byte."""
 
     ends: tuple[int, ...] = ()  # ids that end a text, the tokenizer's own end-of-text token first
     vocab_size = BYTE_VOCAB
@@ -68,15 +64,7 @@ def byte_tokenizer() -> Any:
 
 
 class OfFolder:
-    """The tokenizer of a Hugging Face folder, used as :class:`Bytes` is.
-
-    Attributes:
-        folder: This folder.
-        held: That of transformers.
-
-    Raises:
-        ConfigError: There is none that can be loaded.
-    """
+    """The tokenizer of a Hugging Face folder (``held`` is that of transformers), used as :class:`Bytes` is."""
 
     def __init__(self, folder: Path) -> None:
         try:

@@ -20,11 +20,7 @@ class MetricsFile:
     """``metrics.jsonl``: one JSON object per line, each line written whole."""
 
     def __init__(self, path: Path, *, keep_steps: int = 0) -> None:
-        """Open the file; of an earlier run, records after step ``keep_steps`` are dropped: they are made again.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Open the file; of an earlier run, records after step ``keep_steps`` are dropped: they are made again."""
         self.path = path
         with self._refusals():
             kept = [line for line in _lines(path) if _step(line) <= keep_steps]

@@ -15,12 +15,8 @@ from shardwise.train.control import Control
 def owned_units(model: nn.Module, mesh: Mesh, control: Control) -> list[dict[str, Any]]:
     """Each unit with its elements and how many of them each rank keeps between steps, in the order of the model.
 
-    Returns:
-        For each unit ``name``, ``class``, ``numel`` (logical elements) and ``owned`` (elements by rank; 0 on ranks of
-        other pipeline stages). What ``tp`` replicates, several ranks own. Every stage of a pipeline has a root.
-
-    Collective:
-        One all-gather of small JSON.
+    ``owned`` is 0 on ranks of other pipeline stages. What ``tp`` replicates, several ranks own. Every stage of a
+    pipeline has a root. One all-gather of small JSON.
     """
     mine = [
         (

@@ -43,11 +43,7 @@ def _kept_id(directory: Path, tracker: str) -> str:
 
 
 def _keep_id(directory: Path, tracker: str, chosen: str) -> str:
-    """Keep it for later starts, and return it.
-
-    Raises:
-        StorageError: It cannot be kept.
-    """
+    """Keep it for later starts, and return it."""
     replace_text(directory / f"{tracker}-id", chosen + "\n")
     return chosen
 
@@ -57,11 +53,7 @@ def _wandb(directory: Path, config: dict[str, Any]) -> _Tracker:
 
     chosen = os.environ.get("WANDB_RUN_ID") or _kept_id(directory, "wandb") or secrets.token_hex(6)
     run = wandb.init(
-        dir=str(directory),
-        id=_keep_id(directory, "wandb", chosen),
-        name=directory.name,
-        config=config,
-        resume="allow",
+        dir=str(directory), id=_keep_id(directory, "wandb", chosen), name=directory.name, config=config, resume="allow"
     )
     return lambda step, values: run.log(dict(values), step=step), run.finish
 

@@ -76,16 +76,10 @@ def _with_loss(resolved: RunConfig, model: nn.Module) -> nn.Module:
 
 
 def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
-    """The model on meta, for ``sw.parallelize``: every rank then makes or reads the values that it owns.
+    """The model on meta and the files of its weights (``None``: they are drawn), for ``sw.parallelize(init=)``.
 
-    The values are those of :func:`build_model` on the CPU under the same random state. Files that transformers
-    rearranges when it loads them are loaded whole; a line says so.
-
-    Returns:
-        The model, and the files of its weights (``init`` of ``sw.parallelize``), ``None`` where values are drawn.
-
-    Raises:
-        ConfigError: As :func:`build_model`.
+    Every rank then makes or reads the values that it owns: those of :func:`build_model` on the CPU under the same
+    random state. Files that transformers rearranges when it loads them are loaded whole; a line says so.
     """
     section, lora, generator = resolved.config.model, resolved.config.lora, torch.get_rng_state()
     if section.hf is None:
@@ -319,12 +313,7 @@ def to_tensors(
 
 
 def blank_batch(resolved: RunConfig, device: torch.device) -> Any:
-    """A microbatch of the run's shapes, whose values say nothing; of a user's data set or loader its first samples.
-
-    Raises:
-        TypeError: The samples are those of an iterable, of which nothing is read beforehand.
-        DataError: A loader has none.
-    """
+    """A microbatch of the run's shapes, whose values say nothing; of a user's data set or loader its first samples."""
     if resolved.spec.data is not None:
         part = data_of(resolved).train
         if not isinstance(part, GivenSamples) or not (is_indexed(data := resolved.spec.data) or is_loader(data)):

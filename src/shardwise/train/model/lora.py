@@ -25,19 +25,10 @@ NAME = "default"
 
 
 def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = True) -> nn.Module:
-    """Freeze ``model`` and put adapters into it, in place.
+    """Freeze ``model``, of the folder ``base``, and put adapters into it, in place.
 
-    Their values are drawn on the CPU in fp32 (or read from ``section.adapter``), also where the model is on meta.
-
-    Args:
-        model: A causal language model of transformers.
-        section: The run's.
-        base: The folder of the model, which the adapter's own configuration names.
-        draws: False leaves adapters of a model on meta there.
-
-    Raises:
-        ConfigError: peft is not installed, or finds no layer of such a name.
-        CheckpointError: ``section.adapter`` cannot be used.
+    Their values are drawn on the CPU in fp32 (or read from ``section.adapter``), also where the model is on meta;
+    without ``draws`` they stay there.
     """
     peft = _peft()
     config = _config(peft, section, base)

@@ -84,12 +84,7 @@ def tell_whole(name: str, error: Exception) -> None:
 
 
 def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
-    """A Hugging Face model, whole: with the folder's weights, or where it has none with drawn ones.
-
-    Args:
-        folder: Holds ``config.json``, and ``*.safetensors`` with the weights.
-        reads_weights: False draws them even where the folder has some, in the dtype that they have there.
-    """
+    """A Hugging Face model, whole: with the folder's weights; drawn where it has none or not ``reads_weights``."""
     kind = _auto_model(folder)
     try:
         if reads_weights and any(folder.glob("*.safetensors")):
@@ -103,12 +98,7 @@ def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
 
 
 def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
-    """A Hugging Face model on meta; no value is read or drawn yet.
-
-    Returns:
-        The model, as ``sw.deferred_init`` gives it, and the files that hold its weights, for ``sw.parallelize(init=)``;
-        without files its values are drawn.
-    """
+    """A Hugging Face model on meta and the files of its weights, for ``sw.parallelize(init=)``; without them drawn."""
     kind, files = _auto_model(folder), WeightFiles.open(folder)
     if files is None and any(folder.glob("*.safetensors")):
         raise NotNamedError("its files have other names than model.safetensors")

@@ -206,11 +206,7 @@ def _state_bytes(section: OptimizerSection, engine: Engine, optimizer: torch.opt
 
 
 def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:
-    """The categories of memory that only a dry run of the whole step tells.
-
-    What is allocated in a step, at its peak, with the activations of as many microbatches of this rank's stages as its
-    schedule holds.
-    """
+    """The categories of memory that only a dry run of the whole step tells, at its peak on this rank."""
     batch, objective, plan = resolved.batch, objective_of(resolved), resolved.plan
     with torch.random.fork_rng(devices=[]):
         found = sw.dry_run(

@@ -126,10 +126,6 @@ def find_checkpoint(
             good one in the folder), a checkpoint's folder or a run's, or a name such as ``step-00000100`` in the run.
         upload_to: Where its checkpoints are copied to.
         say: Called with what is passed over by ``latest-good``, and why.
-
-    Raises:
-        CheckpointError: There is none, or ``latest`` is damaged or another run's.
-        StorageError: The store cannot be reached.
     """
     if wanted in NEWEST:
         return _newest(run_dir, upload_to, is_good=wanted == "latest-good", say=say)
@@ -190,18 +186,9 @@ def saved_config(path: Path) -> Mapping[str, Any]:
 def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str] = ()) -> list[str]:
     """Compare a run's configuration with the one it is to continue under.
 
-    The run's length, everything in ``log`` and ``checkpoint``, and how often the held-out loss is taken may differ.
-    The strategy, the cut of the global batch over ranks and how the optimizer's update comes about may too, as
-    checkpoints load on any of them. The learning rate, its schedule, the optimizer's other numbers and clipping may
-    where ``--set`` asks for it. What changes is returned, to be printed.
-
-    Args:
-        saved: The run's.
-        config: What it is to continue under.
-        asked: Keys that ``--set`` gave.
-
-    Returns:
-        One line for each change of ``parallel``, of the cut of the batch, of evaluation, and of what was asked for.
+    Checkpoints load under any strategy and cut of the global batch. The learning rate, its schedule, the optimizer's
+    other numbers and clipping may differ where ``--set`` (``asked``) gives them. Returns a line for each change worth
+    telling.
     """
     changed = differences(saved, config.model_dump(mode="json"))
     changed = [entry for entry in changed if entry[0] != "name"]
@@ -269,15 +256,12 @@ class Checkpoints:
         waits: bool = True,
         is_best: bool = False,
     ) -> str | None:
-        """Save a step, publish it, and remove what is older than the kept ones.
+        """Save a step, publish it, and remove what is older than the kept ones; returns what there is to say.
 
         Without ``frozen`` it is one of what is trained. A disk that refuses does not end the run: the earlier
         checkpoints stay, and the failure is counted. Without ``waits`` the checkpoint is written while training goes
         on; the next call, or :meth:`finish`, says how that went. The best step goes to ``best/`` of the run's folder,
         where the newest two are left: one is there whenever the process is lost.
-
-        Returns:
-            What went wrong, or took long, for printing; ``None`` where nothing did.
 
         Collective:
             Those of ``sw.save``, and small JSON. All ranks must call in the same order.
@@ -329,14 +313,7 @@ class Checkpoints:
         return "\n".join(said) or None
 
     def finish(self) -> str | None:
-        """Wait for the save under way, if there is one.
-
-        Returns:
-            What went wrong with it and has not been said yet, for printing.
-
-        Collective:
-            As of ``sw.finish_save``.
-        """
+        """Wait for the save under way, if there is one; returns what is to be said of it. Collective."""
         step, self._step_under_way = self._step_under_way, 0
         if not step:
             return None
@@ -381,10 +358,6 @@ class Checkpoints:
         """Write what checkpoints call this run, in its folder and on the store.
 
         Only rank 0 calls this, when the checkpoint to go on from, ``path``, is loaded.
-
-        Raises:
-            StorageError: The disk or the store refuses.
-            ConfigError: The store holds another run.
         """
         self.uploads.open(self._run_id, is_new=path is None)
         replace_text(self._run_dir / RUN_ID, f"{self._run_id}\n")  # not where that has refused
@@ -404,9 +377,6 @@ class Checkpoints:
         """Fill model, optimizers and average from a checkpoint and return its state.
 
         With ``keep_settings`` the optimizers' groups keep the settings that they have, such as the rate.
-
-        Raises:
-            CheckpointError: It is damaged, or of another model or optimizer.
         """
         state = sw.load(path, self._model, optimizers, average=average, keep_settings=keep_settings)
         place, own = path.parent.parent.absolute(), (self._run_dir.absolute(), self.uploads.place)
@@ -416,9 +386,7 @@ class Checkpoints:
         return state
 
     def set_aside_later(self, path: Path, step: int) -> list[str]:
-        """Rename checkpoints of this run that come after the one it continues from: their steps are made again.
-
-        So are those on the store.
+        """Rename later checkpoints of this run, here and on the store: their steps are made again.
 
         Only rank 0 calls this. Nothing is deleted; ``LATEST`` points to ``path`` afterwards where that is the run's.
         """

@@ -19,14 +19,9 @@ def packed(state: Any, what: str) -> Any:
 
 
 def of_reader(states: list[Any], reader: int, readers: int, what: str, instead: str) -> Any:
-    """The state of one of several readers, each of which had one of its own.
+    """The state of one of several ``readers``, each of which had one of its own; ``what`` had it, of how many.
 
-    Args:
-        states: Those of all, in order.
-        reader: This one.
-        readers: How many there are now.
-        what: What has the state, and who had one.
-        instead: What has one state for any number.
+    ``instead`` has one state for any number of readers.
     """
     if len(states) != readers:
         raise CheckpointError(

@@ -147,11 +147,7 @@ def check_state(
 
 
 def check_sections(path: Path, config: Mapping[str, Any]) -> Config:
-    """The configuration, or some sections of it, that a checkpoint holds.
-
-    Raises:
-        CheckpointError: It is none; what is wrong is listed.
-    """
+    """The configuration, or some sections of it, that a checkpoint holds; refuses what is none."""
     return _validated(path, Config, config)
 
 

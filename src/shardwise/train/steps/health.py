@@ -34,11 +34,7 @@ class Health:
         self._skipped_in_a_row = 0
 
     def warnings(self, step: int, values: ReadStep, *, safe: str) -> list[str]:
-        """Warnings about a step.
-
-        Raises:
-            NonFiniteError: A loss or a norm is not finite, and such steps are not skipped, or too many of them were.
-        """
+        """Warnings about a step; a NonFiniteError where it is not finite and is not to be skipped."""
         found = (self._not_finite(step, values, safe), self._spike(step, values))
         return [warning for warning in found if warning is not None]
 
@@ -116,11 +112,7 @@ def _bundle_folder(directory: Path, step: int) -> Path:
 
 
 def _write_bundle(directory: Path, rank: int, step: int, problem: str, values: ReadStep) -> None:
-    """Write this rank's file, if the disk allows it.
-
-    It holds the samples of each of this rank's microbatches, the losses of all ranks, and the states of this rank's
-    random number generators before the step.
-    """
+    """Write this rank's file, if the disk allows it: its samples, all losses, its generators before the step."""
     content: dict[str, Any] = {
         "step": step,
         "rank": rank,

@@ -39,12 +39,9 @@ def product_dtype(model: nn.Module) -> str:
 
 
 def peak_flops(device_name: str, dtype: str, *, uses_tf32: bool) -> float | None:
-    """Dense peak in FLOP/s of a device for matrix products in ``dtype``; ``None`` where it is unknown.
+    """Dense peak in FLOP/s of a device for products in ``dtype`` (a short name); ``None`` where it is unknown.
 
-    Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it; variants (PCIe, NVL) have names of their own.
-        dtype: Short name of the dtype that the products take.
-        uses_tf32: Products in fp32 go to the TF32 units, where the device has them.
+    Variants of a device (PCIe, NVL) have names of their own. With ``uses_tf32`` products in fp32 go to TF32 units.
     """
     gpu = gpu_of_device(device_name)
     if gpu is None or dtype not in {"bf16", "fp16", "fp32"}:

@@ -18,11 +18,7 @@ TIMES = 10.0
 
 
 class Pace:
-    """The limits of a run's phases. A step's limit follows from the steps that this process has made.
-
-    Attributes:
-        step_timeout_s: The limit of a step as configured; ``None``: by what was measured.
-    """
+    """The limits of a run's phases. A step's is ``step_timeout_s``, or follows from the steps of this process."""
 
     def __init__(self, step_timeout_s: float | None) -> None:
         self.step_timeout_s = step_timeout_s

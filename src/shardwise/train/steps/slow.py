@@ -20,11 +20,7 @@ class SlowRanks:
         self._is_told = False
 
     def add(self, num_steps: int, work_s: Sequence[float], data_s: Sequence[float]) -> str | None:
-        """Take the sums over ``num_steps`` steps of each rank's work and, of that, of its reading of data.
-
-        Returns:
-            A warning; ``None`` where there is nothing to say, or it has been said.
-        """
+        """Add each rank's work in ``num_steps`` steps, and its part for data; a warning where there is a new one."""
         if self._is_told or len(self._work_s) < 2:
             return None
         self._steps += num_steps

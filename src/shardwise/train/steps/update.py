@@ -21,25 +21,15 @@ class Update:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: float | None, stops: bool
     ) -> None:
-        """Take what is stepped.
-
-        Args:
-            model: A parallelized model.
-            optimizer: Built on its parameters.
-            max_norm: The gradient is scaled to at most this norm; ``None`` does not scale it.
-            stops: After a gradient that is not finite all later steps are left out too.
-        """
+        """Take what is stepped; with ``stops`` all steps after one that is not finite are left out too."""
         self._model, self._optimizer = model, optimizer
         self._max_norm, self._stops = math.inf if max_norm is None else max_norm, stops
         self._refused: Tensor | None = None
 
     def make(self, scaler: sw.GradScaler) -> tuple[Tensor, bool]:
-        """Clip and step.
+        """Clip and step: the norm before clipping, and whether loss scaling has left the step out.
 
         In fp16 the host waits for the gradients here, as with torch's own ``GradScaler``.
-
-        Returns:
-            The norm before clipping, and whether loss scaling has left the step out.
 
         Collective:
             Those of ``scaler.unscale_`` and ``sw.clip_grad_norm``.
