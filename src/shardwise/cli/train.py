@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.output import show
-from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ConfigError
 
 
@@ -90,7 +89,6 @@ def train(
             takes_over=take_over,
             is_demo=is_demo and check_streams is None,
             profiled=profiled,
-            show_error=show_error,
         )
         if check_streams is None:
             raise typer.Exit(train_here())

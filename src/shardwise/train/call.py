@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from shardwise.launch.elastic import num_workers
-from shardwise.launch.exit_codes import show_error
 from shardwise.launch.function import packed
 from shardwise.launch.world import read_world
 from shardwise.spec.errors import ShardwiseError
@@ -72,7 +71,6 @@ def train(
             run_dir=directory,
             resume=wanted,
             is_demo=False,
-            show_error=show_error,
             spec=spec,
             found=found,
         )

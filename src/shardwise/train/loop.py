@@ -27,7 +27,7 @@ from shardwise.engine.storage.part import plain_of
 from shardwise.launch import fault
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
-from shardwise.launch.stop_request import StopRequest, exit_code
+from shardwise.launch.stop_request import exit_code
 from shardwise.measure.storage import held_bytes
 from shardwise.spec.errors import (
     CheckpointError,
@@ -43,16 +43,15 @@ from shardwise.spec.text import first_line, printable, size
 from shardwise.train import folder
 from shardwise.train.callback import Callback
 from shardwise.train.config.sections import Config
-from shardwise.train.control import Control
 from shardwise.train.log.progress import Progress
 from shardwise.train.log.recorder import Recorder
 from shardwise.train.log.report import Outcome, Progressed, Report, Speed
 from shardwise.train.predicted.memory import PeakTensorBytes
+from shardwise.train.rank import Session
 from shardwise.train.record import Record
 from shardwise.train.saves import random_state
 from shardwise.train.saves.checkpoints import BEST, Checkpoints, find_checkpoint
 from shardwise.train.steps.health import Health
-from shardwise.train.steps.pace import Pace
 from shardwise.train.steps.trace import StepTrace
 from shardwise.train.steps.unread import TOKENS, ReadStep, StepTime, UnreadStep, UnreadSteps
 
@@ -119,23 +118,18 @@ class Loop:
         parts: Parts,
         report: Report,
         config: Config,
-        control: Control,
+        session: Session,
         *,
-        stop: StopRequest,
-        pace: Pace,
         profiled: range = range(0),
         callbacks: Sequence[Callback] = (),
         is_own_loop: bool = False,
         foreign_bytes: int = 0,
     ) -> None:
-        self.owner, self.parts, self.report, self.config, self.control = owner, parts, report, config, control
-        self.stop, self.pace, self.callbacks, self._is_own_loop = stop, pace, callbacks, is_own_loop
-        self.model, self.optimizer, self.device, self.directory = (
-            parts.model,
-            parts.optimizers[0],
-            report.device,
-            report.directory,
-        )
+        self.owner, self.parts, self.report, self.config, self.callbacks = owner, parts, report, config, callbacks
+        self.control, self.stop, self.pace, self._resume = session.control, session.stop, session.pace, session.resume
+        self._is_own_loop, control = is_own_loop, session.control
+        self.model, self.optimizer = parts.model, parts.optimizers[0]
+        self.device, self.directory = session.device, session.directory
         self.done, self.speed, self.step = Progressed(), Speed(), 0
         self.must_end: str | None = None
         self.outcome = Outcome(1, "failed")
@@ -162,9 +156,9 @@ class Loop:
     # --- the run -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def running(self, resume: str | None) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Around the whole loop: takes up a checkpoint or starts anew, and writes the run's files at both ends."""
-        changes = self._begin(resume)
+        resume, changes = self._resume, self._begin()
         self.progress.open(self.done.step)
         try:
             self.report.introduce(self.progress)
@@ -226,11 +220,11 @@ class Loop:
         for line in (*lines, f"see {printable(self.directory / REPORT)}"):
             self.progress.say(line)
 
-    def _begin(self, resume: str | None) -> list[str]:
+    def _begin(self) -> list[str]:
         """Take up a checkpoint or start anew; write the run's files. Returns what differs from the run's before."""
         changes: list[str] = []
         path: Path | None = None
-        seed = self.parts.seed
+        seed, resume = self.parts.seed, self._resume
         if resume is None and seed is not None:
             random_state.seed_all(random_state.rank_seed(seed, self.parts.reader))
         elif resume is not None:

@@ -25,13 +25,12 @@ from shardwise.spec.errors import StorageError
 from shardwise.spec.run_files import LOGS
 from shardwise.spec.text import printable
 from shardwise.train import folder
-from shardwise.train.config.resolve import RunConfig
+from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
 from shardwise.train.lock import RunLock
 from shardwise.train.new_world import is_started_again, note_starters
 from shardwise.train.saves.checkpoints import NEWEST, is_empty
 from shardwise.train.steps.pace import Pace
-from shardwise.train.trainer import Trainer
 
 #: torch's own time limit of a collective comes so much after ours, which says more.
 _LATER_S = 60.0
@@ -55,37 +54,31 @@ class Session:
 @contextlib.contextmanager
 def session(
     world: World,
-    *,
-    name: str,
+    config: Config,
     facts: Mapping[str, Any],
+    *,
     run_dir: Path | None,
     resume: str | None,
-    step_timeout_s: float | None = None,
     check: Callable[[], object] = lambda: None,
     goes_on: bool = False,
     takes_over: bool = False,
-    upload_to: str | None = None,
 ) -> Iterator[Session]:
     """Join the world, agree on the run's folder, lock it and be watched, until the end.
 
     Args:
         world: This rank among the others.
-        name: The run's, which names its folder where none is given.
-        facts: What has to be the same on every rank.
-        run_dir: The run's folder.
+        config: The run's configuration.
+        facts: What has to be the same on every rank beside it.
+        run_dir: The run's folder; by default named after the run.
         resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
-        step_timeout_s: Ends a run that makes no progress in a step for so long; ``None``: by what is measured.
         check: Called on rank 0 where no launcher of ours has looked at the data.
         goes_on: A folder that holds a run is gone on with, without being asked for.
         takes_over: Take the folder of a run on another machine that gives no sign of life.
-        upload_to: Where the run's checkpoints are copied to.
-
-    Raises:
-        ShardwiseError: Its ``exit_code`` is what the process should leave with.
 
     Collective:
         Every rank of the world must call: some all-gathers of small JSON.
     """
+    step_timeout_s, upload_to = config.train.step_timeout_s, config.checkpoint.upload_to
     pace = Pace(step_timeout_s)
     pace.start()
     with (
@@ -94,11 +87,11 @@ def session(
         contextlib.ExitStack() as stack,
     ):
         control = Control(open_comms(device, "control")[0])
-        control.check_same({**facts, **program()}, "configuration or program")
+        control.check_same({**config.model_dump(mode="json"), **facts, **program()}, "configuration or program")
         names = control.all_json(starter(world))
         options = {"takes_over": takes_over, "goes_on": goes_on, "upload_to": upload_to}
         directory, is_again, resume = control.on_first(
-            lambda: open_directory(name, run_dir, resume, world, names, **options)
+            lambda: open_directory(config.name, run_dir, resume, world, names, **options)
         )
         directory = Path(directory)
         if world.num_nodes > 1:
@@ -115,48 +108,6 @@ def session(
         if not (goes_on and world.source == "alone" and step_timeout_s is None):  # a person is there, or a debugger
             stack.callback(_watch(world, directory / LOGS, pace).set)
         yield Session(control, directory, device, stop, pace, resume)
-
-
-def train(
-    resolved: RunConfig,
-    *,
-    world: World,
-    run_dir: Path | None,
-    resume: str | None,
-    takes_over: bool = False,
-    is_demo: bool = False,
-    profiled: range = range(0),
-    found: dict[str, Any] | None = None,
-) -> int:
-    """Train on this rank and return the exit code. ``found`` gets the values of summary.json, and ``directory``.
-
-    The other arguments are as of :func:`session`.
-
-    Raises:
-        ShardwiseError: Its ``exit_code`` is what the process should leave with.
-
-    Collective:
-        Every rank of the world must call.
-    """
-    config = resolved.config
-    with session(
-        world,
-        name=config.name,
-        facts={**config.model_dump(mode="json"), "code of the spec": resolved.spec.code},
-        run_dir=run_dir,
-        resume=resume,
-        step_timeout_s=config.train.step_timeout_s,
-        check=lambda: resolved.source.check(resolved.vocab_size),
-        takes_over=takes_over,
-        upload_to=config.checkpoint.upload_to,
-    ) as held:
-        trainer = Trainer(
-            resolved, held.control, held.directory, held.device, stop=held.stop, pace=held.pace, profiled=profiled
-        )
-        code = trainer.run(held.resume, is_demo=is_demo)
-        if found is not None:
-            found |= {**trainer.loop.summary, "directory": str(held.directory)}
-        return code
 
 
 def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:

@@ -185,31 +185,21 @@ class Run:
             All ranks must enter: some all-gathers of small JSON, and ``sw.load``.
         """
         with self._exit_codes(), contextlib.ExitStack() as stack:
+            facts = {"config": self._own_config}
             held = stack.enter_context(
-                session(
-                    self._world,
-                    name=self._directory.name,
-                    facts=self._config.model_dump(mode="json") | {"config": self._own_config},
-                    run_dir=self._directory,
-                    resume=None,
-                    step_timeout_s=self._config.train.step_timeout_s,
-                    goes_on=True,
-                    upload_to=self._config.checkpoint.upload_to,
-                )
+                session(self._world, self._config, facts, run_dir=self._directory, resume=None, goes_on=True)
             )
             self._loop = loop = Loop(
                 self,
                 self._parts,
                 self._report(held),
                 self._config,
-                held.control,
-                stop=held.stop,
-                pace=held.pace,
+                held,
                 callbacks=self._callbacks,
                 is_own_loop=True,
             )
             held.control.check_same(self._shared(), "state of sampler and scheduler")
-            stack.enter_context(loop.running(held.resume))
+            stack.enter_context(loop.running())
             self._stack = stack.pop_all()
         return self
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.storage import place_of, storage_of
-from shardwise.spec.errors import ConfigError, MeshError, NonFiniteError, PlanError, ShardwiseError
+from shardwise.spec.errors import ConfigError, MeshError, NonFiniteError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.run_files import CONFIG, LOGS
 from shardwise.spec.text import printable
@@ -97,6 +97,8 @@ def launch_training(
 
     Every worker reads the command line ``arguments`` again, and ``spec`` from ``spec_file``.
     """
+    from shardwise.launch.elastic import launch
+    from shardwise.launch.stop_request import CATCHES_STOPS
     from shardwise.train.log.recorder import check_extras
 
     if max_restarts < 0:
@@ -126,44 +128,26 @@ def launch_training(
         if note:
             say(note)
         folder.choose(resolved.config.name, directory, **is_resuming)  # is it so still?
-        options = {"resume": resume, "max_restarts": max_restarts, "spec_file": spec_file}
-        return _launch(resolved, directory, num_ranks, arguments, **options)
+        verb, *others = arguments
+        words, lower_lr = [verb, f"--run-dir={directory}", *others], resolved.config.optimizer.lr / 10
+        again, lower = f"continue with `{_resuming(words)}`", f"lower the rate, as by `{_resuming(words, lower_lr)}`"
+        if spec_file is not None:
+            call = f"sw.train(config, spec, run_dir={str(directory)!r}, resume=True)"
+            again, lower = f"continue with `{call}`", f"continue with a lower rate, by `{call}`"
+        return launch(
+            "shardwise",
+            words,
+            num_ranks,
+            max_restarts=max_restarts,
+            log_dir=directory / LOGS,
+            env={CATCHES_STOPS: "1"} | ({} if spec_file is None else {FILE_VARIABLE: str(spec_file)}),
+            grace_s=resolved.config.train.grace_s,
+            restarts_from=lambda: _restart_point(directory, resume, to),
+            next_words=again,
+            next_words_after={NonFiniteError.exit_code: lower},
+        )
     finally:
         lock.release()
-
-
-def _launch(
-    resolved: RunConfig,
-    directory: Path,
-    num_ranks: int,
-    arguments: Sequence[str],
-    *,
-    resume: str | None,
-    max_restarts: int,
-    spec_file: Path | None,
-) -> int:
-    """Start the workers of a run whose folder is this process's own. Returns the exit code."""
-    from shardwise.launch.elastic import launch
-    from shardwise.launch.stop_request import CATCHES_STOPS
-
-    verb, *others = arguments
-    words, lower_lr = [verb, f"--run-dir={directory}", *others], resolved.config.optimizer.lr / 10
-    again, lower = f"continue with `{_resuming(words)}`", f"lower the rate, as by `{_resuming(words, lower_lr)}`"
-    if spec_file is not None:
-        call = f"sw.train(config, spec, run_dir={str(directory)!r}, resume=True)"
-        again, lower = f"continue with `{call}`", f"continue with a lower rate, by `{call}`"
-    return launch(
-        "shardwise",
-        words,
-        num_ranks,
-        max_restarts=max_restarts,
-        log_dir=directory / LOGS,
-        env={CATCHES_STOPS: "1"} | ({} if spec_file is None else {FILE_VARIABLE: str(spec_file)}),
-        grace_s=resolved.config.train.grace_s,
-        restarts_from=lambda: _restart_point(directory, resume, resolved.config.checkpoint.upload_to),
-        next_words=again,
-        next_words_after={NonFiniteError.exit_code: lower},
-    )
 
 
 def _restart_point(directory: Path, resume: str | None, upload_to: str | None) -> str:
@@ -217,33 +201,38 @@ def work(
     takes_over: bool = False,
     is_demo: bool,
     profiled: range = range(0),
-    show_error: Callable[[ShardwiseError], None],
     spec: TrainSpec | None = None,
     found: dict[str, Any] | None = None,
 ) -> int:
     """Train as one of the workers. Returns the exit code; ``found`` gets the run's summary and folder."""
     from shardwise.launch.error_file import reported
-    from shardwise.launch.exit_codes import run_worker
+    from shardwise.launch.exit_codes import run_worker, show_error
 
     def train_here() -> int:
         from shardwise.train.log.recorder import check_extras
-        from shardwise.train.rank import train
+        from shardwise.train.rank import session
+        from shardwise.train.trainer import Trainer
 
         given = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
         resolved = resolve(given, world.size, world.ranks_per_machine, spec=spec or given_spec())
-        check_extras(resolved.config)
+        config = resolved.config
+        check_extras(config)
         if world.source != "launcher":  # which has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))
-        return train(
-            resolved,
-            world=world,
+        with session(
+            world,
+            config,
+            {"code of the spec": resolved.spec.code},
             run_dir=run_dir,
             resume=resume,
+            check=lambda: resolved.source.check(resolved.vocab_size),
             takes_over=takes_over,
-            is_demo=is_demo,
-            profiled=profiled,
-            found=found,
-        )
+        ) as held:
+            trainer = Trainer(resolved, held, profiled=profiled)
+            code = trainer.run(is_demo=is_demo)
+            if found is not None:
+                found.update(trainer.loop.summary, directory=str(held.directory))
+            return code
 
     again = "start the same command again, with --resume"
     return run_worker(reported(train_here, world, again), world, show_error)

@@ -15,7 +15,6 @@ import shardwise as sw
 from shardwise.checkpoint import plain
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch import fault
-from shardwise.launch.stop_request import StopRequest
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.hub import hub_name
@@ -24,7 +23,6 @@ from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig, data_of
 from shardwise.train.config.sections import Config
-from shardwise.train.control import Control
 from shardwise.train.data.given import GivenBatches, GivenSamples, LoaderSampler
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
@@ -44,13 +42,13 @@ from shardwise.train.predicted.memory import least_checkpoint_bytes, predict, te
 from shardwise.train.predicted.record import describe
 from shardwise.train.predicted.time import predict_step
 from shardwise.train.proof import parity_line
+from shardwise.train.rank import Session
 from shardwise.train.saves import random_state
 from shardwise.train.saves.checkpoints import check_config, resharded, saved_config
 from shardwise.train.saves.own_state import of_reader, packed
 from shardwise.train.saves.saved_state import check_state
 from shardwise.train.spec import Mean
 from shardwise.train.steps.mfu import mfu_of_token
-from shardwise.train.steps.pace import Pace
 from shardwise.train.steps.unread import StepTime
 from shardwise.train.steps.update import Update, with_true_gradient
 
@@ -58,18 +56,9 @@ from shardwise.train.steps.update import Update, with_true_gradient
 class Trainer:
     """The parts of ``shardwise train``, and its steps. Made once per process."""
 
-    def __init__(
-        self,
-        resolved: RunConfig,
-        control: Control,
-        directory: Path,
-        device: torch.device,
-        *,
-        stop: StopRequest,
-        pace: Pace,
-        profiled: range = range(0),
-    ) -> None:
-        self.resolved, self.control, self.device = resolved, control, device
+    def __init__(self, resolved: RunConfig, session: Session, *, profiled: range = range(0)) -> None:
+        self.resolved, self.control, self.device = resolved, session.control, session.device
+        control, device, directory = session.control, session.device, session.directory
         config, batch = resolved.config, resolved.batch
         self.data = data_of(resolved)
         reader, train = resolved.mesh.data_parallel_rank(control.rank), self.data.train
@@ -117,9 +106,7 @@ class Trainer:
             parts,
             self._report(directory, average),
             config,
-            control,
-            stop=stop,
-            pace=pace,
+            session,
             profiled=profiled,
             callbacks=resolved.spec.callbacks,
             foreign_bytes=foreign_bytes,
@@ -217,10 +204,10 @@ class Trainer:
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
-    def run(self, resume: str | None, *, is_demo: bool) -> int:
+    def run(self, *, is_demo: bool) -> int:
         """Train to the end, or to a request to stop."""
         self.fingerprint = self.control.on_first(self.resolved.source.fingerprint)
-        with self.loop.running(resume):
+        with self.loop.running():
             for step in self.loop.steps():
                 self._step(step)
         code = self.loop.outcome.exit_code
