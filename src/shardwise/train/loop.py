@@ -45,12 +45,13 @@ from shardwise.train.callback import Callback
 from shardwise.train.config.sections import Config
 from shardwise.train.log.progress import Progress
 from shardwise.train.log.recorder import Recorder
-from shardwise.train.log.report import Outcome, Progressed, Report, Speed
+from shardwise.train.log.report import Outcome, Report, Speed
 from shardwise.train.predicted.memory import PeakTensorBytes
 from shardwise.train.rank import Session
 from shardwise.train.record import Record
 from shardwise.train.saves import random_state
 from shardwise.train.saves.checkpoints import BEST, Checkpoints, find_checkpoint
+from shardwise.train.saves.saved_state import Progressed
 from shardwise.train.steps.health import Health
 from shardwise.train.steps.trace import StepTrace
 from shardwise.train.steps.unread import TOKENS, ReadStep, StepTime, UnreadStep, UnreadSteps
@@ -130,7 +131,7 @@ class Loop:
         self._is_own_loop, control = is_own_loop, session.control
         self.model, self.optimizer = parts.model, parts.optimizers[0]
         self.device, self.directory = session.device, session.directory
-        self.done, self.speed, self.step = Progressed(), Speed(), 0
+        self.done, self.speed, self.step = Progressed.none(), Speed(), 0
         self.must_end: str | None = None
         self.outcome = Outcome(1, "failed")
         self.save_s = 0.0  # of the last save that training waited for
@@ -568,7 +569,7 @@ class Loop:
             callback.on_save(self)
 
     def _state(self) -> dict[str, Any]:
-        return {"progress": self.done.state(), "scaler": self.parts.scaler.state_dict(), **self.owner.state()}
+        return {"progress": self.done.model_dump(), "scaler": self.parts.scaler.state_dict(), **self.owner.state()}
 
     def _finish_save(self, limit_s: float = math.inf) -> str | None:
         """Wait for what is being written, and for uploads not longer than this; says why the newest is not uploaded.

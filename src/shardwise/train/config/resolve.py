@@ -39,35 +39,6 @@ from shardwise.train.data.tokenizer import BYTES, OfFolder, Tokenizer, find_toke
 from shardwise.train.spec import FROM_PYTHON, TrainSpec, load_spec
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, NEXT, Task
 
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A schedule with everything filled in."""
-
-    name: str
-    steps: int
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.0
-    decay_steps: int = 0
-
-    def ratio(self, step: int) -> float:
-        """Learning rate of ``step`` (from 0) over the peak rate."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.name == "constant":
-            return 1.0
-        last = self.steps - 1
-        start = (
-            max(self.warmup_steps, self.steps - self.decay_steps - 1)
-            if self.name == "warmup-stable-decay"
-            else self.warmup_steps
-        )
-        t = min(1.0, max(0.0, (step - start) / max(1, last - start)))
-        if self.name == "cosine":
-            return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * t)) / 2
-        return 1 - (1 - self.min_lr_ratio) * t
-
-
 _DEFAULT_PRESET = "gpt-tiny"
 _DEFAULT_MICRO = 8
 #: ``data.seq_len`` where the configuration does not say: as long as the model allows, up to this.
@@ -125,7 +96,6 @@ class RunConfig:
     vocab_size: int  # number of token ids of the model
     seq_len: int
     source: Source  # the data's files
-    schedule: Schedule
     #: The dtype in which a Hugging Face folder stores the weights, where the optimizer updates fp32 copies of them;
     #: ``None``: masters have the stored dtype
     raised_from: str | None = None
@@ -136,8 +106,8 @@ class RunConfig:
 
     def ratio(self, step: int) -> float:
         """Learning rate of ``step`` (from 0) over the peak rate."""
-        given = self.spec.schedule
-        return self.schedule.ratio(step) if given is None else float(given(step, self.config.train.steps))
+        given, steps = self.spec.schedule, self.config.train.steps
+        return self.config.schedule.ratio(step, steps) if given is None else float(given(step, steps))
 
 
 def data_of(resolved: RunConfig) -> Data:
@@ -200,7 +170,8 @@ def resolve(
     optimizer = _check_optimizer(raw, plan)
     _check_lora(raw)
     has_epochs = config.train.epochs is not None
-    schedule = schedule_of(config) if has_epochs else _schedule(raw)
+    if not has_epochs:
+        _check_schedule(raw)
     _check_evaluation(raw, spec)
     batch = _batch(raw, mesh, plan) if has_plan else Batch(1, 1, 1)
     seq_len = _seq_len(raw, facts.positions, plan) if spec.data is None else config.data.seq_len or 0
@@ -231,7 +202,7 @@ def resolve(
         "optimizer": optimizer
         | ({} if spec.optimizer is None or "flat" in raw.given("optimizer") else {"flat": False}),
         # decay_steps stays open, as it follows train.steps
-        "schedule": {} if schedule.name == "constant" else {"min_lr_ratio": schedule.min_lr_ratio},
+        "schedule": {} if config.schedule.name == "constant" else {"min_lr_ratio": config.schedule.end_ratio},
         "log": {} if "every" in raw.given("log") or not num_gpus() else {"every": GPU_LOG_EVERY},
         "train": {
             "micro_batch_size": batch.micro,
@@ -255,7 +226,6 @@ def resolve(
         facts.vocab_size if spec.model is None else source.vocab_size or BYTE_VOCAB,
         seq_len,
         source,
-        schedule,
         raised_from,
         raw.asked(),
         end_token,
@@ -288,9 +258,9 @@ def _with_epochs(raw: RawConfig, resolved: RunConfig, num_samples: int | None) -
         )
         raw.fail("train", "epochs", message)
     config = resolved.config.model_copy(update={"train": train.model_copy(update={"steps": steps})})
-    schedule = _schedule(replace(raw, config=config))
+    _check_schedule(replace(raw, config=config))
     raw.raise_if_any()
-    return replace(resolved, config=config, schedule=schedule)
+    return replace(resolved, config=config)
 
 
 def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
@@ -714,16 +684,9 @@ def _is_all_on_host(plan: ParallelPlan) -> bool:
     return plan.offload is not None and plan.offload.optimizer and plan.offload.ratio == 1
 
 
-def schedule_of(config: Config) -> Schedule:
-    """The learning rate over the steps of a configuration."""
-    section, steps = config.schedule, config.train.steps
-    decay = (section.decay_steps or max(1, steps // 5)) if section.name == "warmup-stable-decay" else 0
-    ratio = 0.1 if section.min_lr_ratio is None else section.min_lr_ratio
-    return Schedule(section.name, steps, section.warmup_steps, ratio, decay)
-
-
-def _schedule(raw: RawConfig) -> Schedule:
-    section, steps, found = raw.config.schedule, raw.config.train.steps, schedule_of(raw.config)
+def _check_schedule(raw: RawConfig) -> None:
+    section, steps = raw.config.schedule, raw.config.train.steps
+    decay = section.num_decay_steps(steps)
     if section.name == "constant" and section.min_lr_ratio is not None:
         raw.fail("schedule", "min_lr_ratio", "a constant schedule has no end rate; take it out")
     if section.name != "warmup-stable-decay" and section.decay_steps is not None:
@@ -731,12 +694,9 @@ def _schedule(raw: RawConfig) -> Schedule:
     if section.warmup_steps > steps:
         message = f"{section.warmup_steps} warm-up steps do not fit in train.steps={steps}"
         raw.fail("schedule", "warmup_steps", message)
-    if found.decay_steps and section.warmup_steps + found.decay_steps > steps:
-        message = (
-            f"{section.warmup_steps} warm-up and {found.decay_steps} decay steps do not fit in train.steps={steps}"
-        )
+    if decay and section.warmup_steps + decay > steps:
+        message = f"{section.warmup_steps} warm-up and {decay} decay steps do not fit in train.steps={steps}"
         raw.fail("schedule", "decay_steps", message)
-    return found
 
 
 def _batch(raw: RawConfig, mesh: Mesh, plan: ParallelPlan) -> Batch:

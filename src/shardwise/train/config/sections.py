@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import math
 import operator
 import os
 import re
@@ -258,6 +259,28 @@ class ScheduleSection(Section):
     warmup_steps: Count = Field(0, description="steps over which the rate rises linearly from 0")
     min_lr_ratio: Ratio | None = Field(None, description="rate at the end over peak rate; 0.1 (not for constant)")
     decay_steps: Positive | None = Field(None, description="warmup-stable-decay: steps of the decay; a fifth of all")
+
+    @property
+    def end_ratio(self) -> float:
+        """The rate at the end over the peak rate."""
+        return 0.1 if self.min_lr_ratio is None else self.min_lr_ratio
+
+    def num_decay_steps(self, steps: int) -> int:
+        """The last steps of a run of ``steps`` that warmup-stable-decay lowers the rate in; 0 for other schedules."""
+        return (self.decay_steps or max(1, steps // 5)) if self.name == "warmup-stable-decay" else 0
+
+    def ratio(self, step: int, steps: int) -> float:
+        """Learning rate of ``step`` (from 0) of ``steps`` over the peak rate."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.name == "constant":
+            return 1.0
+        decay, last, least = self.num_decay_steps(steps), steps - 1, self.end_ratio
+        start = max(self.warmup_steps, last - decay) if decay else self.warmup_steps
+        t = min(1.0, max(0.0, (step - start) / max(1, last - start)))
+        if self.name == "cosine":
+            return least + (1 - least) * (1 + math.cos(math.pi * t)) / 2
+        return 1 - (1 - least) * t
 
 
 class TrainSection(Section):

@@ -19,6 +19,7 @@ from shardwise.spec.text import printable, size
 from shardwise.train.folder import replace_json, replace_text
 from shardwise.train.log.progress import Progress
 from shardwise.train.predicted.time import PredictedStep
+from shardwise.train.saves.saved_state import Progressed
 
 if TYPE_CHECKING:
     import torch
@@ -28,28 +29,6 @@ if TYPE_CHECKING:
 _LARGEST = 4
 #: The share of a step that data takes, from which on it is said.
 _MUCH_DATA = 0.1
-
-
-@dataclass(slots=True)
-class Progressed:
-    """The progress of a run: the content of checkpoints in addition to tensors.
-
-    ``best`` is the best value of ``checkpoint.best`` so far, of ``best_step``, and ``num_worse`` the evaluations since.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    first_loss: float | None = None
-    final_loss: float | None = None
-    eval_loss_first: float | None = None
-    eval_loss_final: float | None = None
-    best: float | None = None
-    best_step: int = 0
-    num_worse: int = 0
-
-    def state(self) -> dict[str, Any]:
-        """Plain values."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,7 +15,6 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable
-from shardwise.train.config.resolve import schedule_of
 from shardwise.train.config.sections import Config
 from shardwise.train.model.build import peak_lr
 from shardwise.train.spec import TrainSpec
@@ -39,8 +38,10 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class SavedProgress(_Strict):
-    """The progress of the saved run (``log.Progressed``)."""
+class Progressed(BaseModel):
+    """The progress of a run."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     step: _Natural
     tokens: _Natural
@@ -48,9 +49,14 @@ class SavedProgress(_Strict):
     final_loss: float | None
     eval_loss_first: float | None
     eval_loss_final: float | None
-    best: float | None = None
+    best: float | None = None  # the best value of ``checkpoint.best`` so far
     best_step: _Natural = 0
-    num_worse: _Natural = 0
+    num_worse: _Natural = 0  # evaluations since
+
+    @classmethod
+    def none(cls) -> Self:
+        """That of a run without steps."""
+        return cls(step=0, tokens=0, first_loss=None, final_loss=None, eval_loss_first=None, eval_loss_final=None)
 
 
 class SavedSampler(_Strict):
@@ -82,7 +88,7 @@ class SavedRun(_Strict):
 
     step: _Natural  # the step after which it was saved
     run_id: str  # the run
-    progress: SavedProgress  # counts and losses
+    progress: Progressed  # counts and losses
     sampler: SavedSampler  # where the data was
     scaler: dict[str, Any] = Field(default_factory=dict)  # loss scaling (``SavedScaler``); empty where there is none
     config: dict[str, Any]  # the configuration, which is compared with the present one
@@ -136,7 +142,7 @@ def check_state(
         _check_settings(path, optimizer, groups, {key.removeprefix("optimizer.") for key in asked})
     if spec is not None and (spec.schedule is not None or spec.optimizer is not None):
         return  # its rates are not those of the configuration
-    ratio = schedule_of(config).ratio(saved.step - 1)
+    ratio = config.schedule.ratio(saved.step - 1, config.train.steps)
     rates = [(each.get("lr"), peak_lr(config.optimizer, each) * ratio) for each in optimizer.groups]
     odd = [(found, lr) for found, lr in rates if not _is_near(found, lr)]
     if odd and saved.step:
