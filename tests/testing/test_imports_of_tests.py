@@ -62,7 +62,7 @@ ABOUT = {
     "train/test_spec.py": "train.config train.data launch.world train.proof train.saves.random_state train.spec",
     "train/test_spec_data.py": "train.config train.data",
     "train/test_spec_loaders.py": "train.saves.random_state",
-    "train/test_train_unread.py": "train.loop train.trainer train.steps.mfu train.steps.unread",
+    "train/test_train_unread.py": "train.loop train.trainer train.predicted.step train.steps.unread",
     # one part of the engine, or a count of what it does
     "engine/test_device_calls.py": "optim.clip",
     "engine/test_half_done.py": "engine.attach engine.engine engine.unit engine.storage.attachment",

@@ -17,8 +17,8 @@ from shardwise.spec.errors import ConfigError
 from shardwise.train.config.resolve import RunConfig, data_of, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data.examples import Examples
-from shardwise.train.data.form import Example
 from shardwise.train.data.packing import pack
+from shardwise.train.data.records import Example
 from shardwise.train.data.samples import Part
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import OfFolder

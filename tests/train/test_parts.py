@@ -21,8 +21,8 @@ from shardwise.spec.text import printable, size
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import OptimizerSection, read_config
 from shardwise.train.model.build import TokenBatch, build_model, build_optimizer, objective_of, parameter_groups, set_lr
+from shardwise.train.predicted.step import peak_flops
 from shardwise.train.saves import random_state
-from shardwise.train.steps.mfu import peak_flops
 from shardwise.train.steps.update import needs_host
 
 CPU = torch.device("cpu")

@@ -12,8 +12,7 @@ import pytest
 from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.train.config.sections import Config, LogSection
 from shardwise.train.log import recorder
-from shardwise.train.log.metrics import MetricsFile
-from shardwise.train.log.recorder import Recorder
+from shardwise.train.log.recorder import MetricsFile, Recorder
 from shardwise.train.record import Record
 
 CONFIG = Config(log=LogSection(tensorboard=False, wandb=True))

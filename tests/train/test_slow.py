@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from shardwise.train.loop import Loop
-from shardwise.train.steps.slow import SlowRanks
+from shardwise.train.steps.unread import SlowRanks
 
 
 def test_a_slow_rank_is_named_once_with_the_share_of_its_data() -> None:

@@ -11,7 +11,7 @@ import torch
 from shardwise.cost.measured import FORMAT
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
-from shardwise.train.predicted.time import predict_step
+from shardwise.train.predicted.step import predict_step
 
 CPU = torch.device("cpu")
 

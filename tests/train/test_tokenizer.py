@@ -19,7 +19,7 @@ from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data import records as module
 from shardwise.train.data.examples import Examples, Texts, prepare
-from shardwise.train.data.form import Example, Placed
+from shardwise.train.data.records import Example, Placed
 from shardwise.train.data.source import Source, find_source, mixture_of
 from shardwise.train.data.token_files import DataError, map_tokens, read_header, write_tokens
 from shardwise.train.data.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.train import loop, trainer
-from shardwise.train.steps import mfu, unread
+from shardwise.train.predicted import step as predicted
+from shardwise.train.steps import unread
 from tests.common.ranks import on_ranks
 from tests.train.train_here import losses, metrics, sets, summary, train_here, train_well
 
@@ -86,7 +87,7 @@ def test_between_logged_steps_nothing_is_read_and_nothing_exchanged(tmp_path: Pa
 def test_the_dtype_of_products_is_that_which_most_weights_compute_in() -> None:
     def dtype(**options: Any) -> str:
         model = sw.models.gpt("gpt-nano", device="cpu")
-        return mfu.product_dtype(sw.parallelize(model, sw.ParallelPlan(**options)))
+        return predicted.product_dtype(sw.parallelize(model, sw.ParallelPlan(**options)))
 
     head = sw.PrecisionPolicy("bf16", overrides={"blocks.0": sw.PrecisionPolicy("fp32")})
     assert [dtype(), dtype(mp_policy=sw.PrecisionPolicy("bf16")), dtype(mp_policy=head)] == ["fp32", "bf16", "bf16"]

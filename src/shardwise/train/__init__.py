@@ -15,13 +15,13 @@ In the order of a run:
 ``loop``         what is around the steps, whoever makes them; ``record``: what is recorded of one
 ``trainer``      the trainer's steps; ``evaluation``: the held-out loss and metrics. ``run``: ``sw.Run``, around others
 ``steps/``       ``update``: clip and step; ``unread``: values that steps leave on the device; ``health``: losses that
-                 are not finite or stand out; ``slow``: a slow rank; ``pace``: time limits; ``mfu``: FLOP/s
+                 are not finite or stand out; ``pace``: time limits; ``trace``: a profile
 ``saves/``       ``checkpoints``: which one to continue from, writing and keeping them; ``uploads``: copies on
                  a store; ``saved_state``: what they hold beside tensors, checked; ``random_state``, ``own_state``:
                  generators, samplers and schedules as data
-``predicted/``   ``budget``: whether a run fits, before processes start; ``memory`` and ``time``: of a step, beside what
-                 is measured
-``log/``         ``metrics``, ``recorder``: numbers of steps; ``progress``: the terminal; ``report``: other files
+``predicted/``   ``budget``: whether a run fits, before processes start; ``memory`` and ``step``: bytes and time of a
+                 step, beside what is measured
+``log/``         ``recorder``: numbers of steps; ``progress``: the terminal; ``report``: other files
 ``proof``        strategies against one process on a run's own model and data
 ``trained``      what has been trained and can be asked: a run, a checkpoint, or a Hugging Face folder; ``export``: as a
                  Hugging Face folder

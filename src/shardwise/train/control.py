@@ -17,7 +17,6 @@ from shardwise.launch.exit_codes import refusal_of
 from shardwise.spec.errors import CheckpointError, ConfigError, NonFiniteError, ShardwiseError, StateError, StorageError
 from shardwise.spec.text import printable
 from shardwise.train.data.token_files import DataError
-from shardwise.train.differences import differences
 from shardwise.train.lock import RunLockedError
 
 T = TypeVar("T")
@@ -107,3 +106,15 @@ class Control:
         raise ConfigError(
             f"the ranks do not have the same {what}:{lines}\n  Give every rank the same configuration and versions."
         )
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted key, old value and new value of everything that differs between two nested mappings."""
+    result: list[tuple[str, Any, Any]] = []
+    for key in [*old, *(k for k in new if k not in old)]:
+        left, right = old.get(key), new.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            result += differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            result.append((f"{prefix}{key}", left, right))
+    return result

@@ -32,10 +32,10 @@ from shardwise.spec.text import printable
 from shardwise.train.callback import Callback
 from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
-from shardwise.train.differences import differences
+from shardwise.train.control import differences
 from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
-from shardwise.train.predicted.time import PredictedStep
+from shardwise.train.predicted.step import PredictedStep
 from shardwise.train.rank import Session, session
 from shardwise.train.record import Record
 from shardwise.train.saves.checkpoints import resharded, saved_config

@@ -32,15 +32,13 @@ from shardwise.train.data.stream import ENDLESS, IterableSampler
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import BYTES, find_tokenizer
 from shardwise.train.evaluation import Evaluation
-from shardwise.train.log.owned import owned_units
-from shardwise.train.log.report import Report
+from shardwise.train.log.report import Report, owned_units
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.microbatches import Microbatches
 from shardwise.train.model.build import build_optimizer, defer_model, objective_of, parameter_groups, set_lr
 from shardwise.train.model.lora import check_base, fingerprint
 from shardwise.train.predicted.memory import least_checkpoint_bytes, predict, tensor_bytes
-from shardwise.train.predicted.record import describe
-from shardwise.train.predicted.time import predict_step
+from shardwise.train.predicted.step import describe, mfu_of_token, predict_step
 from shardwise.train.proof import parity_line
 from shardwise.train.rank import Session
 from shardwise.train.saves import random_state
@@ -48,7 +46,6 @@ from shardwise.train.saves.checkpoints import check_config, resharded, saved_con
 from shardwise.train.saves.own_state import of_reader, packed
 from shardwise.train.saves.saved_state import check_state
 from shardwise.train.spec import Mean
-from shardwise.train.steps.mfu import mfu_of_token
 from shardwise.train.steps.unread import StepTime
 from shardwise.train.steps.update import Update, with_true_gradient
 

@@ -29,9 +29,8 @@ from shardwise.train.config.hf import LanguageModel, NotTrainedError, read_langu
 from shardwise.train.config.sections import Config, DataSection, MixedSection, OneSource, RawConfig
 from shardwise.train.data.chat import COMPLETION, PROMPT, TEXT, Chat, column_of
 from shardwise.train.data.examples import Texts, prepare
-from shardwise.train.data.form import Form
 from shardwise.train.data.pairs import Pairs
-from shardwise.train.data.records import first_row
+from shardwise.train.data.records import Form, first_row
 from shardwise.train.data.samples import Data, check_size, open_data
 from shardwise.train.data.source import BYTE_VOCAB, Source, find_source, given_source, is_indexed, mixture_of
 from shardwise.train.data.token_files import DataError

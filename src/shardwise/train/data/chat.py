@@ -20,7 +20,7 @@ import numpy as np
 from shardwise.spec.bound import bounded
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean, first_line, printable
-from shardwise.train.data.form import Example, Placed
+from shardwise.train.data.records import Example, Placed
 from shardwise.train.data.token_files import DataError
 
 #: Columns that are looked for, in this order.

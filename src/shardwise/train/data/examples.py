@@ -21,8 +21,7 @@ import numpy as np
 
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.text import first_line, printable
-from shardwise.train.data.form import Example, Form, Placed, text_of
-from shardwise.train.data.records import block_text, first_row, read_rows
+from shardwise.train.data.records import Example, Form, Placed, block_text, first_row, read_rows, text_of
 from shardwise.train.data.source import Source
 from shardwise.train.data.token_files import DataError
 from shardwise.train.data.tokenizer import Tokenizer, tokenizer_files

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardwise.spec.errors import StateError
-from shardwise.train.data.draws import apart, seed_host
 from shardwise.train.data.rows import Rows
 from shardwise.train.data.sampler import Draw, Sampler, mixed_seed
 from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed, is_loader
 from shardwise.train.data.stream import IterableSampler, has_state
 from shardwise.train.data.token_files import DataError
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators of the host: Python's, numpy's and torch's for CPUs."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - as users' code does
+    torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Whatever is drawn, or seeded, on the host inside: the generators are afterwards what they were."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002 - as users' code does
+        torch.set_rng_state(cpu)
+
 
 Collate = Callable[[list[Any]], Any]
 

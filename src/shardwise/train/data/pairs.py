@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import printable
 from shardwise.train.data.examples import Examples
-from shardwise.train.data.form import Example, Placed, text_of
+from shardwise.train.data.records import Example, Placed, text_of
 from shardwise.train.data.rows import Rows
 from shardwise.train.data.token_files import DataError
 from shardwise.train.task import Task

@@ -1,7 +1,8 @@
-"""Rows of data sets and blocks of text, read one after the other: nothing is kept in memory or copied.
+"""Rows of data sets and blocks of text, read one after the other, and the examples that a form makes of them.
 
-Rows of JSON and CSV are parsed here, within bounds and with their lines: the parsers that ``datasets`` has take memory
-without bound, crash at deep nesting, and refuse a column that only later rows have.
+Nothing is kept in memory or copied. Rows of JSON and CSV are parsed here, within bounds and with their lines: the
+parsers that ``datasets`` has take memory without bound, crash at deep nesting, and refuse a column that only later rows
+have.
 """
 
 from __future__ import annotations
@@ -13,14 +14,46 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import first_line, printable
 from shardwise.train.data.source import Source, check_text, ending
 from shardwise.train.data.token_files import DataError
+
+
+class Example(NamedTuple):
+    """An example, made of a row."""
+
+    ids: Any  # of all its tokens
+    #: First and one past the last of those that are learned, in order; of texts none, as all are
+    spans: Sequence[tuple[int, int]] = ()
+
+
+#: A row and its place, such as ``chats.jsonl:3``, which messages name.
+Placed = tuple[str, Mapping[str, Any]]
+
+
+class Form(Protocol):
+    """The conversion of rows to examples."""
+
+    def encode(self, rows: Sequence[Placed]) -> Sequence[Example]:
+        """The examples of rows; a DataError names the place of a row that cannot be used."""
+        ...
+
+
+def text_of(place: str, row: Mapping[str, Any], column: str) -> str:
+    """The text in a column of a row."""
+    text = row.get(column)
+    if not isinstance(text, str):
+        raise DataError(
+            f"{place} has no text in column {printable(column)}: {printable(type(text).__name__)}.\n"
+            "  Correct the row, or name another column: data.column=..."
+        )
+    return text
+
 
 #: The most bytes of a row of JSON, of a file that is one list, and of a row of CSV.
 _ROW_BYTES, _LIST_BYTES, _CSV_BYTES = 1 << 26, 1 << 30, 1 << 23

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.spec.errors import CheckpointError
-from shardwise.train.data.form import Form
-from shardwise.train.data.records import read_rows
+from shardwise.train.data.records import Form, read_rows
 from shardwise.train.data.rows import Rows, shifted
 from shardwise.train.data.sampler import Draw, Permutation, Sampler, natural
 from shardwise.train.data.token_files import DataError

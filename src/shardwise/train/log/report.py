@@ -18,12 +18,20 @@ from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, MODEL, PLAN, P
 from shardwise.spec.text import printable, size
 from shardwise.train.folder import replace_json, replace_text
 from shardwise.train.log.progress import Progress
-from shardwise.train.predicted.time import PredictedStep
+from shardwise.train.predicted.step import PredictedStep
 from shardwise.train.saves.saved_state import Progressed
 
 if TYPE_CHECKING:
     import torch
 
+
+import math
+
+from torch import nn
+
+import shardwise as sw
+from shardwise.spec.mesh import Mesh
+from shardwise.train.control import Control
 
 #: Units that are named at the end of a run.
 _LARGEST = 4
@@ -210,3 +218,28 @@ class Report:
             progress.say(f"  measured   {speed.step_time_s * 1e3:>6,.0f} ms{ratio}")
         if speed.data_s > _MUCH_DATA * speed.seconds:
             progress.say(f"  of it {speed.data_s / speed.seconds:.0%} was spent on data{self.data_advice}")
+
+
+def owned_units(model: nn.Module, mesh: Mesh, control: Control) -> list[dict[str, Any]]:
+    """Each unit with its elements and how many of them each rank keeps between steps, in the order of the model.
+
+    ``owned`` is 0 on ranks of other pipeline stages. What ``tp`` replicates, several ranks own. Every stage of a
+    pipeline has a root. One all-gather of small JSON.
+    """
+    mine = [
+        (
+            unit.name,
+            unit.type_name,
+            sum(math.prod(shape) for group in unit.groups for _, shape, _ in group.parameters),
+            sum(held for group in unit.groups for _, _, held in group.parameters),
+        )
+        for unit in sw.summary(model).units
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for rank, units in enumerate(control.all_json(mine)):
+        stage = mesh.coordinate(rank)["pp"]
+        for name, kind, numel, held in units:
+            shown = f"{name}, stage {stage}" if mesh.pp > 1 and name == "root" else name
+            new = {"name": shown, "class": kind, "numel": numel, "owned": [0] * control.size}
+            found.setdefault(shown, new)["owned"][rank] = held
+    return list(found.values())

@@ -22,8 +22,7 @@ from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, 
 from shardwise.spec.run_files import CHECKPOINTS, CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.train.config.sections import CheckpointSection, Config
-from shardwise.train.control import Control
-from shardwise.train.differences import differences
+from shardwise.train.control import Control, differences
 from shardwise.train.folder import is_stored, read_run_id, read_small, replace_text
 from shardwise.train.saves import random_state
 from shardwise.train.saves.uploads import Uploads

@@ -1,0 +1,124 @@
+"""The planner's prediction of a run's step, made before the first one, and the share of the peak that tokens take."""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.cost.hardware import Cluster, gpu_of_device
+from shardwise.launch.world import read_world
+from shardwise.planner import Estimate, estimate
+from shardwise.planner.memory import memory_on
+from shardwise.planner.simulated import simulated, simulated_spans
+from shardwise.sim.step import SimulatedStep
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.text import printable
+from shardwise.train.config.resolve import RunConfig
+from shardwise.train.predicted.workload import flops_per_token, resolved_plan, shape_of, workload_of
+
+
+class PredictedStep(NamedTuple):
+    """The predicted time of a step."""
+
+    seconds: float | None  # ``None`` where the planner does not know the device, the model, or an option of the plan
+    reason: str  # of which device the prediction is, or why there is none
+    made: Estimate | None = None  # the whole prediction
+
+
+def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> PredictedStep:
+    """Predict the time of a step on these devices."""
+    try:
+        gpu = resolved.config.log.hardware or _known_device(device)
+        cluster = Cluster(gpu=gpu, num_gpus=world_size, gpus_per_node=read_world().ranks_per_machine or world_size)
+        made = estimate(shape_of(resolved), resolved.plan, cluster, workload_of(resolved))
+    except ShardwiseError as error:
+        return PredictedStep(None, printable(str(error).splitlines()[0]))
+    name = made.cluster.device.name
+    return PredictedStep(made.step_time_s, f"{name}: {made.reason}" if made.fits else name, made)
+
+
+def _known_device(device: torch.device) -> str:
+    if device.type != "cuda":
+        raise ConfigError(
+            "this machine is not measured: run `shardwise calibrate --out FILE` and set log.hardware=FILE"
+        )
+    name = torch.cuda.get_device_name(device)
+    gpu = gpu_of_device(name)
+    if gpu is None:
+        raise ConfigError(f"{name} is not known: run `shardwise calibrate --out FILE` and set log.hardware=FILE")
+    return gpu.name
+
+
+def describe(resolved: RunConfig, device_type: str, step: PredictedStep) -> dict[str, Any]:
+    """The content of predicted.json: memory and time of a step, or why they are not known (``reason``)."""
+    return _memory(resolved, device_type) | _time(step)
+
+
+def _memory(resolved: RunConfig, device_type: str) -> dict[str, Any]:
+    """``memory_timeline``: the moments of a step, each with its name and the fullest rank's bytes by category."""
+    try:
+        shape, plan, workload = shape_of(resolved), resolved_plan(resolved), workload_of(resolved)
+        found = memory_on(device_type, shape, plan, workload)
+    except (ShardwiseError, ArithmeticError, LookupError) as error:
+        lines = printable(error, is_block=True).splitlines()
+        return {"memory_reason": lines[0] if lines else "the planner does not know this model"}
+    return {"memory_timeline": [[name, dict(held)] for name, held in found.timeline]}
+
+
+def _time(step: PredictedStep) -> dict[str, Any]:
+    """Seconds by category, and what the streams do: ``spans`` of stream, begin, end, unit."""
+    made = step.made
+    if made is None:
+        return {"reason": step.reason}
+    values = {
+        "device": made.cluster.device.name,
+        "step_time_s": made.step_time_s,
+        "by_category": dict(made.time.by_category),
+        "sent_bytes": sum(made.time.sent_bytes.values()) or None,  # not known on a calibrated machine
+    }
+    try:
+        drawn = simulated(made)
+    except (ShardwiseError, ArithmeticError, LookupError) as error:
+        return values | {"reason": printable(error)}
+    if not isinstance(drawn, SimulatedStep):
+        return values | {"reason": "inside the stages of a pipeline streams are not drawn"}
+    spans, note = simulated_spans(drawn)
+    return values | {"spans": [list(span) for span in spans], "note": note}
+
+
+def mfu_of_token(resolved: RunConfig, model: nn.Module, device: torch.device, num_ranks: int) -> float | None:
+    """The share of all devices' peaks that one token a second takes."""
+    if device.type != "cuda":
+        return None
+    uses_tf32 = torch.get_float32_matmul_precision() != "highest"
+    peak = peak_flops(torch.cuda.get_device_name(device), product_dtype(model), uses_tf32=uses_tf32)
+    needed = flops_per_token(resolved)
+    return None if peak is None or needed is None else needed / (peak * num_ranks)
+
+
+def product_dtype(model: nn.Module) -> str:
+    """Short name of the dtype in which most of a parallelized model's weights of two or more dimensions compute."""
+    counts: collections.Counter[str] = collections.Counter()
+    for unit in sw.summary(model).units:
+        for group in unit.groups:
+            shapes = [shape for _, shape, _ in group.parameters]
+            counts[group.compute_dtype] += sum(math.prod(shape) for shape in shapes if len(shape) >= 2)
+    return max(counts, key=counts.__getitem__, default="fp32")
+
+
+def peak_flops(device_name: str, dtype: str, *, uses_tf32: bool) -> float | None:
+    """Dense peak in FLOP/s of a device for products in ``dtype`` (a short name); ``None`` where it is unknown.
+
+    Variants of a device (PCIe, NVL) have names of their own. With ``uses_tf32`` products in fp32 go to TF32 units.
+    """
+    gpu = gpu_of_device(device_name)
+    if gpu is None or dtype not in {"bf16", "fp16", "fp32"}:
+        return None
+    if dtype == "fp32" and uses_tf32 and "tf32" in gpu.peaks:
+        return gpu.peaks["tf32"]
+    return gpu.peaks.get(dtype)
