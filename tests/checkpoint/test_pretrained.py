@@ -24,7 +24,7 @@ from shardwise.testing import run_on_ranks, streams
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.model.build import build_model, defer_model
-from shardwise.train.predicted.memory import PeakTensorBytes
+from shardwise.train.predicted.memory import peak_of_tensors
 from shardwise.train.saves.random_state import seed_all
 from tests.common.own import own
 from tests.train.train_here import train_well
@@ -280,16 +280,16 @@ def peak_of_building(folder: str, strategy: str) -> tuple[int, int, int]:
     """Bytes of the whole model, and the most bytes of tensors here while it is built; and what is left."""
     resolved = resolved_for(folder, int(os.environ["WORLD_SIZE"]), strategy=strategy)
     seed_all(3)
-    with PeakTensorBytes(CPU) as before:
+    with peak_of_tensors(CPU) as before:
         pass
-    with PeakTensorBytes(CPU) as memory:
+    with peak_of_tensors(CPU) as memory:
         model, weights = defer_model(resolved, CPU)
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         model = sw.parallelize(model, resolved.plan, init=weights)
-    with PeakTensorBytes(CPU) as after:
+    with peak_of_tensors(CPU) as after:
         pass
     del model
-    return num_bytes, memory.peak_bytes - before.peak_bytes, after.peak_bytes - before.peak_bytes
+    return num_bytes, memory.num_bytes - before.num_bytes, after.num_bytes - before.num_bytes
 
 
 @pytest.mark.parametrize("has_weights", [True, False])

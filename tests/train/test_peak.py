@@ -14,7 +14,7 @@ from shardwise.testing import run_on_ranks
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.predicted import memory
-from shardwise.train.predicted.memory import PeakTensorBytes
+from shardwise.train.predicted.memory import peak_of_tensors
 
 CPU = torch.device("cpu")
 
@@ -25,11 +25,11 @@ def _nothing_left() -> None:
 
 
 def peak_of(function) -> int:
-    with PeakTensorBytes(CPU) as nothing:
+    with peak_of_tensors(CPU) as nothing:
         pass
-    with PeakTensorBytes(CPU) as memory:
+    with peak_of_tensors(CPU) as memory:
         function()
-    return memory.peak_bytes - nothing.peak_bytes
+    return memory.num_bytes - nothing.num_bytes
 
 
 def test_what_is_freed_is_taken_off() -> None:
@@ -44,7 +44,7 @@ def test_what_is_freed_is_taken_off() -> None:
 def test_code_that_has_to_be_compiled_runs_while_memory_is_counted() -> None:
     """As the step of torchao's AdamW8bit, in every run on a CPU."""
     double = torch.compile(lambda x: 2 * x, fullgraph=True, dynamic=False, backend="eager")
-    with PeakTensorBytes(CPU):
+    with peak_of_tensors(CPU):
         assert double(torch.ones(2)).tolist() == [2.0, 2.0]
     assert double(torch.ones(2)).tolist() == [2.0, 2.0]
 
@@ -61,13 +61,13 @@ def test_views_count_once_and_both_operands_count() -> None:
 
 def test_what_is_held_at_entry_counts() -> None:
     held = torch.zeros(1 << 16)
-    with PeakTensorBytes(CPU) as before:
+    with peak_of_tensors(CPU) as before:
         pass
     del held
     gc.collect()
-    with PeakTensorBytes(CPU) as after:
+    with peak_of_tensors(CPU) as after:
         pass
-    assert before.peak_bytes - after.peak_bytes == 4 << 16
+    assert before.num_bytes - after.num_bytes == 4 << 16
 
 
 def test_saved_activations_and_gradients_count() -> None:
@@ -110,7 +110,7 @@ def largest_by_unit() -> dict[str, int]:
     model = torch.nn.Sequential(*(Keeps(count) for count in (1024, 2048, 512)))
     model = sw.parallelize(model, strategy="ddp", auto_wrap_policy=sw.wrap_by_class("Keeps"))
     x = torch.zeros(1)
-    with PeakTensorBytes(CPU, engine_of(model, "a test")) as memory:
+    with peak_of_tensors(CPU, engine_of(model, "a test")) as memory:
         model(x).sum().backward()
     return memory.by_unit
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.train.config.resolve import Batch, RunConfig
+from shardwise.train.config.resolve import RunConfig
 from shardwise.train.control import Control
 from shardwise.train.data.rows import Samples
 from shardwise.train.microbatches import Microbatches
@@ -21,15 +21,6 @@ from shardwise.train.spec import Mean
 
 #: An evaluation asks after this many microbatches whether the run is to stop.
 MICROBATCHES_AT_ONCE = 16
-
-
-def held_out_samples(part: Samples, batch: Batch, num_batches: int) -> int:
-    """The number of held-out samples of an evaluation; the same in every world with this global batch.
-
-    ``num_batches`` global batches, or all there are where that is less, in multiples of what all ranks forward at once.
-    """
-    at_once = batch.micro * batch.data_parallel_size
-    return min(part.num_samples // at_once * at_once, num_batches * batch.total)
 
 
 @dataclass(frozen=True)
@@ -46,8 +37,14 @@ class Evaluation:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one evaluation, over all ranks."""
-        return held_out_samples(self.part, self.resolved.batch, self.resolved.config.train.eval_batches)
+        """Samples of one evaluation, over all ranks; the same in every world with this global batch.
+
+        ``train.eval_batches`` of it, or all that there are, in multiples of what all ranks forward at once.
+        """
+        batch = self.resolved.batch
+        at_once = batch.micro * batch.data_parallel_size
+        most = self.resolved.config.train.eval_batches * batch.total
+        return min(self.part.num_samples // at_once * at_once, most)
 
     def values(self) -> dict[str, float] | None:
         """The mean loss (``eval_loss``) and metrics (``eval_NAME``) over ``num_samples`` samples; equal on every rank.

@@ -46,7 +46,7 @@ from shardwise.train.config.sections import Config
 from shardwise.train.log.progress import Progress
 from shardwise.train.log.recorder import Recorder
 from shardwise.train.log.report import Outcome, Report, Speed
-from shardwise.train.predicted.memory import PeakTensorBytes
+from shardwise.train.predicted.memory import peak_of_tensors
 from shardwise.train.rank import Session
 from shardwise.train.record import Record
 from shardwise.train.saves import random_state
@@ -103,14 +103,6 @@ class Loop:
 
     Where ``is_own_loop``, its owner is a loop of the user's own: the update has been made when a loss is read, and
     steps may have values of any name. ``foreign_bytes`` of tensors, such as a data set's, are not counted as the run's.
-
-    Attributes:
-        step: How many steps of the run have been made.
-        done: What checkpoints say of the steps that have been read.
-        speed: What has been measured.
-        directory: The run's folder.
-        must_end: A reason to end the run at the next reading; any rank may set it. ``None``: go on.
-        outcome: How the run ended, once it has.
     """
 
     def __init__(
@@ -131,9 +123,10 @@ class Loop:
         self._is_own_loop, control = is_own_loop, session.control
         self.model, self.optimizer = parts.model, parts.optimizers[0]
         self.device, self.directory = session.device, session.directory
-        self.done, self.speed, self.step = Progressed.none(), Speed(), 0
-        self.must_end: str | None = None
-        self.outcome = Outcome(1, "failed")
+        self.step, self.done = 0, Progressed.none()  # the steps made, and what checkpoints say of those that were read
+        self.speed = Speed()
+        self.must_end: str | None = None  # a reason to end the run at the next reading; any rank may set it
+        self.outcome = Outcome(1, "failed")  # how the run ended, once it has
         self.save_s = 0.0  # of the last save that training waited for
         self._is_best = False  # the newest evaluation
         self._has_ended, self._foreign_bytes = False, foreign_bytes
@@ -162,7 +155,8 @@ class Loop:
         resume, changes = self._resume, self._begin()
         self.progress.open(self.done.step)
         try:
-            self.report.introduce(self.progress)
+            for line in self.report.lines:
+                self.progress.say(line)
             if resume is not None:
                 self.progress.say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))
             for callback in self.callbacks:
@@ -369,11 +363,11 @@ class Loop:
         is_measured = self.device.type == "cuda" or self.speed.made_steps < MEASURED_STEPS
         with contextlib.ExitStack() as stack:
             events, engine = stack.enter_context(sw.record_collectives(self.model)), engine_of(self.model, "train")
-            memory = stack.enter_context(PeakTensorBytes(self.device, engine)) if is_measured else None
+            memory = stack.enter_context(peak_of_tensors(self.device, engine)) if is_measured else None
             self._generators = random_state.take(self.device)
             yield
         if memory is not None:
-            self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.peak_bytes - self._foreign_bytes)
+            self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.num_bytes - self._foreign_bytes)
             if self.control.is_first and 1 <= self.speed.made_steps < MEASURED_STEPS and memory.history:
                 held = held_bytes(engine_of(self.model, "train"), self.parts.optimizers)
                 self.report.write_memory(self.step + 1, memory.history, held, memory.by_unit)

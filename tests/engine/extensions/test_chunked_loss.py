@@ -122,7 +122,7 @@ def test_two_ranks_train_as_one_plain_process(kind: str, strategy: str) -> None:
 
 
 def test_logits_take_no_memory() -> None:
-    from shardwise.train.predicted.memory import PeakTensorBytes
+    from shardwise.train.predicted.memory import peak_of_tensors
 
     vocab, positions = 20_000, 2048
     peaks = []
@@ -131,9 +131,9 @@ def test_logits_take_no_memory() -> None:
         if is_chunked:
             sw.chunk_cross_entropy(model)
         ids = torch.randint(0, vocab, (1, positions))
-        with PeakTensorBytes(torch.device("cpu")) as memory:
+        with peak_of_tensors(torch.device("cpu")) as memory:
             model(input_ids=ids, labels=ids).loss.backward()
-        peaks.append(memory.peak_bytes)
+        peaks.append(memory.num_bytes)
     assert peaks[0] > 2 * 4 * vocab * positions  # logits and their gradient
     assert peaks[1] < 0.05 * peaks[0]
 

@@ -177,11 +177,6 @@ class Report:
         except Exception as error:  # noqa: BLE001
             sys.stderr.write(f"{REPORT} was not written: {printable(error)}\n")
 
-    def introduce(self, progress: Progress) -> None:
-        """Say what is trained, on what, with which data."""
-        for line in self.lines:
-            progress.say(line)
-
     def conclude(self, progress: Progress, done: Progressed, speed: Speed, *, peak_bytes: int) -> None:
         """Say how fast it went, what the loss became, and which peak was predicted and measured."""
         pace = speed.tokens_per_s

@@ -6,16 +6,17 @@ What the engine holds follows from its layout (``sw.summary(model).footprint``);
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import time
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 import shardwise as sw
 from shardwise.api import summary
@@ -33,94 +34,62 @@ from shardwise.train.model.build import blank_batch, build_model, objective_of
 from shardwise.weights.state.average import ExponentialMovingAverage
 
 
-class ActiveUnit:
-    """The unit of a model that computes forward now, while entered; recomputation in backward counts as forward."""
+@contextlib.contextmanager
+def _active_unit(engine: Engine) -> Iterator[Callable[[], str]]:
+    """Gives the name of the unit that computes forward now; recomputation in backward counts as forward."""
+    names: list[str] = []
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._names: list[str] = []
-        self._hooks: list[RemovableHandle] = []
+    def begin(name: str, *_call: Any) -> None:
+        names.append(name)
 
-    @property
-    def name(self) -> str:
-        """Its name; ``backward and update`` where none computes."""
-        return self._names[-1] if self._names else "backward and update"
+    def end(*_call: Any) -> None:
+        if names:
+            names.pop()
 
-    def __enter__(self) -> Self:
-        """Begin to look."""
-        for unit in self._engine.units:
-            for member in unit.members:
-                module = member.module()
-                if module is not None:
-                    self._hooks += [
-                        module.register_forward_pre_hook(functools.partial(self._begin, unit.name)),
-                        module.register_forward_hook(self._end, always_call=True),
-                    ]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leave the modules as they were."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._names = [], []
-
-    def _begin(self, name: str, *_call: Any) -> None:
-        self._names.append(name)
-
-    def _end(self, *_call: Any) -> None:
-        if self._names:
-            self._names.pop()
+    with contextlib.ExitStack() as stack:
+        for unit in engine.units:
+            for module in filter(None, (member.module() for member in unit.members)):
+                stack.callback(module.register_forward_pre_hook(functools.partial(begin, unit.name)).remove)
+                stack.callback(module.register_forward_hook(end, always_call=True).remove)
+        yield lambda: names[-1] if names else "backward and update"
 
 
-class PeakTensorBytes:
-    """Measure the peak of tensor bytes between entry and exit.
+@dataclass(slots=True)
+class Peak:
+    """The peak of tensor bytes."""
 
-    Attributes:
-        by_unit: On a CPU the bytes of what was made since entry, at the peak, by the unit whose forward made it.
-        peak_bytes: The most that was held at once, what was held at entry included.
-        history: On a CPU ``time.perf_counter`` and the bytes held, at entry and after every change.
-    """
+    num_bytes: int = 0  # the most that was held at once, what was held at entry included
+    #: On a CPU the bytes of what was made since entry, at the peak, by the unit whose forward made it
+    by_unit: dict[str, int] = field(default_factory=dict)
+    #: On a CPU ``time.perf_counter`` and the bytes held, at entry and after every change
+    history: list[tuple[float, int]] = field(default_factory=list)
 
-    def __init__(self, device: torch.device, engine: Engine | None = None) -> None:
-        """Take the device, and the engine whose units are told apart."""
-        self.device = device
-        self.peak_bytes = 0
-        self.by_unit: dict[str, int] = {}
-        self._unit = None if engine is None or device.type == "cuda" else ActiveUnit(engine)
-        self.history: list[tuple[float, int]] = []
-        self._mode: StorageCount | None = None
 
-    def __enter__(self) -> Self:
-        """Begin to count."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            self._mode = StorageCount(self.device.type)
-            self._mode.see_all_objects()
-            self.history = [(time.perf_counter(), self._mode.live_bytes)]
-            self._mode.history = self.history
-            if self._unit is not None:
-                unit = self._unit.__enter__()
-                self._mode.owner = lambda: unit.name
-            self._mode.__enter__()
+@contextlib.contextmanager
+def peak_of_tensors(device: torch.device, engine: Engine | None = None) -> Iterator[Peak]:
+    """Measure the peak between entry and exit, on a CPU by the units of ``engine``."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            yield peak
+        finally:
+            peak.num_bytes = torch.cuda.max_memory_allocated(device)
+        return
+    count = StorageCount(device.type)
+    count.see_all_objects()
+    count.history = peak.history = [(time.perf_counter(), count.live_bytes)]
+    try:
+        with contextlib.ExitStack() as stack:
+            if engine is not None:
+                count.owner = stack.enter_context(_active_unit(engine))
+            stack.enter_context(count)
             # Under a dispatch mode torch refuses fullgraph=True (torchao's AdamW8bit), and runs all else eagerly.
-            self._stance = torch.compiler.set_stance("force_eager")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop counting."""
-        if self._mode is None:
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            return
-        self._stance.__exit__(kind, error, trace)
-        self._mode.__exit__(kind, error, trace)
-        if self._unit is not None:
-            self._unit.__exit__()
-        self.peak_bytes, self.by_unit = self._mode.peak_bytes, self._mode.peak_by_owner
-        self._mode.forget()
-        self._mode = None
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield peak
+    finally:
+        peak.num_bytes, peak.by_unit = count.peak_bytes, count.peak_by_owner
+        count.forget()
 
 
 def tensor_bytes(device: torch.device) -> int:

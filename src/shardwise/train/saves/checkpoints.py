@@ -28,45 +28,21 @@ from shardwise.train.saves import random_state
 from shardwise.train.saves.uploads import Uploads
 from shardwise.weights.state.average import ExponentialMovingAverage
 
+#: Keys of which it is said what differs.
+_SAID = (
+    *(f"train.{name}" for name in ("steps", "epochs", "micro_batch_size", "gradient_accumulation_steps")),
+    *("train.eval_every", "train.eval_batches", "parallel"),
+)
 #: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
 _FREE = (
+    *_SAID,
+    *(f"train.{name}" for name in ("patience", "sample_prompts", "sample_tokens", "check_memory", "non_finite")),
+    *(f"train.{name}" for name in ("check_replicas_every", "max_skipped_steps", "step_timeout_s", "grace_s")),
+    *("data.workers", "log", "checkpoint", "optimizer.flat", "optimizer.in_backward"),  # the same numbers either way
     "spec",  # its code is compared
-    "train.steps",
-    "train.epochs",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.patience",
-    "train.sample_prompts",
-    "train.sample_tokens",
-    "train.check_memory",
-    "train.non_finite",
-    "train.check_replicas_every",
-    "train.max_skipped_steps",
-    "train.step_timeout_s",
-    "train.grace_s",
-    "data.workers",
-    "log",
-    "checkpoint",
-    "parallel",
-    "train.micro_batch_size",
-    "train.gradient_accumulation_steps",
-    "optimizer.flat",  # the same numbers either way
-    "optimizer.in_backward",
 )
 _SETTINGS = ("adamw_lr", "weight_decay", "betas", "eps", "momentum")
 _ON_REQUEST = ("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "schedule", "train.clip_grad_norm")
-#: What differs of these is said.
-_SAID = (
-    "train.steps",
-    "train.epochs",
-    "parallel",
-    "train.micro_batch_size",
-    "train.gradient_accumulation_steps",
-    "train.eval_every",
-    "train.eval_batches",
-)
-
-
 #: Below a run's folder, what holds the checkpoints of its best evaluations.
 BEST = "best"
 
@@ -217,13 +193,7 @@ def _shown(value: Any) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Attributes:
-        saved_step: The newest step that has been saved, 0 for none.
-        failures: One line for each save that has failed.
-        uploads: Copies on a store.
-    """
+    """The checkpoints of one run."""
 
     def __init__(
         self,
@@ -235,8 +205,8 @@ class Checkpoints:
         control: Control,
         device: torch.device,
     ) -> None:
-        self.saved_step = 0
-        self.failures: list[str] = []
+        self.saved_step = 0  # the newest step that has been saved
+        self.failures: list[str] = []  # one line for each save that has failed
         self._model, self._run_dir, self._run_id = model, run_dir, run_id
         self._keep, self._allows_non_finite = section.keep, section.allow_non_finite
         self._control, self._device = control, device

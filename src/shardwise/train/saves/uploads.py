@@ -21,18 +21,12 @@ _POLL_S, _ROUND_S = 0.1, 10.0
 
 
 class Uploads:
-    """The uploads of a run, one at a time; of those that wait only the newest is made. Only rank 0 calls it.
-
-    Attributes:
-        place: Where they go; ``None``: nowhere, and nothing is done.
-        failures: One line for each upload that has failed.
-        problem: Why the newest checkpoint is not there; ``None`` where it is, or is on its way.
-    """
+    """The uploads of a run, one at a time; of those that wait only the newest is made. Only rank 0 calls it."""
 
     def __init__(self, run_dir: Path, to: str | None) -> None:
-        self.place: Path | None = None if to is None else place_of(to)
-        self.failures: list[str] = []
-        self.problem: str | None = None
+        self.place: Path | None = None if to is None else place_of(to)  # ``None``: nothing is done
+        self.failures: list[str] = []  # one line for each upload that has failed
+        self.problem: str | None = None  # why the newest checkpoint is not there, nor on its way
         self._run_dir, self._process = run_dir.absolute(), Background()
         self._waiting: dict[str, dict[str, Any]] = {}
         self._under_way: dict[str, Any] | None = None
