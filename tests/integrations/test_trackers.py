@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.train.callback import Record
 from shardwise.train.config.sections import Config, LogSection
 from shardwise.train.log.recorder import Recorder
-from shardwise.train.record import Record
 
 pytestmark = pytest.mark.integrations
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.train.callback import Record
 from shardwise.train.config.sections import Config, LogSection
 from shardwise.train.log import recorder
 from shardwise.train.log.recorder import MetricsFile, Recorder
-from shardwise.train.record import Record
 
 CONFIG = Config(log=LogSection(tensorboard=False, wandb=True))
 

@@ -12,8 +12,8 @@ import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train import folder as rundir
+from shardwise.train.callback import Record
 from shardwise.train.log.recorder import MetricsFile, to_line
-from shardwise.train.record import Record
 from tests.train.train_here import sets, train_here, train_well
 
 

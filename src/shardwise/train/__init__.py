@@ -2,7 +2,7 @@
 
 In the order of a run:
 
-``spec``         what a user's code replaces: ``sw.TrainSpec``, ``sw.Mean``; ``callback``: ``sw.Callback``
+``spec``         what a user's code replaces: ``sw.TrainSpec``, ``sw.Mean``; ``callback``: ``sw.Callback``, a step's ``Record``
 ``call``         ``sw.train``, from Python
 ``start``        the launcher's side: from a verb's arguments to checked settings and processes
 ``config/``      ``sections``: the fields of a configuration; ``document``: YAML and JSON; ``resolve``: checks across
@@ -12,13 +12,12 @@ In the order of a run:
 ``control``      what ranks exchange beside training
 ``model/``       ``build``: model, objective and optimizer; ``pretrained``: Hugging Face weights; ``lora``: adapters
 ``data/``        from files to the samples of each rank's step, ``given``: a user's own; ``microbatches`` reads them
-``loop``         what is around the steps, whoever makes them; ``record``: what is recorded of one
+``loop``         what is around the steps, whoever makes them
 ``trainer``      the trainer's steps; ``evaluation``: the held-out loss and metrics. ``run``: ``sw.Run``, around others
 ``steps/``       ``update``: clip and step; ``unread``: values that steps leave on the device; ``health``: losses that
                  are not finite or stand out; ``pace``: time limits; ``trace``: a profile
 ``saves/``       ``checkpoints``: which one to continue from, writing and keeping them; ``uploads``: copies on
-                 a store; ``saved_state``: what they hold beside tensors, checked; ``random_state``, ``own_state``:
-                 generators, samplers and schedules as data
+                 a store; ``saved_state``: what they hold beside tensors, checked; ``random_state``: generators as data
 ``predicted/``   ``budget``: whether a run fits, before processes start; ``memory`` and ``step``: bytes and time of a
                  step, beside what is measured
 ``log/``         ``recorder``: numbers of steps; ``progress``: the terminal; ``report``: other files

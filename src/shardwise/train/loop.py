@@ -41,14 +41,13 @@ from shardwise.spec.errors import (
 from shardwise.spec.run_files import PROFILE, REPORT
 from shardwise.spec.text import first_line, printable, size
 from shardwise.train import folder
-from shardwise.train.callback import Callback
+from shardwise.train.callback import Callback, Record
 from shardwise.train.config.sections import Config
 from shardwise.train.log.progress import Progress
 from shardwise.train.log.recorder import Recorder
 from shardwise.train.log.report import Outcome, Report, Speed
 from shardwise.train.predicted.memory import peak_of_tensors
 from shardwise.train.rank import Session
-from shardwise.train.record import Record
 from shardwise.train.saves import random_state
 from shardwise.train.saves.checkpoints import BEST, Checkpoints, find_checkpoint
 from shardwise.train.saves.saved_state import Progressed
@@ -67,22 +66,18 @@ class Owner(Protocol):
 
     def state(self) -> dict[str, Any]:
         """The state for checkpoints in addition to tensors, the same on every rank. Collective, if it likes."""
-        ...
 
     def check(self, path: Path) -> list[str]:
         """Refuse a checkpoint of another run before anything is touched; returns what differs and may.
 
         Collective, if it likes.
         """
-        ...
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Take up :meth:`state` of a checkpoint; returns what is said about it. Collective, if it likes."""
-        ...
 
     def evaluate(self) -> dict[str, float] | None:
         """The values of an evaluation, ``eval_loss`` among them; ``None`` after a request to stop."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from shardwise.launch.process import num_gpus
 from shardwise.launch.world import World, read_world
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.spec.text import printable
-from shardwise.train.callback import Callback
+from shardwise.train.callback import Callback, Record
 from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.control import differences
@@ -37,9 +37,8 @@ from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.predicted.step import PredictedStep
 from shardwise.train.rank import Session, session
-from shardwise.train.record import Record
 from shardwise.train.saves.checkpoints import resharded, saved_config
-from shardwise.train.saves.own_state import of_reader, packed
+from shardwise.train.saves.saved_state import of_reader, packed
 from shardwise.train.spec import Mean
 from shardwise.train.steps.unread import TOKENS
 
@@ -54,11 +53,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the data."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Go on from there."""
-        ...
 
 
 #: Marks the states of several schedules.
@@ -300,7 +297,9 @@ class Run:
     def _note(self, loop: Loop) -> None:
         model, found = self._parts.model, dict(self._logged)
         loss, norm, tokens = (found.pop(name, None) for name in _KNOWN)
-        pairs = {name: _as_pair(value) for name, value in found.items()}
+        pairs = {
+            name: (each.total, each.count) if isinstance(each, Mean) else (each, 1.0) for name, each in found.items()
+        }
         if tokens is not None:
             pairs[TOKENS] = float(tokens) * data_parallel_size(model), 1.0
         loop.found(loss=loss, norm=norm, lr=float(self._parts.optimizers[0].param_groups[0]["lr"]), values=pairs)
@@ -482,12 +481,6 @@ def _kept(name: str, value: Any) -> Any:
         f"run.log({name}=...): expected a number or a tensor of one element, got {what}.\n"
         "  Give its mean, or an sw.Mean of a sum and a count under a name of your own."
     )
-
-
-def _as_pair(value: Tensor | float | Mean) -> tuple[Tensor | float, Tensor | float]:
-    if isinstance(value, Mean):
-        return value.total, value.count
-    return value, 1.0
 
 
 def _left_with(error: ShardwiseError, world: World) -> int:

@@ -22,7 +22,6 @@ from shardwise.spec.run_files import MODEL, SAMPLES
 from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.resolve import RunConfig, data_of
-from shardwise.train.config.sections import Config
 from shardwise.train.data.given import GivenBatches, GivenSamples, LoaderSampler
 from shardwise.train.data.mixture import MixedSampler, MixedSamples
 from shardwise.train.data.packing import PackedRows
@@ -43,8 +42,7 @@ from shardwise.train.proof import parity_line
 from shardwise.train.rank import Session
 from shardwise.train.saves import random_state
 from shardwise.train.saves.checkpoints import check_config, resharded, saved_config
-from shardwise.train.saves.own_state import of_reader, packed
-from shardwise.train.saves.saved_state import check_state
+from shardwise.train.saves.saved_state import check_state, of_reader, packed
 from shardwise.train.spec import Mean
 from shardwise.train.steps.unread import StepTime
 from shardwise.train.steps.update import Update, with_true_gradient
@@ -56,7 +54,8 @@ class Trainer:
     def __init__(self, resolved: RunConfig, session: Session, *, profiled: range = range(0)) -> None:
         self.resolved, self.control, self.device = resolved, session.control, session.device
         control, device, directory = session.control, session.device, session.directory
-        config, batch = resolved.config, resolved.batch
+        self.config = config = resolved.config
+        batch = resolved.batch
         self.data = data_of(resolved)
         reader, train = resolved.mesh.data_parallel_rank(control.rank), self.data.train
         share = batch.micro, batch.accumulation, reader, batch.data_parallel_size
@@ -116,11 +115,6 @@ class Trainer:
         self.evaluation = Evaluation(
             resolved, self.model, held, reader, self.microbatches, control, self.loop.must_stop
         )
-
-    @property
-    def config(self) -> Config:
-        """The run's configuration, every value filled in."""
-        return self.resolved.config
 
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         random_state.seed_all(self.config.train.seed)

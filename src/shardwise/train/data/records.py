@@ -41,7 +41,6 @@ class Form(Protocol):
 
     def encode(self, rows: Sequence[Placed]) -> Sequence[Example]:
         """The examples of rows; a DataError names the place of a row that cannot be used."""
-        ...
 
 
 def text_of(place: str, row: Mapping[str, Any], column: str) -> str:

@@ -51,12 +51,9 @@ class Samples(Protocol):
     @property
     def num_samples(self) -> int:
         """As above."""
-        ...
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """These samples."""
-        ...
 
     def num_targets(self, indices: Iterable[int]) -> int | None:
         """The number of learned tokens of these samples; ``None``: all. Reads no tokens."""
-        ...

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from shardwise.spec.text import printable
-from shardwise.train.record import Record
+from shardwise.train.callback import Record
 
 
 class Progress:

@@ -18,9 +18,9 @@ from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.run_files import EVENTS, METRICS
 from shardwise.spec.text import first_line, printable
+from shardwise.train.callback import Record
 from shardwise.train.config.sections import Config
 from shardwise.train.folder import replace_text
-from shardwise.train.record import Record
 
 
 class MetricsFile:

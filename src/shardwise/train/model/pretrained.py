@@ -263,11 +263,6 @@ def _expected_to_be_left(model: Any, keys: set[str]) -> set[str]:
 
 def _shown(names: set[str]) -> str:
     listed = sorted(names)
-    more = (
-        f" and {len(listed) - _MOST_SHOWN} more are"
-        if len(listed) > _MOST_SHOWN
-        else " is"
-        if len(listed) == 1
-        else " are"
-    )
+    rest = len(listed) - _MOST_SHOWN
+    more = f" and {rest} more are" if rest > 0 else " is" if len(listed) == 1 else " are"
     return printable(", ".join(listed[:_MOST_SHOWN])) + more

@@ -38,11 +38,13 @@ _FREE = (
     *_SAID,
     *(f"train.{name}" for name in ("patience", "sample_prompts", "sample_tokens", "check_memory", "non_finite")),
     *(f"train.{name}" for name in ("check_replicas_every", "max_skipped_steps", "step_timeout_s", "grace_s")),
-    *("data.workers", "log", "checkpoint", "optimizer.flat", "optimizer.in_backward"),  # the same numbers either way
+    *("optimizer.flat", "optimizer.in_backward"),  # the same numbers either way
+    *("data.workers", "log", "checkpoint"),
     "spec",  # its code is compared
 )
 _SETTINGS = ("adamw_lr", "weight_decay", "betas", "eps", "momentum")
 _ON_REQUEST = ("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "schedule", "train.clip_grad_norm")
+
 #: Below a run's folder, what holds the checkpoints of its best evaluations.
 BEST = "best"
 

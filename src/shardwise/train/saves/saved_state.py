@@ -11,9 +11,10 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.api.saved_optimizer import SavedOptimizer, changed_settings, describe_changes, read_optimizer
+from shardwise.checkpoint import plain
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reader import open_checkpoint
-from shardwise.spec.errors import CheckpointError
+from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.text import printable
 from shardwise.train.config.sections import Config
 from shardwise.train.model.build import peak_lr
@@ -207,3 +208,26 @@ def _refused(path: Path, lines: list[str]) -> CheckpointError:
         f"checkpoint {printable(path)}: what it says of its run cannot be right:{listed}\n"
         "  It was changed by hand or damaged. Resume from another checkpoint."
     )
+
+
+def packed(state: Any, what: str) -> Any:
+    """A state as JSON, which ``plain.unpack`` reads."""
+    try:
+        return plain.pack(state, "it")
+    except ValueError as error:
+        raise ConfigError(
+            f"{what}: state_dict() cannot be kept: {error}.\n  Wrap it: return plain values from state_dict()."
+        ) from None
+
+
+def of_reader(states: list[Any], reader: int, readers: int, what: str, instead: str) -> Any:
+    """The state of one of several ``readers``, each of which had one of its own; ``what`` had it, of how many.
+
+    ``instead`` has one state for any number of readers.
+    """
+    if len(states) != readers:
+        raise CheckpointError(
+            f"the place of {what.format(len(states))}, and this run has {readers}.\n"
+            f"  Continue on as many, or {instead}, which has one place for any number."
+        )
+    return states[reader]

@@ -45,8 +45,7 @@ class Health:
             return None
         most = self._train.max_skipped_steps
         self._skipped_in_a_row += 1
-        _write_bundle(self._directory, self._rank, step, problem, values)
-        about = f"Its samples, losses and random states are in {self._bundle(step)}."
+        about = f"Its samples, losses and random states are in {self._write_bundle(step, problem, values)}."
         if not values.step.is_guarded and self._train.non_finite == "skip":
             return f"WARNING: step {step}: {problem}. {about}"
         if self._train.non_finite == "skip" and self._skipped_in_a_row <= most:
@@ -66,15 +65,32 @@ class Health:
         found = None if self._spikes is None or loss is None else self._spikes.look(loss)
         if found is None:
             return None
-        _write_bundle(self._directory, self._rank, step, found, values)
-        rank = max(values.losses, key=values.losses.__getitem__)
+        where, rank = self._write_bundle(step, found, values), max(values.losses, key=values.losses.__getitem__)
         return (
             f"WARNING: step {step}: {found}; the highest is {values.losses[rank]:.4f}, of rank {rank}. Its samples are"
-            f" in {self._bundle(step)}."
+            f" in {where}."
         )
 
-    def _bundle(self, step: int) -> str:
-        return printable(_bundle_folder(self._directory, step))
+    def _write_bundle(self, step: int, problem: str, values: ReadStep) -> str:
+        """Write this rank's file, if the disk allows it: its samples, all losses, its generators before the step.
+
+        Returns the folder of the files of all ranks.
+        """
+        content: dict[str, Any] = {
+            "step": step,
+            "rank": self._rank,
+            "problem": problem,
+            "losses": {str(other): str(loss) for other, loss in values.losses.items()},
+            "grad_norm": str(values.norm),
+            "lr": values.step.lr,
+            "samples": values.step.samples,
+            "random": plain.pack(random_state.described(values.step.generators)),
+        }
+        folder = self._directory / ODD_STEPS / f"step-{step:08d}"
+        with contextlib.suppress(StorageError, OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_json(folder / f"rank-{self._rank:05d}.json", content)
+        return printable(folder)
 
 
 class LossSpikes:
@@ -104,26 +120,3 @@ class LossSpikes:
             f"the loss is {loss:.4f}, {(loss - median) / spread:.0f} standard deviations above the median {median:.4f}"
             f" of the {len(before)} steps before"
         )
-
-
-def _bundle_folder(directory: Path, step: int) -> Path:
-    """The folder of the files of all ranks about ``step``."""
-    return directory / ODD_STEPS / f"step-{step:08d}"
-
-
-def _write_bundle(directory: Path, rank: int, step: int, problem: str, values: ReadStep) -> None:
-    """Write this rank's file, if the disk allows it: its samples, all losses, its generators before the step."""
-    content: dict[str, Any] = {
-        "step": step,
-        "rank": rank,
-        "problem": problem,
-        "losses": {str(other): str(loss) for other, loss in values.losses.items()},
-        "grad_norm": str(values.norm),
-        "lr": values.step.lr,
-        "samples": values.step.samples,
-        "random": plain.pack(random_state.described(values.step.generators)),
-    }
-    folder = _bundle_folder(directory, step)
-    with contextlib.suppress(StorageError, OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_json(folder / f"rank-{rank:05d}.json", content)
