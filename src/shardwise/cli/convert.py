@@ -151,8 +151,7 @@ class Conversion:
 
 def converted(file: Path, *, model: str | None = None, data: str | None = None) -> str:
     """The text of a run's configuration, made from another project's."""
-    from shardwise.train.config.document import read_document
-    from shardwise.train.config.foreign import MARKS, kind_of
+    from shardwise.train.config.document import MARKS, kind_of, read_document
 
     values = read_document(file, takes_toml=True).values
     kind = kind_of(values)

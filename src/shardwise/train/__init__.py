@@ -2,7 +2,7 @@
 
 In the order of a run:
 
-``spec``         what a user's code replaces: ``sw.TrainSpec``, ``sw.Mean``; ``callback``: ``sw.Callback``, a step's ``Record``
+``spec``         what a user's code replaces: ``sw.TrainSpec``, ``sw.Mean``; ``callback``: ``sw.Callback``
 ``call``         ``sw.train``, from Python
 ``start``        the launcher's side: from a verb's arguments to checked settings and processes
 ``config/``      ``sections``: the fields of a configuration; ``document``: YAML and JSON; ``resolve``: checks across

@@ -200,13 +200,13 @@ class Loop:
             self.done,
             self.outcome,
             self.speed,
-            peak_bytes=self.peak_bytes,
+            peak_bytes=self.unread.peak_bytes,
             failed_saves=self.saves.failures + self.saves.uploads.failures,
         )
 
     def conclude(self, *lines: str) -> None:
         """Say how it went, where the run has finished."""
-        self.report.conclude(self.progress, self.done, self.speed, peak_bytes=self.peak_bytes)
+        self.report.conclude(self.progress, self.done, self.speed, peak_bytes=self.unread.peak_bytes)
         for line in (*lines, f"see {printable(self.directory / REPORT)}"):
             self.progress.say(line)
 
@@ -428,11 +428,6 @@ class Loop:
                 callback.on_step(self, record)
 
     @property
-    def peak_bytes(self) -> int:
-        """The most bytes of tensors that any rank has held, as of the last reading."""
-        return self.unread.peak_bytes
-
-    @property
     def safe(self) -> str:
         """The checkpoint that holds the run."""
         return f"checkpoint of step {self.saves.saved_step}" if self.saves.saved_step else "no checkpoint yet"
@@ -467,7 +462,7 @@ class Loop:
             step_time_s=step_s,
             data_time_s=step.data_s,
             mfu=None if of_token is None else tokens / step_s * of_token,
-            peak_memory_bytes=self.peak_bytes,
+            peak_memory_bytes=self.unread.peak_bytes,
             collective_bytes=step.sent_bytes,
             loss_scale=step.scale,
             optimizer_time_s=None if step.update is None else step.update.seconds(),

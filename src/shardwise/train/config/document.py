@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import yaml
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import printable
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 24
@@ -171,3 +173,34 @@ def plain_scalar(text: str) -> Any:
     if len(text) <= 64 and _INT.match(text):
         return int(text.replace("_", ""))
     return float(text) if len(text) <= 64 and _FLOAT.match(text) else text
+
+
+#: Top-level keys of each project that no configuration of ours has, and how many of them a file needs at least.
+MARKS: Mapping[str, tuple[int, Collection[str]]] = {
+    "Accelerate": (1, {"distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"}),
+    "DeepSpeed": (
+        1,
+        {
+            *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16"),
+            *("gradient_clipping", "gradient_accumulation_steps", "zero_allow_untested_optimizer"),
+        },
+    ),
+    "torchtitan": (
+        2,
+        {"job", "training", "parallelism", "lr_scheduler", "activation_checkpoint", "metrics", "profiling", "float8"},
+    ),
+}
+
+
+def kind_of(values: Mapping[str, Any]) -> str | None:
+    """The project whose configuration has these keys; ``None``: one of ours, or an unknown one."""
+    return next((kind for kind, (least, marks) in MARKS.items() if len(marks & values.keys()) >= least), None)
+
+
+def check_is_ours(path: Path, values: Mapping[str, Any]) -> None:
+    """Refuse a configuration of another project."""
+    if kind := kind_of(values):
+        raise ConfigError(
+            f"{printable(path)} is a configuration of {kind}, not of shardwise.\n"
+            f"  Convert it: shardwise convert {printable(path)} --out run.yaml"
+        )

@@ -33,8 +33,7 @@ from shardwise.spec.placement import Placements
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import did_you_mean
-from shardwise.train.config.document import Document, Problem, parse_yaml, read_document
-from shardwise.train.config.foreign import check_is_ours
+from shardwise.train.config.document import Document, Problem, check_is_ours, parse_yaml, read_document
 
 Positive = Annotated[int, Field(ge=1, le=10**12)]
 Count = Annotated[int, Field(ge=0, le=10**12)]

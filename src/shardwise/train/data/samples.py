@@ -105,9 +105,7 @@ class RandomPart:
 
     def sample(self, index: int) -> np.ndarray:
         """The ``seq_len + 1`` tokens of a sample, int64."""
-        key = np.array([self.seed, self.stream], np.uint64)
-        generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64)))
-        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64)
+        return _generator(self.seed, self.stream, index).integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64)
 
     def rows(self, indices: Sequence[int]) -> Rows:
         """These samples."""
@@ -269,8 +267,7 @@ class MaskedSamples:
         inputs = self.whole.rows(indices).inputs.copy()
         targets = np.full_like(inputs, -100)
         for row, index in enumerate(indices):
-            key = np.array([self.seed, 2], np.uint64)
-            draw = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64)))
+            draw = _generator(self.seed, 2, index)
             places = draw.permutation(self.seq_len)[: self._num_learned]
             targets[row, places] = inputs[row, places]
             fate = draw.random(len(places))
@@ -278,3 +275,9 @@ class MaskedSamples:
             other = places[(fate >= _HIDDEN) & (fate < _HIDDEN + _REPLACED)]
             inputs[row, other] = draw.integers(0, self.vocab_size, len(other))
         return Rows(inputs, targets)
+
+
+def _generator(seed: int, stream: int, index: int) -> np.random.Generator:
+    """The generator of a sample in one of several streams of a seed."""
+    key, counter = np.array([seed, stream], np.uint64), np.array([0, 0, 0, index], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))

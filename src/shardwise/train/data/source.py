@@ -273,7 +273,7 @@ def _tokens(name: str, files: Sequence[Path], looked_at: Sequence[Path], max_byt
     headers = {file: read_header(file) for file in looked_at}
     usual = headers[looked_at[0]]
     lengths = [
-        headers[file].num_tokens if file in headers else (file.stat().st_size - usual.offset) // usual.item_bytes
+        headers[file].num_tokens if file in headers else (file.stat().st_size - usual.offset) // usual.dtype.itemsize
         for file in files
     ]
     if sum(lengths) == 0:

@@ -43,11 +43,6 @@ class TokenHeader:
     num_tokens: int  # how many
     vocab_size: int | None  # ids are below; ``None``: the file does not say
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of an id."""
-        return self.dtype.itemsize
-
 
 def is_token_file(path: Path) -> bool:
     """Whether ``path`` is a file of ids, by how it begins, or by how the index beside it does."""
@@ -153,9 +148,9 @@ def map_tokens(path: Path) -> np.ndarray:
 def check_tokens(path: Path, vocab_size: int, *, num_bytes: int | None = None) -> None:
     """Refuse ids that the model has no embedding for, in the first ``num_bytes`` of tokens or in all. About 1 GB/s."""
     header = read_header(path)
-    count = header.num_tokens if num_bytes is None else min(header.num_tokens, num_bytes // header.item_bytes)
+    count = header.num_tokens if num_bytes is None else min(header.num_tokens, num_bytes // header.dtype.itemsize)
     for start in range(0, count, _AT_ONCE):
-        offset = header.offset + start * header.item_bytes
+        offset = header.offset + start * header.dtype.itemsize
         chunk = np.fromfile(path, header.dtype, min(_AT_ONCE, count - start), offset=offset)
         if int(chunk.max()) >= vocab_size:
             raise unknown_token(path, start, chunk, vocab_size)
