@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.train.predicted.memory import PeakTensorBytes
+from shardwise.train.predicted.memory import peak_of_tensors
 
 DEVICE = torch.device("cpu")
 if torch.cuda.is_available():
@@ -83,9 +83,9 @@ def train(plan: sw.ParallelPlan, steps: int = 20) -> tuple[float, int]:
 
     for _ in range(steps):
         step()
-    with PeakTensorBytes(DEVICE) as peak:
+    with peak_of_tensors(DEVICE) as peak:
         last = step()
-    return last, peak.peak_bytes
+    return last, peak.num_bytes
 
 
 def main() -> None:

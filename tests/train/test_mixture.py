@@ -359,7 +359,7 @@ def test_epochs_make_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (f"{held}, eval_source: words.txt}}", "2", 66),  # of 125 + 6 samples
     ):
         run = resolved(tmp_path, data, train=f"epochs: {epochs}")
-        assert run.config.train.steps == run.schedule.steps == steps
+        assert run.config.train.steps == steps
         assert run.config.train.epochs == float(epochs)
         (tmp_path / "again.yaml").write_text(run.config.to_yaml())
         assert resolve(read_config("again.yaml", ["name=run"]), 2).config == run.config
@@ -393,14 +393,14 @@ def test_epochs_of_unknown_length_or_beside_other_steps_are_refused(
     with pytest.raises(ConfigError, match=message):
         resolved(tmp_path, data, train=train)
     advice = train.replace("epochs: 1, ", "").replace("epochs: 1", "steps: 9").replace("epochs: 0", "epochs: 1")
-    assert resolved(tmp_path, data, train=advice).schedule.steps in {9, 30}
+    assert resolved(tmp_path, data, train=advice).config.train.steps in {9, 30}
 
 
 def test_a_schedule_is_checked_with_the_steps_of_the_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = "{source: words.txt, held_out: 0.2}"
-    assert resolved(tmp_path, words, "schedule.warmup_steps=1100", train="epochs: 50").schedule.steps == 1250
+    assert resolved(tmp_path, words, "schedule.warmup_steps=1100", train="epochs: 50").config.train.steps == 1250
     with pytest.raises(ConfigError, match=r"26 warm-up steps do not fit in train.steps=25"):
         resolved(tmp_path, words, "schedule.warmup_steps=26", train="epochs: 1")
 
