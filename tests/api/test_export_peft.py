@@ -135,7 +135,7 @@ def with_adapter(base, folder):
     ids=["some", "all"],
 )
 def test_peft_loads_what_was_trained_on_shards_with_and_without_whole_modules(methods, tmp_path):
-    wrong, refused = run_on_ranks(save_each, 2, str(tmp_path), methods, timeout_s=400)[0]
+    wrong, refused = run_on_ranks(save_each, 2, str(tmp_path), methods, timeout_s=280)[0]
     assert wrong == []
     for (method, _, form), text in refused.items():
         assert method != "lora"

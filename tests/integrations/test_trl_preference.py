@@ -157,7 +157,7 @@ def test_preference_and_reward_trainers_train_as_in_one_process(
 ) -> None:
     base = str(tmp_path / "base")
     build().save_pretrained(base)
-    found = run_on_ranks(fit_on_rank, 2, str(tmp_path / "shards"), base, kinds, is_adapted, plan, timeout_s=400)[0]
+    found = run_on_ranks(fit_on_rank, 2, str(tmp_path / "shards"), base, kinds, is_adapted, plan, timeout_s=280)[0]
     for kind in kinds:
         plain = fit(kind, str(tmp_path / "plain" / kind), 1, base, is_adapted=is_adapted)
         assert any(line[1] for line in plain.log)

@@ -49,7 +49,7 @@ def test_adamw_is_bitwise_under_every_granularity(world):
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_adamw_is_bitwise_under_every_granularity_for_every_model_and_preset(world):
-    run_on_ranks(every_granularity, world, models.NAMES, ("ddp", *SHARDING), timeout_s=600)
+    run_on_ranks(every_granularity, world, models.NAMES, ("ddp", *SHARDING), timeout_s=280)
 
 
 # -- optimizers that need whole parameters
@@ -102,7 +102,7 @@ def test_muon_and_adafactor_are_bitwise_where_each_parameter_lies_whole_on_one_r
 @pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_muon_and_adafactor_are_bitwise_for_every_model_and_preset(world):
-    run_on_ranks(whole_optimizers, world, models.NAMES, ("ddp", *SHARDING), timeout_s=600)
+    run_on_ranks(whole_optimizers, world, models.NAMES, ("ddp", *SHARDING), timeout_s=280)
 
 
 def muon_that_nobody_stops():

@@ -47,6 +47,7 @@ def test_products_of_degrees_equal_one_process(cases):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(960)  # a little over that of its ranks
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_row_of_the_table_holds(world):
     check(tuple(case for case in product.cases() if case.world == world), timeout_s=900)
