@@ -54,6 +54,7 @@ def test_a_bug_of_each_kind_is_found():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # the tools of one bug alone may take LIMIT_S
 @pytest.mark.preload(*TRANSFORMERS)
 def test_every_bug_is_found_but_for_those_that_are_known_to_be_silent():
     results = dict(run(list(BUGS)))
@@ -63,6 +64,7 @@ def test_every_bug_is_found_but_for_those_that_are_known_to_be_silent():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # the tools of one bug alone may take LIMIT_S
 @pytest.mark.preload(*TRANSFORMERS)
 def test_nothing_is_found_without_a_bug():
     by_program = {bug.program: bug.name for bug in BUGS.values()}
