@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from tests.common.oracle import Chain, sample
-from tests.common.ranks import on_ranks
+from tests.common.oracle import Chain, plain_loss, sample
+from tests.common.ranks import on_ranks, refusal
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (the extra `hf`)"
@@ -106,3 +108,67 @@ def test_adapters_are_merged_where_parameters_are_whole_only():
         model.merge_and_unload()
     with sw.full_parameters(model):
         assert torch.equal(model.merge_and_unload(scale=2.0), plain.merge_and_unload(scale=2.0))
+
+
+class Normalizes(Chain):
+    """Its forward keeps the rows of the head's weight at length one, as of prototypes or of a cosine classifier."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(num_blocks=2)
+        self.how = how
+
+    def forward(self, x):
+        weight = self.head.weight
+        if self.training:
+            with torch.no_grad():
+                rows = F.normalize(weight, dim=1)
+                if self.how == "in place":
+                    weight.copy_(rows)
+                else:
+                    weight.data = rows
+        return super().forward(x)
+
+
+def evaluate_and_step(model: nn.Module, ranks: Sequence[int]) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(sample(0, 0))
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for rank in ranks:
+            (plain_loss(model, rank, step) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+@on_ranks(2)
+def test_a_forward_may_write_to_parameters_only_where_the_write_stays(how):
+    torch.manual_seed(0)
+    plain = Normalizes(how)
+    evaluate_and_step(plain, range(2))
+    for fields in (
+        {"strategy": "ddp"},
+        {"strategy": "zero2"},
+        {"strategy": "zero3", "auto_wrap_policy": "none"},
+        {"strategy": "shard_grad_op", "auto_wrap_policy": "none"},
+        {"strategy": "ddp", "mp_policy": "bf16"},
+    ):
+        model = parallelized(Normalizes(how), **fields)
+        if how != "replaced" and fields in ({"strategy": "ddp"}, {"strategy": "zero2"}):
+            evaluate_and_step(model, [dist.get_rank()])
+            state = sw.full_state_dict(model)
+            assert all(torch.equal(value, plain.state_dict()[name]) for name, value in state.items())
+            continue
+        message = refusal(StateError, evaluate_and_step, model, [dist.get_rank()])
+        assert message.startswith("forward has written to parameter 'head.weight'")
+        assert "sw.full_parameters(model, writeback=True)" in message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@on_ranks(2)
+def test_embeddings_that_limit_their_norms_are_refused(strategy):
+    for table in (nn.Embedding(5, 8, max_norm=1.0), nn.EmbeddingBag(5, 8, max_norm=1.0)):
+        message = refusal(StateError, sw.parallelize, nn.Sequential(table, nn.Linear(8, 8)), strategy=strategy)
+        assert message.startswith("'0' has max_norm=1.0: its forward writes to the rows that it looks up")

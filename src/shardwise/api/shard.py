@@ -135,7 +135,8 @@ def start(
         checks.Added(engine),
         CoversAll(),
         safety.ForeignBackwards(),
-        safety.SavedTensors(),  # the last: after it nothing may refuse a forward
+        safety.SavedTensors(),  # after it nothing may refuse to begin a forward
+        safety.LostWrites(),
     ):
         engine.extras.add(observer)
     return engine

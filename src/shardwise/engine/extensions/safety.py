@@ -1,4 +1,4 @@
-"""Detection of reads of missing parameters: saved tensors of a released unit, foreign backwards.
+"""Detection of reads of missing parameters (saved tensors of a released unit, foreign backwards) and of lost writes.
 
 In the normal course of things the ticket of a unit brings its data back before its backward reads it. A value that
 leaves a unit otherwise than through its outputs (hidden in an opaque object, stored on a module, used by the loss) is
@@ -119,6 +119,40 @@ class SavedTensors(Observer):
         self.num_healed += 1
         engine.extras.wake()
         engine.heal(group.unit)
+
+
+class LostWrites(Observer):
+    """Refuses a forward that writes to parameters where the next gather would undo it. Looks while paths are new."""
+
+    def __init__(self) -> None:
+        self._versions: list[list[int]] = []
+
+    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+        """Remember how often each parameter that computes has been written."""
+        self._versions = [_versions_of(group) for group in engine.groups]
+
+    def forward_ended(self, engine: Engine) -> None:
+        """Compare."""
+        before, self._versions = self._versions, []
+        for group, versions in zip(engine.groups, before, strict=False):
+            home, is_lost = torch_private.storage_identity(group.gathered), group.is_copied or not group.is_standing
+            for spec, full, old, new in zip(
+                group.layout.params, group.unsharded, versions, _versions_of(group), strict=True
+            ):
+                if torch_private.storage_identity(full) != home or (is_lost and new != old):
+                    raise StateError(
+                        f"forward has written to parameter {spec.name!r}: this is a copy that was gathered for the"
+                        " forward, and the write would be lost.\n  Compute the new value without writing it"
+                        " (F.normalize(self.weight) in the product), or write it between steps inside"
+                        " `with sw.full_parameters(model, writeback=True):`. Under strategy='ddp' in the model's own"
+                        " dtype parameter.copy_(value) works; parameter.data = value never does."
+                    )
+        if engine.forward.trains:
+            engine.extras.rest(self)
+
+
+def _versions_of(group: Group) -> list[int]:
+    return [full._version for full in group.unsharded]  # noqa: SLF001 - as autograd counts
 
 
 class ForeignBackwards(Observer):

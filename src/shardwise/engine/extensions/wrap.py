@@ -245,6 +245,7 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
             )
         if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             _refuse_kind(name, parameter)
+        _refuse_max_norm(entry)
         if not is_dense(parameter.shape, parameter.stride()):
             raise StateError(
                 f"parameter {name!r} has shape {list(parameter.shape)} with strides {list(parameter.stride())}: a view"
@@ -271,6 +272,16 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
             raise StateError(
                 f"parameter {name!r} is sharded already.\n"
                 "  Parallelize a model once; to change the plan, build it again."
+            )
+
+
+def _refuse_max_norm(entry: OwnedParameter) -> None:
+    for module, path, _ in entry.uses:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise StateError(
+                f"{path!r} has max_norm={module.max_norm}: its forward writes to the rows that it looks up, and each"
+                " rank looks up others.\n  Build it without max_norm, and scale the rows that it gives:"
+                " rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)."
             )
 
 
