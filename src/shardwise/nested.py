@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy as copying
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def tensors_in(value: object, levels: int = 16) -> Iterator[Tensor]:
@@ -18,20 +17,6 @@ def tensors_in(value: object, levels: int = 16) -> Iterator[Tensor]:
         return
     for part in (parts_of(value) or ()) if levels else ():
         yield from tensors_in(part, levels - 1)
-
-
-def trained_in(value: object, levels: int = 3) -> Iterator[Tensor]:
-    """Every tensor that requires grad in an output of any common shape; objects are looked into, ``levels`` deep."""
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            yield value
-        return
-    parts = parts_of(value)
-    is_open = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType))
-    if parts is None and levels and is_open:
-        parts, levels = tuple(vars(value).values()), levels - 1
-    for part in parts or ():
-        yield from trained_in(part, levels)
 
 
 def parts_of(value: object) -> Iterable[object] | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from shardwise import torch_private
-from shardwise.nested import replace_tensors, trained_in
+from shardwise.nested import parts_of, replace_tensors
 from shardwise.spec.errors import Uncopyable
 from shardwise.spec.order import Entry
 
@@ -164,6 +165,20 @@ class EndOfBackward:
         if tell is not None:
             with torch.no_grad():  # torch restores the mode of whoever has called backward
                 tell()
+
+
+def trained_in(value: object, levels: int = 3) -> Iterator[Tensor]:
+    """Every tensor that requires grad in an output of any common shape; objects are looked into, ``levels`` deep."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+        return
+    parts = parts_of(value)
+    is_open = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType))
+    if parts is None and levels and is_open:
+        parts, levels = tuple(vars(value).values()), levels - 1
+    for part in parts or ():
+        yield from trained_in(part, levels)
 
 
 # -- names in a profile
