@@ -45,6 +45,7 @@ from shardwise.weights.init.materialize import (
     Given,
     Missing,
     Source,
+    fill_attributes,
     fill_buffers,
     fill_parameters,
     find_source,
@@ -109,6 +110,7 @@ def parallelize(
     names["buffers"] = [name for name, _ in model.named_buffers()]
     if source is not None:
         source.agree(comms.world, plan.sync)
+        fill_attributes(model, lambda tensor: source.attribute(tensor, device))  # one may hold a graph of parameters
         fill_buffers(model, lambda buffer, name: source.buffer(buffer, name).to(device))
         whole, entries = prepared.left_alone, itertools.chain.from_iterable(owned.values())
         fill_parameters(source.alone, [entry for entry in entries if entry.parameter in whole], device)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils import weight_norm
 
 import shardwise as sw
 from shardwise.testing import StorageCount, run_on_ranks, same_bits
@@ -165,6 +166,35 @@ def train(is_deferred: bool) -> list[float]:
 @on_ranks(2)
 def test_a_deferred_model_trains_as_a_real_one():
     assert train(is_deferred=True) == train(is_deferred=False)
+
+
+class WithAttributes(nn.Module):
+    """Keeps tensors that are neither parameters nor buffers; torch's older weight norm keeps one with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight_norm(nn.Linear(4, 4))
+        self.register_buffer("scale", torch.rand(4))
+        self.mask = torch.ones(4, 4).tril()
+        self.others = {"noise": [torch.randn(4)], "weight": self.inner.weight_v}
+        self.first_mean = self.inner.weight_v.mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) @ self.mask + self.others["noise"][0] * self.scale - self.first_mean
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
+@on_ranks(2)
+def test_tensors_that_are_plain_attributes_have_the_values_of_plain_construction():
+    torch.manual_seed(SEED)
+    plain = WithAttributes()
+    x = torch.ones(3, 4)
+    for init in (None, plain.state_dict()):
+        torch.manual_seed(SEED)
+        model = sw.parallelize(sw.deferred_init(WithAttributes), sw.ParallelPlan(strategy="zero3"), init=init)
+        assert model.others["weight"] is model.inner.weight_v
+        assert torch.equal(model(x), plain(x))
+        model(x).sum().backward()
 
 
 # -- memory

@@ -63,6 +63,7 @@ class _Operation:
 class Recording:
     """Recorded operations."""
 
+    is_construction: bool = False  # every tensor of the model was made while it ran
     operations: list[_Operation] = field(default_factory=list)  # in their order
     blank: set[int] = field(default_factory=set)  # identities of storages that had no values before the first operation
     #: Tensors in which an operation has left nothing of what was there before, by storage.
@@ -159,7 +160,7 @@ def deferred_init(build_model: Callable[[], nn.Module]) -> nn.Module:
         >>> deferred_init(lambda: nn.Linear(3, 4)).weight.is_meta
         True
     """
-    recording = Recording()
+    recording = Recording(is_construction=True)
     with recorded(recording):
         model = build_model()
     model.__dict__[_KEY] = recording

@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map
 
 from shardwise import torch_private
 from shardwise.comm.base import Comm
@@ -98,6 +99,12 @@ class Source:
         assert self._recording is not None
         return self._recording.materialize([buffer])[0]
 
+    def attribute(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Value of a meta tensor that is a plain attribute of a module; itself where its construction is unknown."""
+        if self._recording is None or not self._recording.is_construction:
+            return tensor
+        return self._recording.materialize([tensor.detach()])[0].to(device)
+
 
 def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Source | None:
     """The source for the meta tensors of ``model``; ``None`` if there are none, or if they are to be refused."""
@@ -124,7 +131,8 @@ def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Sourc
         return Source(recording if recording is not None and init is None else record_init(model, init))
     if unsaved and recording is None:
         recording = record_init(model, None, only=unsaved)
-    return FromLater(recording if unsaved else None, unsaved, given)
+    is_used = unsaved or any(_plain_attributes(module) for module in model.modules())
+    return FromLater(recording if is_used else None, unsaved, given)
 
 
 def fill_parameters(
@@ -164,6 +172,36 @@ def fill_buffers(model: nn.Module, make: Callable[[Tensor, str], Tensor]) -> Non
             if id(buffer) not in made:
                 made[id(buffer)] = buffer, make(buffer, _join(path, name))
             torch_private.buffers_of(module)[name] = made[id(buffer)][1]
+
+
+def fill_attributes(model: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Put what ``make`` makes of it in the place of each meta tensor that is a plain attribute, or in one."""
+    made: dict[int, Tensor] = {}
+
+    def fill(held: Any) -> Any:
+        if not _is_plain_meta(held):
+            return held
+        if id(held) not in made:
+            made[id(held)] = make(held)
+        return made[id(held)]
+
+    found = [(vars(module), _plain_attributes(module)) for module in model.modules()]  # keeps ids in use
+    for attributes, plain in found:
+        attributes.update({name: tree_map(fill, value) for name, value in plain.items()})
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes with meta tensors that are neither parameters nor buffers."""
+    own = {id(table) for table in _tables(module)}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if id(value) not in own and any(map(_is_plain_meta, tree_iter(value)))
+    }
+
+
+def _is_plain_meta(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_meta and not isinstance(value, nn.Parameter)
 
 
 def record_init(model: nn.Module, init: Init | None, *, only: Collection[int] | None = None) -> Recording:
