@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import types
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import place_of, storage_of
 from shardwise.checkpoint.store import find_latest
 from shardwise.launch import fault
+from shardwise.launch.process import stat
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.config.sections import read_config
@@ -27,7 +29,7 @@ from shardwise.train.saves.checkpoints import Checkpoints, find_checkpoint, is_e
 from shardwise.train.saves.uploads import Uploads
 from tests.checkpoint.test_store import save, truncate
 from tests.common.store import SECRETS, s3_server
-from tests.train.job import command, content, environment, processes_of, wait_for_step
+from tests.train.job import command, content, environment, processes_of, wait_for_step, wait_until
 from tests.train.train_here import losses, sets, summary, train_here, train_well
 
 #: The run of the trainer's tests with fewer layers, without what takes seconds to import.
@@ -70,6 +72,11 @@ def stored(place: str, step: int = 20) -> list[str]:
 
 def hashes(run: Path, step: int = 20) -> list[str]:
     return [entry.hash for entry in open_checkpoint(run / "checkpoints" / f"step-{step:08d}").manifest.files]
+
+
+def stopped(folder: Path) -> list[int]:
+    """Processes in a folder that SIGSTOP has stopped."""
+    return [pid for pid in processes_of(folder) if stat(pid)[0] == "T"]
 
 
 def leaks(folder: Path, text: str) -> list[str]:
@@ -270,6 +277,7 @@ def train(folder: Path, env: dict[str, str], *arguments: str, killed: str = "") 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(700)  # each of its runs may take 200 s
 @pytest.mark.parametrize(("point", "rank"), PLACES)
 def test_killed_anywhere_in_a_save_it_ends_as_if_nothing_had_happened_and_so_does_its_copy(
     s3: dict[str, str], whole: Path, tmp_path: Path, point: str, rank: int
@@ -290,6 +298,7 @@ def test_killed_anywhere_in_a_save_it_ends_as_if_nothing_had_happened_and_so_doe
 
 
 @pytest.mark.long
+@pytest.mark.timeout(700)  # each of its runs may take 200 s
 @pytest.mark.parametrize("point", [point for point in fault.STORE_POINTS if "delete" not in point])
 def test_an_upload_that_is_killed_anywhere_leaves_the_copy_before_or_this_one(
     s3: dict[str, str], whole: Path, tmp_path: Path, point: str
@@ -314,6 +323,7 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_copy_before_or_this_one(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(700)  # each of its runs may take 200 s
 @pytest.mark.parametrize("point", ["store_before_delete", "store_mid_delete"])
 def test_a_deletion_on_the_store_that_is_killed_is_done_by_the_next_upload(
     s3: dict[str, str], whole: Path, tmp_path: Path, point: str
@@ -356,11 +366,15 @@ def test_a_run_that_is_asked_to_stop_uploads_its_last_step(s3: dict[str, str], t
 def test_a_store_that_is_lost_on_the_way_lets_training_go_on_and_ends_it_with_74(whole: Path, tmp_path: Path) -> None:
     with s3_server() as env:
         to = sets("checkpoint.upload_to=s3://bucket/run")
-        held = environment() | env | {fault.ARMED: "1", fault.FAULT: "step_begin@rank=0:sleep=1"}
+        # Rank 1 waits for the end of the upload of step 5, so that the upload of step 10 begins at step 10 everywhere.
+        faults = "step_begin@rank=0:sleep=1;step_begin@rank=1@step=8:stop;store_end@step=5:stop"
+        held = environment() | env | {fault.ARMED: "1", fault.FAULT: faults}
         words = command(tmp_path, "--run-dir", "run", "--nproc", "2", *to, config=CONFIG)
         with (tmp_path / "out").open("wb") as out:
             process = subprocess.Popen(words, cwd=tmp_path, env=held, stdout=out, stderr=out)
-            wait_for_step(tmp_path / "run", 7, process)
+            assert wait_until(lambda: len(stopped(tmp_path)) == 2, 150)
+    for pid in stopped(tmp_path):
+        os.kill(pid, signal.SIGCONT)
     code, text = process.wait(200), (tmp_path / "out").read_text()
     assert code == 74, text
     warned = text.index("WARNING: step 10 was not uploaded to s3://bucket/run/checkpoints: ")

@@ -66,7 +66,7 @@ def check(size: int, plans: tuple[dict[str, object], ...], models: tuple[tuple[s
     for name in whole:
         torch.manual_seed(3)
         expected[name] = build(name).state_dict()
-    for peaks in run_on_ranks(fill, size, plans, models, expected):
+    for peaks in run_on_ranks(fill, size, plans, models, expected, timeout_s=250):
         for name, peak in peaks:
             assert peak < most * whole[name], (name, peak / whole[name])
 
