@@ -49,11 +49,16 @@ def wait_for_step(run: Path, step: int, process: Popen[bytes], limit_s: float = 
     assert num_steps(run) >= step, "it ended before the step"
 
 
+def state(pid: int) -> str:
+    """The letter that the system has for the state of a process, as ``T`` for one that is stopped; ``X`` for none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+    return state(pid) not in "ZX"
 
 
 def _processes(is_wanted: Callable[[Path], bool]) -> list[int]:

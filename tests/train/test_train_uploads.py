@@ -19,7 +19,6 @@ from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.storage import place_of, storage_of
 from shardwise.checkpoint.store import find_latest
 from shardwise.launch import fault
-from shardwise.launch.process import stat
 from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.config.sections import read_config
@@ -29,7 +28,7 @@ from shardwise.train.saves.checkpoints import Checkpoints, find_checkpoint, is_e
 from shardwise.train.saves.uploads import Uploads
 from tests.checkpoint.test_store import save, truncate
 from tests.common.store import SECRETS, s3_server
-from tests.train.job import command, content, environment, processes_of, wait_for_step, wait_until
+from tests.train.job import command, content, environment, processes_of, state, wait_for_step, wait_until
 from tests.train.train_here import losses, sets, summary, train_here, train_well
 
 #: The run of the trainer's tests with fewer layers, without what takes seconds to import.
@@ -72,11 +71,6 @@ def stored(place: str, step: int = 20) -> list[str]:
 
 def hashes(run: Path, step: int = 20) -> list[str]:
     return [entry.hash for entry in open_checkpoint(run / "checkpoints" / f"step-{step:08d}").manifest.files]
-
-
-def stopped(folder: Path) -> list[int]:
-    """Processes in a folder that SIGSTOP has stopped."""
-    return [pid for pid in processes_of(folder) if stat(pid)[0] == "T"]
 
 
 def leaks(folder: Path, text: str) -> list[str]:
@@ -372,8 +366,8 @@ def test_a_store_that_is_lost_on_the_way_lets_training_go_on_and_ends_it_with_74
         words = command(tmp_path, "--run-dir", "run", "--nproc", "2", *to, config=CONFIG)
         with (tmp_path / "out").open("wb") as out:
             process = subprocess.Popen(words, cwd=tmp_path, env=held, stdout=out, stderr=out)
-            assert wait_until(lambda: len(stopped(tmp_path)) == 2, 150)
-    for pid in stopped(tmp_path):
+            assert wait_until(lambda: [*map(state, processes_of(tmp_path))].count("T") == 2, 150)
+    for pid in processes_of(tmp_path):
         os.kill(pid, signal.SIGCONT)
     code, text = process.wait(200), (tmp_path / "out").read_text()
     assert code == 74, text
