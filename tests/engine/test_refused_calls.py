@@ -172,3 +172,13 @@ def test_embeddings_that_limit_their_norms_are_refused(strategy):
     for table in (nn.Embedding(5, 8, max_norm=1.0), nn.EmbeddingBag(5, 8, max_norm=1.0)):
         message = refusal(StateError, sw.parallelize, nn.Sequential(table, nn.Linear(8, 8)), strategy=strategy)
         assert message.startswith("'0' has max_norm=1.0: its forward writes to the rows that it looks up")
+
+
+@on_ranks(2)
+def test_parameters_without_a_shape_are_refused_until_a_forward_has_given_it():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4))
+    message = refusal(StateError, sw.parallelize, model)
+    assert message.startswith("parameter '1.weight' of Sequential has no shape before the first forward")
+    with torch.no_grad():
+        model(torch.ones(2, 8))  # as it advises
+    sw.parallelize(model)(torch.ones(2, 8)).sum().backward()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.extensions import activation_offload, recompute
@@ -135,11 +136,17 @@ def _check_uses(plan: ParallelPlan, owned: Sequence[OwnedParameter]) -> None:
 
 
 def check_fresh(model: nn.Module) -> None:
-    """Refuse a model that is parallelized already.
+    """Refuse a model that is parallelized already, or has parameters without a shape.
 
     Raises:
-        StateError: It is, or a part of it.
+        StateError: It is, or a part of it; or it has.
     """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise StateError(
+                f"parameter {name!r} of {type(model).__name__} has no shape before the first forward.\n"
+                "  Call the model once with a batch (under torch.no_grad()) before sw.parallelize()."
+            )
     for path, module in model.named_modules():
         if attachment_of(module) is not None:
             place = f" (its {path!r})" if path else ""
