@@ -174,6 +174,11 @@ def keep_no_longer(keeping: Any, tensor: object) -> bool:
     return True
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place, as autograd counts."""
+    return tensor._version
+
+
 def storage_identity(tensor: Tensor) -> int:
     """A number that two tensors share exactly when they share storage. ``data_ptr`` is 0 for all meta tensors.
 

@@ -152,7 +152,7 @@ class LostWrites(Observer):
 
 
 def _versions_of(group: Group) -> list[int]:
-    return [full._version for full in group.unsharded]  # noqa: SLF001 - as autograd counts
+    return [torch_private.version_of(full) for full in group.unsharded]
 
 
 class ForeignBackwards(Observer):
