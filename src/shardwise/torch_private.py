@@ -175,7 +175,7 @@ def keep_no_longer(keeping: Any, tensor: object) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written in place, as autograd counts."""
+    """The number of times that a tensor was written in place, as autograd counts."""
     return tensor._version
 
 
