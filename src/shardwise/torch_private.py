@@ -175,8 +175,8 @@ def keep_no_longer(keeping: Any, tensor: object) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """The number of times that a tensor was written in place, as autograd counts."""
-    return tensor._version
+    """The number of times that a tensor was written in place, as autograd counts; inference tensors have no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_identity(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import warnings
 from collections.abc import Sequence
 
 import pytest
@@ -164,6 +165,44 @@ def test_a_forward_may_write_to_parameters_only_where_the_write_stays(how):
         message = refusal(StateError, evaluate_and_step, model, [dist.get_rank()])
         assert message.startswith("forward has written to parameter 'head.weight'")
         assert "sw.full_parameters(model, writeback=True)" in message
+        assert message.endswith("neither does flatten_parameters() of an RNN on a GPU: leave it out.")
+
+
+class Raises(Chain):
+    """Its first forward writes to a parameter and is left by an exception."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__(num_blocks=2)
+        self.error: type[BaseException] | None = error
+
+    def forward(self, x):
+        if self.error is not None:
+            with torch.no_grad():
+                self.head.weight.mul_(2)
+            error, self.error = self.error, None
+            raise error("of the user")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@on_ranks(2)
+def test_an_exception_in_a_forward_that_has_written_to_parameters_is_the_only_one(error):
+    model = parallelized(Raises(error), auto_wrap_policy="none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of what a hook raises when forward has raised
+        with pytest.raises(error, match="of the user"):
+            model(sample(0, 0))
+    plain_loss(model, 0, 0).backward()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@on_ranks(2)
+def test_a_model_may_be_parallelized_and_run_in_inference_mode(strategy):
+    torch.manual_seed(0)
+    plain = Chain(num_blocks=2)
+    with torch.inference_mode():
+        model = parallelized(copy.deepcopy(plain), strategy=strategy)
+        assert torch.equal(model(sample(0, 0)), plain(sample(0, 0)))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

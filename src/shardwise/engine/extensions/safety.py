@@ -132,8 +132,10 @@ class LostWrites(Observer):
         self._versions = [_versions_of(group) for group in engine.groups]
 
     def forward_ended(self, engine: Engine) -> None:
-        """Compare."""
+        """Compare, unless the forward was left by an exception of its own."""
         before, self._versions = self._versions, []
+        if engine.forward.num_frames or sys.exception() is not engine.forward.handled:
+            return
         for group, versions in zip(engine.groups, before, strict=False):
             home, is_lost = torch_private.storage_identity(group.gathered), group.is_copied or not group.is_standing
             for spec, full, old, new in zip(
@@ -145,7 +147,8 @@ class LostWrites(Observer):
                         " forward, and the write would be lost.\n  Compute the new value without writing it"
                         " (F.normalize(self.weight) in the product), or write it between steps inside"
                         " `with sw.full_parameters(model, writeback=True):`. Under strategy='ddp' in the model's own"
-                        " dtype parameter.copy_(value) works; parameter.data = value never does."
+                        " dtype parameter.copy_(value) works; parameter.data = value never does, and neither does"
+                        " flatten_parameters() of an RNN on a GPU: leave it out."
                     )
         if engine.forward.trains:
             engine.extras.rest(self)
