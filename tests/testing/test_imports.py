@@ -83,7 +83,6 @@ READ_PRIVATE_NAMES = {
     "parallel/context/kernel.py",
     "engine/hooks.py",
     "engine/extensions/activation_offload.py",
-    "engine/extensions/safety.py",
     "weights/init/deferred.py",
     "integrations/contrib/verl.py",
     "measure/calibrate.py",
