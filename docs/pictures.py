@@ -52,6 +52,7 @@ JOBS = {
     "launch": "worlds and processes",
     "spec": "plain data and arithmetic, no torch",
     "torch_private": "private names of torch",
+    "nested": "tensors in containers",
 }
 
 # -- the floors, as pyproject.toml enforces them

@@ -36,7 +36,6 @@ def do(preset: str) -> list[tuple[str, ...]]:
     """Everything that the engine does in the third step of the ``host`` case, in order."""
     case = CASES["host"]
     torch.manual_seed(0)
-    model = sw.parallelize(sw.models.gpt("gpt-tiny", **case.model), sw.ParallelPlan(strategy=preset))
     tokens_BT = torch.zeros(case.batch, case.seq_len, dtype=torch.int64)
     done: list[tuple[str, ...]] = []
 
@@ -50,13 +49,15 @@ def do(preset: str) -> list[tuple[str, ...]]:
 
         return mock.patch.object(owner, name, call)
 
-    for step in range(3):
-        with contextlib.ExitStack() as stack:
-            for owner, names in WATCHED.items():
-                for name in names if step == 2 else ():
-                    stack.enter_context(noting(owner, name))
+    with contextlib.ExitStack() as stack:
+        for owner, names in WATCHED.items():
+            for name in names:
+                stack.enter_context(noting(owner, name))
+        model = sw.parallelize(sw.models.gpt("gpt-tiny", **case.model), sw.ParallelPlan(strategy=preset))
+        for _ in range(3):
+            done.clear()
             model(tokens_BT, tokens_BT).backward()
-        model.zero_grad()
+            model.zero_grad()
     return done
 
 
