@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 
+from shardwise.checkpoint import mirror
 from shardwise.checkpoint import storage as storages
 from shardwise.checkpoint.background import Background
 from shardwise.checkpoint.mirror import copy_checkpoint, upload
@@ -248,6 +249,28 @@ def test_a_damaged_checkpoint_is_not_published_a_second_time(place, tmp_path):
     with pytest.raises(CheckpointError, match=r"was not copied to .*: the content of shard-\S+ has the hash"):
         upload(job(path, place))
     assert find_latest(place).path is None
+
+
+@pytest.mark.parametrize("store", ["memory"], indirect=True)
+def test_a_store_that_is_lost_behind_a_committed_copy_has_it_and_the_next_upload_removes_what_is_older(
+    store, tmp_path, monkeypatch
+):
+    for step in (10, 20):
+        upload(job(save(tmp_path, step), store))
+
+    def lost(*_args: object, **_named: object) -> None:
+        raise StorageError("the store cannot be reached.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror, "find_latest", lost)
+        done = upload(job(save(tmp_path, 30), store))
+    assert done == {"removed": [], "refused": [("what is older", "the store cannot be reached.")]}
+    assert newest_checkpoint(store) == step_directory(store, 30)
+    upload(job(save(tmp_path, 40), store))
+    assert [name for name in names(store) if storage_of(store).list(store / "checkpoints" / name)] == [
+        "step-00000030",
+        "step-00000040",
+    ]
 
 
 def test_retention_leaves_what_is_not_of_a_checkpoint_and_two_good_ones(store, tmp_path):

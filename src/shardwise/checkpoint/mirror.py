@@ -40,10 +40,13 @@ def upload(job: Mapping[str, Any]) -> dict[str, Any]:
     is_copied = copy_checkpoint(source, place / source.name)
     if not is_copied:
         return {"removed": [], "refused": []} | ({"is_gone": True} if is_copied is None else {})
-    unfinished = find_latest(place).unfinished
-    # Files were compared with their hashes before they were written: they are not read back.
-    known = [place / name for name in storage_of(place).list(place)]
-    kept = retain(place, job["keep"], known_good=known, run_id=job["run_id"])
+    try:
+        unfinished = find_latest(place).unfinished
+        # Files were compared with their hashes before they were written: they are not read back.
+        known = [place / name for name in storage_of(place).list(place)]
+        kept = retain(place, job["keep"], known_good=known, run_id=job["run_id"])
+    except StorageError as error:  # the copy is committed; the next upload removes what is older
+        return {"removed": [], "refused": [("what is older", str(error))]}
     fault.at("store_end", step_of(source.name))
     refused = {path.name: reason for path, reason in kept.refused}
     return {"removed": [path.name for path in unfinished if path.name not in refused], "refused": [*refused.items()]}
