@@ -209,6 +209,7 @@ class Shaped(nn.Module):
             out["pairs"] = [pair.x + pair.y for pair in pairs]
         out["loss"] = y.sum()
         out["count"] = int(x.shape[0])
+        out["names"] = {"y", "pair"}
         return out
 
 
@@ -225,6 +226,7 @@ def test_nested_containers_and_keywords_are_scattered_and_gathered():
     assert got["output"].note == "same"
     assert torch.equal(got["pairs"][0], 2 * x)
     assert got["count"] == [3, 2]
+    assert got["names"] == {"y", "pair"}
     assert torch.equal(got["loss"], torch.stack([2 * x[:3].sum(), 2 * x[3:].sum()]))
 
 

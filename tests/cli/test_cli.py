@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -39,7 +40,9 @@ def test_help_of_every_verb_shows_an_example(capsys: pytest.CaptureFixture[str],
     code, out, _ = run(capsys, *verb.split(), "--help")
     assert code == 0
     assert "Example" in out
-    assert "shardwise" in out.split("Example", 1)[1]
+    examples = re.split("Arguments:|Options:", out.split("Example", 1)[1])[0]
+    assert "shardwise" in examples
+    assert not re.search(r"\S {2,}\S", examples)  # as they are typed
 
 
 def test_the_version_is_printed_without_a_verb(capsys: pytest.CaptureFixture[str]) -> None:

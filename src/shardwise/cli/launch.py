@@ -62,10 +62,10 @@ def launch(
       shardwise launch --slurm run.yaml --gpus 16 --time 12:00:00 --out run.sbatch && sbatch run.sbatch
 
       shardwise launch --kubernetes run.yaml --gpus 16 --image registry/shardwise --volume runs:/runs | kubectl apply -f
-      -
+    -
 
       shardwise launch --skypilot run.yaml --gpus 16 --gpu H100 --image registry/shardwise --volume runs:/runs >
-      job.yaml
+    job.yaml
     """
     from shardwise.launch.jobs.job import GRACE_S, Job, machines
     from shardwise.train.config.sections import read_config

@@ -73,7 +73,7 @@ def serve(
       shardwise serve models/llama --set parallel.tp=2 --port 8080 --name llama
 
       curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"model": "demo", "prompt": "def
-      "}'
+    "}'
     """
     from shardwise.launch.stop_request import CATCHES_STOPS
     from shardwise.train.trained import model_name
