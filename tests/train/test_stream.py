@@ -291,4 +291,4 @@ def test_all_of_a_stream_is_trained_on_where_there_is_other_data_to_evaluate_on(
     assert (data_of(apart).held_out.rows([0, 3]).inputs == whole.rows([0, 3]).inputs).all()
     with pytest.raises(ConfigError, match=r"the number of samples of texts is not known beforehand; set train.steps"):
         run("train.epochs=1")
-    assert run("train.steps=3").schedule.steps == 3
+    assert run("train.steps=3").config.train.steps == 3
