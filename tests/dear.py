@@ -2,7 +2,7 @@
 
 A test is dear that took more than ``LEAST_S`` on two busy cores. Of the dear tests of a file `make test` runs every
 sixth, at least one, and each week others: in six weeks all of them. The others are marked long: `make test-all` runs
-them. ``SHARDWISE_TEST_WEEK=2926`` repeats the choice of a week, which the head of a run names.
+them. ``SHARDWISE_TEST_WEEK=2969`` repeats the choice of a week, which the head of a run names.
 """
 
 from __future__ import annotations
