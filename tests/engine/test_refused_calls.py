@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
-from shardwise.spec.errors import StateError
+from shardwise.spec.errors import CommError, StateError
 from tests.common.oracle import Chain, plain_loss, sample
 from tests.common.ranks import on_ranks, refusal
 
@@ -192,6 +192,18 @@ def test_an_exception_in_a_forward_that_has_written_to_parameters_is_the_only_on
         warnings.simplefilter("error")  # torch warns of what a hook raises when forward has raised
         with pytest.raises(error, match="of the user"):
             model(sample(0, 0))
+    plain_loss(model, 0, 0).backward()
+
+
+@on_ranks(2)
+def test_a_write_on_one_rank_is_told_to_the_others_which_then_go_on():
+    model = parallelized(Normalizes("in place"), auto_wrap_policy="none")
+    model.train(dist.get_rank() == 0)
+    error, text = (
+        (StateError, "forward has written") if model.training else (CommError, "rank 0 along dp_shard has left")
+    )
+    assert refusal(error, plain_loss, model, 0, 0).startswith(text)
+    model.eval()
     plain_loss(model, 0, 0).backward()
 
 

@@ -142,6 +142,8 @@ class LostWrites(Observer):
                 group.layout.params, group.unsharded, versions, _versions_of(group), strict=True
             ):
                 if torch_private.storage_identity(full) != home or (is_lost and new != old):
+                    engine.leave_frames()  # tells peers that negotiate the forward
+                    engine.extras.wake()
                     raise StateError(
                         f"forward has written to parameter {spec.name!r}: this is a copy that was gathered for the"
                         " forward, and the write would be lost.\n  Compute the new value without writing it"
