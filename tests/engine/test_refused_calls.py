@@ -223,6 +223,24 @@ def test_embeddings_that_limit_their_norms_are_refused(strategy):
     for table in (nn.Embedding(5, 8, max_norm=1.0), nn.EmbeddingBag(5, 8, max_norm=1.0)):
         message = refusal(StateError, sw.parallelize, nn.Sequential(table, nn.Linear(8, 8)), strategy=strategy)
         assert message.startswith("'0' has max_norm=1.0: its forward writes to the rows that it looks up")
+        assert refusal(StateError, sw.fully_shard, table).startswith("'' has max_norm=1.0")
+
+
+@on_ranks(1)
+def test_an_embedding_that_limits_its_norms_trains_alone():
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(5, 8, max_norm=1.0), nn.Linear(8, 8))
+
+    states = []
+    for model in (build(), sw.parallelize(build(), strategy="zero3")):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            model(torch.tensor([0, 3, 3])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict() if not states else sw.full_state_dict(model))
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
 
 
 @on_ranks(2)

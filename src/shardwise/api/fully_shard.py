@@ -16,9 +16,10 @@ from shardwise import torch_private
 from shardwise.api.shard import finish, nest, start, unit_maker
 from shardwise.comm.axes import Comms, Place
 from shardwise.engine import build
+from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions import batch_norm, precision
-from shardwise.engine.extensions.wrap import assign_parameters, check_parameters
+from shardwise.engine.extensions.wrap import assign_parameters, check_parameters, refuse_max_norm
 from shardwise.engine.storage import heap
 from shardwise.engine.storage.attachment import attachment_of, mark_of
 from shardwise.engine.storage.host import refuse_no_offload
@@ -110,7 +111,7 @@ def fully_shard(
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
     place = Place.of(mesh, device)
     comms = _comms_for(mesh, place, device, inner)
-    batch_norm.check(root, device, comms.num_ranks, "sw.fully_shard()")
+    _check_for_several(root, own, device, comms.num_ranks)
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         check_inner_size(reshard_after_forward, comms.gather.size)
     synchronise(root, {id(entry.parameter) for entry in own}, comms.control, mode="warn")
@@ -177,6 +178,12 @@ class _Rootless:
             " unit.\n"
             "  Call sw.fully_shard(model) for the model that holds them before the first forward."
         )
+
+
+def _check_for_several(root: nn.Module, own: Sequence[OwnedParameter], device: torch.device, num_ranks: int) -> None:
+    batch_norm.check(root, device, num_ranks, "sw.fully_shard()")
+    if num_ranks > 1:
+        refuse_max_norm(own)
 
 
 def _modules_of(given: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:

@@ -23,6 +23,7 @@ from shardwise.engine.extensions.wrap import (
     check_parameters,
     kind_of,
     merge_units,
+    refuse_max_norm,
 )
 from shardwise.engine.storage import form_of, heap
 from shardwise.engine.storage.attachment import attach, mark_shards
@@ -60,7 +61,10 @@ def shard_model(
     unit_modules = prepared.units
     owned = assign_parameters(model, unit_modules, ignored)
     allows_meta = source is not None or comms.gather.device.type == "meta"
-    check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
+    every = [entry for entries in owned.values() for entry in entries]
+    check_parameters(every, allows_meta=allows_meta)
+    if comms.num_ranks > 1:
+        refuse_max_norm(every)
     merged = merge_units(
         model,
         unit_modules,

@@ -94,7 +94,7 @@ class Control:
         return table.tolist()
 
     def check_same(self, value: Mapping[str, Any], what: str) -> None:
-        """Refuse to start where ranks were given different things. One all-gather of JSON."""
+        """Refuse to start where ranks were given different things. One all-gather of JSON: all ranks must call."""
         everyones = self.all_json(value)
         odd = next((rank for rank, other in enumerate(everyones) if other != everyones[0]), None)
         if odd is None:

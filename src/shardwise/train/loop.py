@@ -329,7 +329,11 @@ class Loop:
         self._finish(f"left by its loop after step {self.done.step}")
 
     def _agree_on_end(self) -> bool:
-        """Whether a rank has said that the run is to end; ``must_end`` is then its reason on all. Collective."""
+        """Whether a rank has said that the run is to end; ``must_end`` is then its reason on all of them.
+
+        Collective:
+            One all-gather of small JSON, where callbacks or a loop of the user's may say so. All ranks must call.
+        """
         if self.callbacks or self._is_own_loop:
             self.must_end = next((reason for reason in self.control.all_json(self.must_end) if reason), None)
         return self.must_end is not None
@@ -519,7 +523,7 @@ class Loop:
         return self.unread.signal_number > 0
 
     def check_replicas(self, step: int, *, after_backward: bool = False) -> None:
-        """Compare what several ranks hold a copy of, as ``sw.check_replicas`` does. Collective."""
+        """Compare what several ranks hold a copy of, as ``sw.check_replicas`` does. All ranks must call."""
         try:
             sw.check_replicas(self.model, self.parts.optimizers, after_backward=after_backward)
         except RankDisagreement as error:

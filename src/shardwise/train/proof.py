@@ -73,7 +73,10 @@ def compare_with_one_process(
     """Train the run's model anew for a few steps under each strategy and in one process, by ``sw.parity``.
 
     Without accumulation, but for pipelines, which have their microbatches. What a strategy cannot do is left out of its
-    plan (``under_strategies``). The random state of this process is afterwards what it was before. Collective.
+    plan (``under_strategies``). The random state of this process is afterwards what it was before.
+
+    Collective:
+        Those of ``sw.parity``. All ranks must call.
     """
     config, plan = resolved.config, resolved.plan
     size = resolved.batch.micro * resolved.batch.data_parallel_size
@@ -147,7 +150,11 @@ PARITY_STEPS = 3
 
 
 def parity_line(resolved: RunConfig, data: Data, device: torch.device) -> str:
-    """Train the run's model anew, under its plan and in one process, and say whether they are equal. Collective."""
+    """Train the run's model anew, under its plan and in one process, and say whether they are equal.
+
+    Collective:
+        Those of ``sw.parity``. All ranks must call.
+    """
     strategy = resolved.config.parallel.strategy
     try:
         check_exact(resolved.plan, strategy)

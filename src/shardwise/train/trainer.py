@@ -266,7 +266,11 @@ class Trainer:
         return found
 
     def _show_samples(self, step: int) -> None:
-        """Continue the prompts of the configuration, show the texts, and keep them in samples.jsonl. Collective."""
+        """Continue the prompts of the configuration, show the texts, and keep them in samples.jsonl.
+
+        Collective:
+            Those of ``sw.generate``. All ranks must call.
+        """
         prompts = self.config.train.sample_prompts
         tokenizer = find_tokenizer(self.config.data.tokenizer or BYTES)
         rows = [tokenizer.encode(prompt) for prompt in prompts]

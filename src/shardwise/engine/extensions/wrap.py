@@ -245,7 +245,6 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
             )
         if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             _refuse_kind(name, parameter)
-        _refuse_max_norm(entry)
         if not is_dense(parameter.shape, parameter.stride()):
             raise StateError(
                 f"parameter {name!r} has shape {list(parameter.shape)} with strides {list(parameter.stride())}: a view"
@@ -275,8 +274,9 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
             )
 
 
-def _refuse_max_norm(entry: OwnedParameter) -> None:
-    for module, path, _ in entry.uses:
+def refuse_max_norm(parameters: Iterable[OwnedParameter]) -> None:
+    """Refuse embeddings that write to their rows in forward, where several ranks look up different rows."""
+    for module, path, _ in (use for entry in parameters for use in entry.uses):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise StateError(
                 f"{path!r} has max_norm={module.max_norm}: its forward writes to the rows that it looks up, and each"

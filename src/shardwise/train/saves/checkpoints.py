@@ -284,7 +284,11 @@ class Checkpoints:
         return "\n".join(said) or None
 
     def finish(self) -> str | None:
-        """Wait for the save under way, if there is one; returns what is to be said of it. Collective."""
+        """Wait for the save under way, if there is one; returns what is to be said of it.
+
+        Collective:
+            Those of ``sw.finish_save``. All ranks must call.
+        """
         step, self._step_under_way = self._step_under_way, 0
         if not step:
             return None
