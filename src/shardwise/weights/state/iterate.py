@@ -74,6 +74,13 @@ def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = 
 class Units:
     """The parameters of a model, and the buffers that are saved, unit by unit.
 
+    Attributes:
+        extents: The whole extents of each unit's tensors, on every rank alike.
+
+    Args:
+        engine: The model's.
+        buffers: Of this rank, by name; over all ranks each once.
+
     Collective:
         A gather of JSON (about 100 bytes for each range) and a broadcast of the names. All ranks must make one.
 
@@ -88,8 +95,6 @@ class Units:
         self._holdings += [of_tensor(name, each, copies=None) for name, each in (buffers or {}).items()]
         self._reports, units = survey(self._world, self._holdings, _units)
         self._names = [unit for unit, _ in units]
-        #: The whole extents of each unit's tensors, on every rank alike. ``buffers`` are this rank's, by name; over all
-        #: ranks each once.
         self.extents: list[list[Extent]] = [[unpacked(extent) for extent in extents] for _, extents in units]
 
     def gathered(self) -> Iterator[dict[str, Tensor]]:
