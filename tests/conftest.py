@@ -87,6 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("every_case"):
         os.environ["SHARDWISE_EVERY_CASE"] = "1"  # read by tests.common.oracle, in the ranks too
+    os.environ["SHARDWISE_TEST_WEEK"] = str(dear.week())  # the same in workers that begin after midnight
     if hasattr(config, "workerinput"):
         return
     dry_runs = tempfile.TemporaryDirectory(prefix="shardwise-dry-runs-")  # read by tests.train.train_here

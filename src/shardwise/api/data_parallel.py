@@ -411,6 +411,7 @@ def gather(
         if exchanges is not None and joined.requires_grad and len(outputs) > 1:
             _note_gradients(exchanges, joined, outputs)
         return joined
+    # A set has no order in which the replicas' parts would meet.
     columns = [[] if isinstance(output, set) else list(parts_of(output) or ()) for output in outputs]
     if not columns[0]:
         return first if all(output == first for output in outputs) else list(outputs)

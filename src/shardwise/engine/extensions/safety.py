@@ -122,7 +122,10 @@ class SavedTensors(Observer):
 
 
 class LostWrites(Observer):
-    """Refuses a forward that writes to parameters where the next gather would undo it. Looks while paths are new."""
+    """Refuses a forward that writes to parameters where the next gather would undo it.
+
+    It looks until a forward that trains has ended, and again when a step is unlike those before.
+    """
 
     def __init__(self) -> None:
         self._versions: list[list[int]] = []
