@@ -167,6 +167,13 @@ def test_a_configuration_fixes_what_it_says_and_stays_as_it_is(capsys: pytest.Ca
     assert main(["validate", "plan.yaml", "--nproc", "4"]) == 0
 
 
+@pytest.mark.parametrize("policy", ["bf16", "{param_dtype: bf16}"])
+def test_a_precision_policy_may_be_its_dtype_alone(capsys: pytest.CaptureFixture[str], policy: str) -> None:
+    Path("run.yaml").write_text(f"model: {{preset: gpt-tiny}}\nparallel: {{mp_policy: {policy}}}\n")
+    held = as_json(capsys, "run.yaml", "--gpus", "2", "--gpu", "L4", "--seq", "32", "--global-batch", "4")
+    assert held["workload"]["precision"] == "bf16"
+
+
 @pytest.mark.parametrize(("given", "momentum"), [("sgd", 0.0), ("sgd-momentum", 0.9)])
 def test_the_momentum_that_was_planned_for_is_written(
     capsys: pytest.CaptureFixture[str], given: str, momentum: float

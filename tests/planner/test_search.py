@@ -176,6 +176,14 @@ def test_what_is_fixed_holds_in_every_plan() -> None:
         assert (made.plan.strategy, made.plan.tp, made.workload.micro_batch) == ("zero3", 2, 2)
 
 
+def test_layouts_that_a_fixed_field_does_not_go_with_are_left_out() -> None:
+    cluster, workload = Cluster(gpu="H100-80GB-SXM", num_gpus=8), Workload(seq_len=512, global_batch=64)
+    plans = search(find_shape("gpt2"), cluster, workload, reshard_after_forward=4)
+    assert {made.plan.dp_shard % 4 for made in plans} == {0}
+    with pytest.raises(PlanError, match=r"reshard_after_forward=3: as a number of ranks it must divide dp_shard=8"):
+        search(find_shape("gpt2"), cluster, workload, reshard_after_forward=3)
+
+
 def test_the_recommended_plan_comes_first_then_what_fits_the_fastest_of_it_first() -> None:
     plans = search(
         find_shape("llama-3-8b"), Cluster(gpu="A100-40GB-SXM", num_gpus=8), Workload(seq_len=4096, global_batch=32)

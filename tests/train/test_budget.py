@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import shardwise as sw
 from shardwise.cli import main
 from shardwise.spec.errors import MemoryBudgetError
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.predicted.budget import Device, check_budget, find_device
-from shardwise.train.predicted.workload import flops_per_token, shape_of, workload_of
+from shardwise.train.predicted.workload import flops_per_step, shape_of, workload_of
 
 GIB = 1 << 30
 A100 = Device("cuda", 40 * GIB)
@@ -77,10 +79,11 @@ def test_offloaded_states_count_where_device_and_host_are_one():
 
 def test_the_planner_is_asked_about_the_run_itself():
     resolved = run("optimizer.name=sgd", "optimizer.momentum=0.0", "parallel.activation_checkpointing=selective")
-    workload = workload_of(resolved)
+    workload = workload_of(resolved, shape_of(resolved))
     assert (workload.precision, workload.optimizer, workload.recompute) == ("bf16", "sgd", "selective")
     assert workload.optimizer_tensors == 0
-    assert workload_of(run("optimizer.name=sgd")).optimizer_tensors == 1  # its momentum is 0.9 unless said
+    default = run("optimizer.name=sgd")
+    assert workload_of(default, shape_of(default)).optimizer_tensors == 1  # its momentum is 0.9 unless said
     assert (workload.micro_batch, workload.global_batch) == (8, 64)
     assert shape_of(resolved).num_layers == 48
 
@@ -99,12 +102,24 @@ def test_train_refuses_before_it_starts_a_process(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_flops_of_a_token_are_known_for_presets_and_mixtures():
+def test_flops_are_known_for_presets_and_mixtures():
     dense = run("model.preset=gpt2", "data.seq_len=1024")
-    shape = dense.model
+    shape, tokens = dense.model, 1024 * dense.batch.total
     assert shape is not None
     active = shape.num_parameters - shape.seq_len * shape.hidden
-    assert flops_per_token(dense) == pytest.approx(6 * active + 12 * 12 * 768 * 1024, rel=0.01)  # PaLM, appendix B
-    mixture = flops_per_token(run("model.preset=gpt2", "model.num_experts=8", "data.seq_len=1024"))
+    expected = tokens * (6 * active + 12 * 12 * 768 * 1024)  # PaLM, appendix B
+    assert flops_per_step(dense) == pytest.approx(expected, rel=0.01)
+    mixture = flops_per_step(run("model.preset=gpt2", "model.num_experts=8", "data.seq_len=1024"))
     assert mixture is not None
-    assert mixture > 1.5 * active
+    assert mixture > 1.5 * active * tokens
+
+
+def test_what_a_spec_computes_is_known_for_sequences_of_tokens_too():
+    tokens = torch.arange(16) % 64
+    spec = sw.TrainSpec(model=lambda: sw.models.gpt("gpt-nano"), data=[(tokens, tokens)] * 64)
+    resolved = resolve(read_config(None, base={}), 2, spec=spec)
+    preset = run("model.preset=gpt-nano", "data.seq_len=16", "train.micro_batch_size=8", ranks=2)
+    assert preset.batch.total == resolved.batch.total
+    expected = flops_per_step(preset)
+    assert flops_per_step(resolved) == pytest.approx(expected, rel=0.01)
+    assert "needs" in refusal(resolved, Device("cuda", 1 << 20))

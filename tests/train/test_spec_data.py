@@ -98,6 +98,12 @@ slow = sw.TrainSpec(model=Line, data=Slow())
 idle = sw.TrainSpec(model=Line, data=Idle())
 broken = sw.TrainSpec(model=Line, data=Broken())
 lost = sw.TrainSpec(model=Line, data=Lost())
+whole = sw.TrainSpec(
+    model=Line,
+    data=Noisy(),
+    optimizer=lambda groups, lr: torch.optim.SGD(groups, lr=lr),
+    schedule=lambda step, steps: 1 - step / steps,
+)
 
 
 def train_with_workers(folder: str, runs: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
@@ -180,6 +186,15 @@ def test_a_run_that_waits_for_data_says_so(tmp_path: Path, workers: int, advice:
     assert re.search(rf"^  of it \d+% was spent on data{re.escape(advice)}$", text, re.MULTILINE), text
 
 
+def test_a_run_with_workers_ends(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train: {steps: 6, micro_batch_size: 2, eval_every: null}\n")
+    command = ["-m", "shardwise", "train", "run.yaml", "--spec", f"{HERE}:noisy", "--nproc", "1"]
+    words = [sys.executable, *command, *sets("data.workers=3", "schedule.warmup_steps=0")]
+    path = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=path, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_that_all_processes_hear_ends_with_a_checkpoint(tmp_path: Path, kind: signal.Signals) -> None:
     (tmp_path / "run.yaml").write_text("train: {steps: 10000, micro_batch_size: 2}\nlog: {tensorboard: false}\n")
@@ -201,6 +216,12 @@ def test_a_stop_that_all_processes_hear_ends_with_a_checkpoint(tmp_path: Path, k
     text, _ = run.communicate(timeout=120)
     assert run.returncode == {signal.SIGTERM: 75, signal.SIGINT: 130}[kind], text
     assert [*(tmp_path / "run" / "checkpoints").glob("step-*")], text
+
+
+def test_the_configuration_of_a_run_is_one_of_its_spec_again(tmp_path: Path) -> None:
+    first = resolve(read_config(None, [f"spec={HERE}:whole"], base={"data": {"workers": 2}}), 2)
+    (tmp_path / "config.yaml").write_text(first.to_yaml())
+    assert resolve(read_config(tmp_path / "config.yaml"), 2).config == first.config
 
 
 def test_workers_are_refused_where_nothing_is_read_by_its_number() -> None:

@@ -319,6 +319,7 @@ _TRAIN = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "acc
 
 
 def _from_file(path: Path | None, spec: str | None = None) -> Subject:
+    from shardwise.spec.policies import PrecisionPolicy
     from shardwise.spec.precision import item_bytes
     from shardwise.spec.shape.gpt import gpt_config
     from shardwise.train.config.hf import stored_dtype
@@ -355,7 +356,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     }
     if "in_backward" in raw.given("optimizer"):
         fixed["in_backward"] = config.optimizer.in_backward
-    policy = fixed["mp_policy"].get("param_dtype", "bf16") if fixed.get("mp_policy") else None
+    policy = PrecisionPolicy.parse(fixed["mp_policy"]).param_dtype if fixed.get("mp_policy") else None
     computed = policy or (stored if stored is not None and item_bytes(stored) == 2 else "fp32")
     return Subject(
         shape,

@@ -30,9 +30,11 @@ def validate(
     resolved = resolve(read_config(config, overrides or []), count)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, count)
-    show(resolved.config.to_yaml().rstrip())
+    show(resolved.to_yaml().rstrip())
     show(f"# {resolved.batch}")
-    show(f"# {resolved.mesh}, {resolved.source.num_tokens:,} tokens in {len(resolved.source.files)} files")
+    source = resolved.source
+    has = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else f"data {source.name}"
+    show(f"# {resolved.mesh}, {has}")
 
 
 def config_schema() -> None:

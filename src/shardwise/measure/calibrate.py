@@ -229,9 +229,9 @@ def _linear(clock: Clock, dtype: torch.dtype, rows: int, inner: int, columns: in
     """A linear layer with a bias."""
     count = max(1, min(16, _COLD_BYTES // (inner * columns * dtype.itemsize)))
     options = {"dtype": dtype, "device": clock.device, "requires_grad": True}
-    weights = [torch.full((columns, inner), 0.01, **options) for _ in range(count)]
-    bias, x = torch.zeros(columns, **options), torch.full((rows, inner), 0.5, **options)
-    grad = torch.full((rows, columns), 0.1, dtype=dtype, device=clock.device)
+    weights = [_drawn(columns, inner, scale=0.02, **options) for _ in range(count)]
+    bias, x = torch.zeros(columns, **options), _drawn(rows, inner, **options)
+    grad = _drawn(rows, columns, scale=0.1, dtype=dtype, device=clock.device)
     turn = [0]
 
     def forward() -> tuple[Tensor, Tensor]:
@@ -242,14 +242,19 @@ def _linear(clock: Clock, dtype: torch.dtype, rows: int, inner: int, columns: in
     return clock.both(forward, lambda made: torch.autograd.grad(made[0], (x, made[1], bias), grad))
 
 
+def _drawn(*shape: int, scale: float = 1.0, requires_grad: bool = False, **options: Any) -> Tensor:
+    """Normal numbers: a GPU that multiplies constants needs less power, and has a higher clock than in training."""
+    return torch.randn(shape, **options).mul_(scale).requires_grad_(requires_grad)
+
+
 def _attention(clock: Clock, dtype: torch.dtype) -> Iterator[AttentionTime]:
     """From the projections' output to the input of the next one, as ``models.transformer.Attention`` computes it."""
     for keys, batch, heads, each in _ATTENTION_ON_GPU if clock.device.type == "cuda" else _ATTENTION:
         if 4.0 * batch * keys * keys * heads * each > _most_flops(clock.device):
             continue
         width = heads * each
-        qkv = torch.full((batch, keys, 3 * width), 0.1, dtype=dtype, device=clock.device, requires_grad=True)
-        grad = torch.full((batch, keys, width), 0.1, dtype=dtype, device=clock.device)
+        qkv = _drawn(batch, keys, 3 * width, dtype=dtype, device=clock.device, requires_grad=True)
+        grad = _drawn(batch, keys, width, scale=0.1, dtype=dtype, device=clock.device)
 
         def forward(qkv: Tensor = qkv, heads: int = heads) -> Tensor:
             q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))

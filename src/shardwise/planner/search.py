@@ -91,6 +91,7 @@ class _Search:
         self.rough_s = RoughTime(shape, cluster, workload, fixed)
         self._limits: dict[Candidate, tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
         self._bytes: dict[Candidate, float] = {}
+        self._refused: PlanError | None = None  # the first layout that does not go with what is fixed
 
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
@@ -101,7 +102,7 @@ class _Search:
             self.resorts.add(resort)
             found = self._explored() or found
         if not found:
-            raise PlanError(_nothing_legal(self.shape, self.cluster, self.workload, self.fixed))
+            raise self._refused or PlanError(_nothing_legal(self.shape, self.cluster, self.workload, self.fixed))
         groups: list[list[Candidate]] = [[], [], []]  # with room to spare, tight, too much
         for candidate, (made, _) in found.items():
             groups[made.is_tight + 2 * (not made.fits)].append(candidate)
@@ -169,6 +170,8 @@ class _Search:
             fixed = {**dict.fromkeys(_LINKED, 1), **fixed}
         is_away, is_late = "activations" in self.resorts, "late" in self.resorts
         for base in bases(self.shape, self.cluster, self.workload, fixed):
+            if not self._goes_with_fixed(base):
+                continue
             gathers_late = is_late and PRESETS[base.strategy].shards_parameters
             may_chunk = can_chunk(self.shape, base.layout) and not self.workload.chunked_loss
             for choice in savings(base, self.workload, fixed):
@@ -179,6 +182,17 @@ class _Search:
                 if not (is_away and choice.recompute == "selective"):
                     made = choice._replace(offloads_activations=is_away, gathers_late=gathers_late)
                     yield from (made, made._replace(chunks_loss=True)) if may_chunk else (made,)
+
+    def _goes_with_fixed(self, candidate: Candidate) -> bool:
+        """Whether the layout is one that fields such as ``reshard_after_forward=4`` allow."""
+        if not self.fixed:
+            return True
+        try:
+            candidate.plan(self.workload, self.fixed).mesh(self.cluster.num_gpus)
+        except PlanError as error:
+            self._refused = self._refused or error
+            return False
+        return True
 
     def _risk(self, candidate: Candidate) -> float:
         known = risk(candidate, self.cluster, self.workload, is_mixture=self.is_mixture)

@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import pkgutil
+import sys
 
 #: What tests use besides shardwise. ``torch._dynamo`` is what the first optimizer step would otherwise import (1 s).
 _THIRD_PARTY = (
@@ -35,6 +36,7 @@ def _modules() -> list[str]:
 
 
 def _preload() -> None:
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # transformers would import it, and it begins to use the GPU
     for name in (*_THIRD_PARTY, *os.environ.get("SHARDWISE_TESTING_MODULES", "").split()):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -47,6 +49,7 @@ def _preload() -> None:
             importlib.import_module(name)
     with contextlib.suppress(Exception):  # the hash of all source files, which the first model of each rank asks for
         importlib.import_module("shardwise.launch.program").program()
+    del sys.modules["torchao"]
     # Every rank inherits some 300,000 objects that live as long as it does. Out of the collector's sight they cost no
     # rank a quarter of a second at each collection, nor a copy of the pages that a collection would write to.
     gc.collect()

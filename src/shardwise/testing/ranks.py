@@ -325,7 +325,7 @@ def _fork_server() -> Any:
     context = get_context("forkserver")
     context.set_forkserver_preload(["shardwise.testing.preload"])
     kept = dict(os.environ)
-    os.environ.update(_ENVIRONMENT)  # thread pools read these when they are loaded, which is in the server
+    os.environ.update(_SERVER_ENVIRONMENT)  # thread pools read these when they are loaded, which is in the server
     try:
         from multiprocessing import forkserver
 
@@ -341,8 +341,10 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "SHARDWISE_TESTING_PRELOAD": "1",
 }
+#: Of the fork server alone. What asks for a GPU when it is imported asks NVML: no fork of a process that has asked CUDA
+#: can use it.
+_SERVER_ENVIRONMENT = {**_ENVIRONMENT, "SHARDWISE_TESTING_PRELOAD": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _rank_main(job: _Job, requests: connection.Connection) -> None:
@@ -363,7 +365,6 @@ def _rank_main(job: _Job, requests: connection.Connection) -> None:
         LOCAL_RANK=str(job.rank),
         LOCAL_WORLD_SIZE=str(job.world_size),
     )
-    del os.environ["SHARDWISE_TESTING_PRELOAD"]
     sys.path[:] = job.path
     stacks = (directory / f"stacks-{job.rank}").open("w")
     faulthandler.enable(stacks)

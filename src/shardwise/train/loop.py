@@ -455,7 +455,7 @@ class Loop:
             self.speed.seconds += step_s
             self.speed.data_s += step.data_s
             self.speed.timed_steps += 1
-        of_token = self.report.mfu_of_token
+        of_step = self.report.mfu_of_step
         return Record(
             step=done.step,
             loss=loss,
@@ -465,7 +465,7 @@ class Loop:
             tokens_per_s=tokens / step_s,
             step_time_s=step_s,
             data_time_s=step.data_s,
-            mfu=None if of_token is None else tokens / step_s * of_token,
+            mfu=None if of_step is None else of_step / step_s,
             peak_memory_bytes=self.unread.peak_bytes,
             collective_bytes=step.sent_bytes,
             loss_scale=step.scale,

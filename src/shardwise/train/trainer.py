@@ -37,7 +37,7 @@ from shardwise.train.microbatches import Microbatches
 from shardwise.train.model.build import build_optimizer, defer_model, objective_of, parameter_groups, set_lr
 from shardwise.train.model.lora import check_base, fingerprint
 from shardwise.train.predicted.memory import least_checkpoint_bytes, predict, tensor_bytes
-from shardwise.train.predicted.step import describe, mfu_of_token, predict_step
+from shardwise.train.predicted.step import describe, mfu_of_step, predict_step
 from shardwise.train.proof import parity_line
 from shardwise.train.rank import Session
 from shardwise.train.saves import random_state
@@ -141,7 +141,7 @@ class Trainer:
         return Report(
             directory,
             self.device,
-            config=config.to_yaml(),
+            config=resolved.to_yaml(),
             plan={
                 "world_size": control.size,
                 "mesh": resolved.mesh.sizes,
@@ -154,7 +154,7 @@ class Trainer:
             predicted_bytes=predict(resolved, self.model, self.optimizer, average, control=control, device=self.device),
             units=owned_units(self.model, resolved.mesh, control),
             predicted_step=step,
-            mfu_of_token=mfu_of_token(resolved, self.model, self.device, control.size),
+            mfu_of_step=mfu_of_step(resolved, self.model, self.device, control.size),
             data_advice="; data.workers=4 reads ahead" if may_read_ahead else "",
         )
 

@@ -1,7 +1,7 @@
 """The same detector on a real GPU: torch's own trace of streams and events feeds it, and what ``NcclComm`` calls.
 
-``tests/gpu/test_plans.py`` runs it. On the one GPU so far it found no race in plans that leave nothing on the host.
-Where gradients lie there it took a scalar on the host for one on the device; what mends it has not run on a GPU yet.
+``tests/gpu/test_plans.py`` runs it. On a GPU it found the planted race and no other one, but where gradients lie on the
+host: there it did not see that the host waits for the factor of clipping. What mends that has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -127,8 +127,10 @@ class _OfGpu(Detector):
         """As :meth:`Detector.mismatch`. A real GPU refuses what it cannot do."""
 
     def host_waits(self, why: str, moment: Clock | None = None) -> None:
-        """As :meth:`Detector.host_waits`. The driver's trace tells of waits inside operators."""
-        if moment is not None:
+        """As :meth:`Detector.host_waits`. The driver's trace counts waits inside operators, before these are known."""
+        if moment is None:
+            self._learn([self.host], self.stream)
+        else:
             super().host_waits(why, moment)
 
     def callbacks(self) -> dict[str, Callable[..., None]]:

@@ -26,7 +26,16 @@ from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule.builders import PipelinePolicy
 from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_config
 from shardwise.train.config.hf import LanguageModel, NotTrainedError, read_language_model, stored_dtype
-from shardwise.train.config.sections import Config, DataSection, MixedSection, OneSource, RawConfig
+from shardwise.train.config.sections import (
+    Config,
+    DataSection,
+    MixedSection,
+    ModelSection,
+    OneSource,
+    OptimizerSection,
+    RawConfig,
+    ScheduleSection,
+)
 from shardwise.train.data.chat import COMPLETION, PROMPT, TEXT, Chat, column_of
 from shardwise.train.data.examples import Texts, prepare
 from shardwise.train.data.pairs import Pairs
@@ -107,6 +116,10 @@ class RunConfig:
         """Learning rate of ``step`` (from 0) over the peak rate."""
         given, steps = self.spec.schedule, self.config.train.steps
         return self.config.schedule.ratio(step, steps) if given is None else float(given(step, steps))
+
+    def to_yaml(self) -> str:
+        """The text of a file that resolves to this again: without what the spec brings."""
+        return self.config.to_yaml(without=_brought(self.spec))
 
 
 def data_of(resolved: RunConfig) -> Data:
@@ -284,17 +297,24 @@ def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
 _UNKNOWN = LanguageModel(1 << 31, None)
 
 
+def _brought(spec: TrainSpec) -> dict[str, set[str]]:
+    """By section, the fields that the spec brings."""
+    fields = {
+        "model": set(ModelSection.model_fields),
+        "data": {"source", "mix", "eval_source", "streaming", "column", "max_bytes"},
+        "optimizer": set(OptimizerSection.model_fields) - {"lr", "weight_decay", "flat", "in_backward"},
+        "schedule": set(ScheduleSection.model_fields),
+    }
+    return {section: names for section, names in fields.items() if getattr(spec, section) is not None}
+
+
 def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
     """Report what a spec replaces and the configuration gives as well, and what the two cannot do together."""
     config = raw.config
-    given = {"model": {name for name in ("hf", "preset") if getattr(config.model, name)} | set(config.model.overrides)}
-    given["data"] = raw.given("data") & {"source", "mix", "eval_source", "streaming", "column", "max_bytes"}
-    given["optimizer"] = raw.given("optimizer") - {"lr", "weight_decay", "flat", "in_backward"}
-    given["schedule"] = set(raw.given("schedule"))
-    for section, keys in given.items():
-        if getattr(spec, section) is not None:
-            for key in sorted(keys):
-                raw.fail(section, key, f"the spec brings the {section}; take it out")
+    of_model = {name for name in ("hf", "preset") if getattr(config.model, name)} | set(config.model.overrides)
+    for section, keys in _brought(spec).items():
+        for key in sorted(of_model if section == "model" else keys & raw.given(section)):
+            raw.fail(section, key, f"the spec brings the {section}; take it out")
     has_loss, of_tokens = spec.loss is not None, spec.data is None
     if config.data.workers and (of_tokens or not is_indexed(spec.data)):
         why = (

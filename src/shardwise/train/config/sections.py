@@ -17,7 +17,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -414,9 +414,9 @@ class Config(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     log: LogSection = Field(default_factory=LogSection)
 
-    def to_yaml(self) -> str:
-        """The configuration as a file that reads back to the same configuration."""
-        data = self.model_dump(mode="json")
+    def to_yaml(self, without: Mapping[str, Collection[str]] | None = None) -> str:
+        """The configuration as a file that reads back to the same configuration; ``without`` fields by section."""
+        data = self.model_dump(mode="json", exclude={name: set(keys) for name, keys in (without or {}).items()})
         data["model"] = {key: value for key, value in data["model"].items() if value is not None}
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -94,7 +96,7 @@ class GivenSamples(Dataset[Any]):
             collate_fn=_as_it_is,
             num_workers=self.workers,
             pin_memory=device.type == "cuda",
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_obey_the_rank,
             multiprocessing_context="fork",  # a spec's file is no module that another process could import
             generator=torch.Generator(),  # else it draws from the one that dropout draws from
         )
@@ -240,10 +242,20 @@ def _as_it_is(made: Any) -> Any:
     return made
 
 
-def _ignore_signals(_worker: int) -> None:
-    """Leave a request to stop, which a terminal or a scheduler sends to all processes, to the rank itself."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+def _obey_the_rank(_worker: int) -> None:
+    """Leave a request to stop, which a terminal or a scheduler sends to all processes, to the rank itself.
+
+    The rank's own SIGTERM ends the worker: Python sends it at the rank's exit, and then waits for the worker.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in this thread, and in those that it starts
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(rank: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+        pass
+    os._exit(0)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -91,8 +91,8 @@ class Report:
     predicted_bytes: dict[str, int]  # bytes by category on the rank that holds most
     units: list[dict[str, Any]]  # each unit's name, class and elements, and how many of these each rank owns
     predicted_step: PredictedStep  # the predicted time of a step, or why there is none
-    #: The share of all devices' peaks that one token a second takes, where it is known
-    mfu_of_token: float | None = None
+    #: The share of all devices' peaks that one step a second takes, where it is known
+    mfu_of_step: float | None = None
     data_advice: str = ""  # what is added where much of a step is spent on data
 
     @property

@@ -42,7 +42,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
         return
     try:
         shape = shape_of(resolved)
-        workload = workload_of(resolved)
+        workload = workload_of(resolved, shape)
         found = memory_on(device.device_type, shape, resolved_plan(resolved), workload)
     except (ShardwiseError, ArithmeticError, LookupError):
         return  # a model that no arithmetic knows

@@ -19,7 +19,7 @@ from shardwise.sim.step import SimulatedStep
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.text import printable
 from shardwise.train.config.resolve import RunConfig
-from shardwise.train.predicted.workload import flops_per_token, resolved_plan, shape_of, workload_of
+from shardwise.train.predicted.workload import flops_per_step, resolved_plan, shape_of, workload_of
 
 
 class PredictedStep(NamedTuple):
@@ -35,7 +35,8 @@ def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> 
     try:
         gpu = resolved.config.log.hardware or _known_device(device)
         cluster = Cluster(gpu=gpu, num_gpus=world_size, gpus_per_node=read_world().ranks_per_machine or world_size)
-        made = estimate(shape_of(resolved), resolved.plan, cluster, workload_of(resolved))
+        shape = shape_of(resolved)
+        made = estimate(shape, resolved.plan, cluster, workload_of(resolved, shape))
     except ShardwiseError as error:
         return PredictedStep(None, printable(str(error).splitlines()[0]))
     name = made.cluster.device.name
@@ -62,8 +63,8 @@ def describe(resolved: RunConfig, device_type: str, step: PredictedStep) -> dict
 def _memory(resolved: RunConfig, device_type: str) -> dict[str, Any]:
     """``memory_timeline``: the moments of a step, each with its name and the fullest rank's bytes by category."""
     try:
-        shape, plan, workload = shape_of(resolved), resolved_plan(resolved), workload_of(resolved)
-        found = memory_on(device_type, shape, plan, workload)
+        shape = shape_of(resolved)
+        found = memory_on(device_type, shape, resolved_plan(resolved), workload_of(resolved, shape))
     except (ShardwiseError, ArithmeticError, LookupError) as error:
         lines = printable(error, is_block=True).splitlines()
         return {"memory_reason": lines[0] if lines else "the planner does not know this model"}
@@ -91,13 +92,13 @@ def _time(step: PredictedStep) -> dict[str, Any]:
     return values | {"spans": [list(span) for span in spans], "note": note}
 
 
-def mfu_of_token(resolved: RunConfig, model: nn.Module, device: torch.device, num_ranks: int) -> float | None:
-    """The share of all devices' peaks that one token a second takes."""
+def mfu_of_step(resolved: RunConfig, model: nn.Module, device: torch.device, num_ranks: int) -> float | None:
+    """The share of all devices' peaks that one step a second takes."""
     if device.type != "cuda":
         return None
     uses_tf32 = torch.get_float32_matmul_precision() != "highest"
     peak = peak_flops(torch.cuda.get_device_name(device), product_dtype(model), uses_tf32=uses_tf32)
-    needed = flops_per_token(resolved)
+    needed = flops_per_step(resolved)
     return None if peak is None or needed is None else needed / (peak * num_ranks)
 
 

@@ -51,12 +51,12 @@ def shape_of(resolved: RunConfig) -> ModelShape:
         raise ConfigError(f"{folder}: {error}") from None
 
 
-def workload_of(resolved: RunConfig) -> Workload:
-    """The planner's workload for a step of the run."""
+def workload_of(resolved: RunConfig, shape: ModelShape) -> Workload:
+    """The planner's workload for a step of the run of ``shape``; what a spec's samples are, its trace has seen."""
     plan, section = resolved.plan, resolved.config.optimizer
     dtype = plan.precision.param_dtype if plan.mp_policy is not None else None
     return Workload(
-        seq_len=max(resolved.seq_len, 1),
+        seq_len=resolved.seq_len or getattr(shape, "seq_len", 0) or 1,
         global_batch=resolved.batch.total,
         micro_batch=resolved.batch.micro,
         precision={"auto": "bf16", "fp64": "fp32", None: "fp32"}.get(dtype, dtype or "fp32"),
@@ -74,13 +74,11 @@ def optimizer_of(section: OptimizerSection) -> str:
     return "sgd-momentum" if section.name == "sgd" and section.momentum != 0 else section.name
 
 
-def flops_per_token(resolved: RunConfig) -> float | None:
-    """Operations that the model needs for a token, forward and backward; ``None`` where no arithmetic knows it."""
-    if not resolved.seq_len:
-        return None
+def flops_per_step(resolved: RunConfig) -> float | None:
+    """Operations that the model needs for a step, forward and backward; ``None`` where no arithmetic knows it."""
     try:
-        workload = workload_of(resolved)
-        return model_flops(shape_of(resolved), workload) / (workload.global_batch * workload.seq_len)
+        shape = shape_of(resolved)
+        return model_flops(shape, workload_of(resolved, shape))
     except (ShardwiseError, ArithmeticError, LookupError):
         return None
 
