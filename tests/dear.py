@@ -1,6 +1,6 @@
 """The dear tests, of which `make test` runs a sixth: ``python -m tests.dear build/durations.json`` writes ``dear.txt``.
 
-A test is dear that took more than ``LEAST_S`` on two busy cores. Of the dear tests of a file `make test` runs every
+A test is dear that took more than ``LEAST_S`` on two busy cores. Of the dear tests of a folder `make test` runs every
 sixth, at least one, and each week others: in six weeks all of them. The others are marked long: `make test-all` runs
 them. ``SHARDWISE_TEST_WEEK=2969`` repeats the choice of a week, which the head of a run names.
 """
@@ -33,16 +33,16 @@ def week() -> int:
 
 def left_out(names: Iterable[str], turn: int) -> set[str]:
     """The dear ones of these tests that `make test` leaves out in a week."""
-    files: dict[str, list[str]] = {}
+    folders: dict[str, list[str]] = {}
     dear = read()
     for name in names:
         if name in dear:
-            files.setdefault(name.partition("::")[0], []).append(name)
+            folders.setdefault(name.partition("::")[0].rpartition("/")[0], []).append(name)
     kept: set[str] = set()
-    for found in files.values():
+    for found in folders.values():
         step = min(SHARE, len(found))
         kept.update(sorted(found, key=lambda name: zlib.crc32(name.encode()))[turn % step :: step])
-    return {name for found in files.values() for name in found} - kept
+    return {name for found in folders.values() for name in found} - kept
 
 
 def write(durations: Path) -> None:

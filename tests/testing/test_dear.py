@@ -1,4 +1,4 @@
-"""`make test` runs a sixth of the dear tests of each file, and each of them in some week."""
+"""`make test` runs a sixth of the dear tests of each folder, and each of them in some week."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests import dear
 
 
 def test_in_as_many_weeks_as_there_are_shares_every_dear_test_has_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    many = [f"tests/a.py::test[{number}]" for number in range(25)]
-    two = ["tests/b.py::test_x", "tests/b.py::test_y"]
+    many = [f"tests/a/{number % 2}.py::test[{number}]" for number in range(25)]
+    two = ["tests/b/b.py::test_x", "tests/b/b.py::test_y"]
     monkeypatch.setattr(dear, "read", lambda: dict.fromkeys([*many, *two], 9.0))
-    weeks = [dear.left_out([*many, *two, "tests/b.py::test_cheap"], week) for week in range(2930, 2930 + dear.SHARE)]
+    weeks = [dear.left_out([*many, *two, "tests/b/b.py::test_cheap"], week) for week in range(2930, 2930 + dear.SHARE)]
     runs = Counter(name for left in weeks for name in {*many, *two} - left)
     assert all(runs[name] == 1 for name in many)
     assert all(runs[name] == dear.SHARE // 2 for name in two)
     assert sorted(len({*many} - left) for left in weeks) == [4, 4, 4, 4, 4, 5]
-    assert all("tests/b.py::test_cheap" not in left for left in weeks)
+    assert all("tests/b/b.py::test_cheap" not in left for left in weeks)
 
 
 def test_a_week_is_repeated_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
