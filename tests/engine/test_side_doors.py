@@ -19,7 +19,7 @@ from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import SHARDED, Block, Chain, compare, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks, refusal
 
-WORLDS = pytest.mark.parametrize("world", [2, 3])
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
 
 class Box:

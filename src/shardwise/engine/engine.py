@@ -765,12 +765,12 @@ class Engine:
                 if full.grad is not None
             ]
             was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
-            is_released = not unit.is_resident and not was_kept and unit.healed_in != generation
-            if strays and (is_released or unit.updated_in == generation):
+            is_there = was_kept or unit.healed_in == generation or all(group.is_standing for group in unit.groups)
+            if strays and (not is_there or unit.updated_in == generation):
                 for group in trained:
                     for full in group.unsharded:
                         full.grad = None
-                when = "while unit {!r} was not gathered" if is_released else "after unit {!r} had been updated"
+                when = "after unit {!r} had been updated" if is_there else "while unit {!r} was not gathered"
                 raise StateError(
                     f"a gradient for {strays[0].name!r} (logical shape {list(strays[0].shape)}) arrived"
                     f" {when.format(unit.name)}: a value left the unit otherwise than through its outputs.\n"
