@@ -197,6 +197,21 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.second["default"](self.first(x))
 
 
+def test_a_parametrized_layer_is_left_whole_on_advice():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
+    with pytest.raises(PlanError, match=r"a parametrization computes its weight.\n  Leave it whole: tp_plan={'0': 're"):
+        find_cuts(nn.Sequential(layer), {"0": "colwise"}, 2)
+
+
+def test_the_entry_of_one_layer_holds_over_that_of_all():
+    table = {"0.up": "replicate", "*.up": "colwise", "*.down": "rowwise", "0.down": "rowwise_split_input"}
+    model = nn.Sequential(*(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2)))
+    expected = {"0.down.weight", "1.up.weight", "1.up.bias", "1.down.weight"}
+    cuts = find_cuts(model, table, 2)
+    assert expected <= {name for name, parameter in model.named_parameters() if id(parameter) in cuts.slices}
+    assert id(model[0]["up"].weight) not in cuts.slices
+
+
 def test_what_is_inside_of_a_wrapped_linear_layer_is_named():
     block = nn.ModuleDict({"up": Adapted(4, 8), "down": Adapted(8, 4)})
     table: dict[str, str] = {"0.up": "colwise", "0.down": "rowwise"}

@@ -136,17 +136,20 @@ def find_cuts(
 
 
 def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
-    """Find the modules that the user's table matches, and those that known tables match in addition."""
+    """Find the modules that the user's table matches, and those that known tables match in addition.
+
+    Of several patterns that match a module the one with fewer ``*`` holds, of these the later one.
+    """
     modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    given = [] if table is None else list(_matches(table, modules, names))
+    exact_last = dict(sorted((table or {}).items(), key=lambda entry: -entry[0].count("*")))
+    given = {site.name: site for site in _matches(exact_last, modules, names)}
     for pattern in table or ():
-        if not any(matches(pattern, site.name) for site in given):
+        if not any(matches(pattern, name) for name in given):
             raise PlanError(
                 f"tp_plan: {pattern!r} matches nothing in {type(model).__name__}.\n"
                 "  Patterns are of names as in model.named_modules(); '*' does not cross a dot."
             )
-    taken = {site.name for site in given}
     known = known_table(model)
     if not known and not given:
         raise PlanError(
@@ -154,7 +157,7 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
             "  Pass tp_plan={pattern: style}, for example {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'},"
             " or set tp=1."
         )
-    return [*(site for site in _matches(known, modules, names) if site.name not in taken), *given]
+    return [*(site for site in _matches(known, modules, names) if site.name not in given), *given.values()]
 
 
 def _sequence_sites(model: nn.Module) -> list[_Site]:
@@ -269,8 +272,13 @@ def _advice_on_wrapper(site: _Site) -> str:
     inside = {
         f"{site.path}.{name}": layer.weight.shape
         for name, layer in site.module.named_modules()
-        if isinstance(layer, nn.Linear)
+        if name and isinstance(layer, nn.Linear)
     }
+    if nn.utils.parametrize.is_parametrized(site.module):
+        return (
+            f": a parametrization computes its weight.\n  Leave it whole: tp_plan={{{site.path!r}: 'replicate'}}; a"
+            " rowwise layer that reads it then needs 'rowwise_split_input'."
+        )
     if not inside:
         return ".\n  Give this style to linear layers only."
     wrapped = max(inside.values(), key=lambda shape: shape.numel())
