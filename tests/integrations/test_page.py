@@ -97,7 +97,7 @@ def run(path: str) -> None:
 def test_every_snippet_of_the_page_runs_on_two_ranks(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (name,) = re.findall(r"shardwise\.integrations\.(\w+)", text) if "DPO" not in text else ["dpo"]
+    (name,) = re.findall(r"shardwise\.integrations\.(?:contrib\.)?(\w+)", text) if "DPO" not in text else ["dpo"]
     here = text.replace('accelerator="gpu", devices=8', 'accelerator="cpu", devices=2')
     here = here.replace("lightning.Trainer(", "lightning.Trainer(max_epochs=1, ")
     here = here.replace("num_workers=8, use_gpu=True", "num_workers=2").replace('"steps": 100', '"steps": 2')
