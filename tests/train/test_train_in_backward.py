@@ -130,7 +130,8 @@ def test_replicas_in_one_process_train_resume_and_report(tmp_path: Path) -> None
     assert (found["strategy"], found["world_size"], found["steps"]) == ("data_parallel", 1, 12)
     assert found["eval_loss_final"] == pytest.approx(expected["eval_loss_final"], abs=1e-5)
 
-    assert 0.9 < found["peak_memory_bytes"] / found["predicted_peak_memory_bytes"] <= 1.05
+    assert found["predicted_peak_memory_bytes"] is None  # no dry run knows the replicas
+    assert found["peak_memory_bytes"] > expected["peak_memory_bytes"]
     before = losses(replicas)
     train_well(tmp_path, 1, ("--run-dir", "replicas", "--resume", "step-00000010", *REPLICAS))
     assert losses(replicas) == before
