@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -24,6 +21,7 @@ from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed, is_loader
 from shardwise.train.data.stream import IterableSampler, has_state
 from shardwise.train.data.token_files import DataError
+from shardwise.train.data.workers import obey_this_rank
 
 
 def seed_host(seed: int) -> None:
@@ -96,10 +94,10 @@ class GivenSamples(Dataset[Any]):
             collate_fn=_as_it_is,
             num_workers=self.workers,
             pin_memory=device.type == "cuda",
-            worker_init_fn=_obey_the_rank,
             multiprocessing_context="fork",  # a spec's file is no module that another process could import
             generator=torch.Generator(),  # else it draws from the one that dropout draws from
         )
+        obey_this_rank(loader)
         try:
             for made in loader:
                 yield on_device(_read(made), device)
@@ -141,6 +139,8 @@ class LoaderSampler(IterableSampler):
         """Itself, with the loader of one reader."""
         IterableSampler.for_reader(self, micro, accumulation, reader, readers)
         self.data = self._call("was not made", lambda: self.data(reader, readers))
+        if isinstance(self.data, DataLoader):
+            obey_this_rank(self.data)
         return self
 
     def next_step(self) -> list[list[int]]:
@@ -242,22 +242,6 @@ def _as_it_is(made: Any) -> Any:
     return made
 
 
-def _obey_the_rank(_worker: int) -> None:
-    """Leave a request to stop, which a terminal or a scheduler sends to all processes, to the rank itself.
-
-    The rank's own SIGTERM ends the worker: Python sends it at the rank's exit, and then waits for the worker.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in this thread, and in those that it starts
-    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_with(rank: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
-        pass
-    os._exit(0)
-
-
 def on_device(batch: Any, device: torch.device) -> Any:
     """A batch whose tensors are on ``device``; any mapping, such as a ``BatchEncoding``, becomes a dict."""
     if isinstance(batch, Mapping):
@@ -287,6 +271,9 @@ def given_data(
     if collate is None:
         data, held_out = (_as_tensors(each) for each in (data, held_out))
     collate = collate or default_collate
+    for each in (data, held_out):
+        if isinstance(each, DataLoader):
+            obey_this_rank(each)
     if is_loader(data):
         part: GivenSamples = GivenBatches(LoaderSampler(data=data, draws=2 * seed), collate)
     else:
