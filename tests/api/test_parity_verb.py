@@ -24,10 +24,10 @@ PLANS = {
 }
 
 
-def build(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> nn.Module:
+def build(dtype: torch.dtype = torch.float32, *, tied: bool = False, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(3)
     return sw.models.gpt(
-        "gpt-tiny", num_layers=4, hidden=16, num_heads=2, vocab_size=31, seq_len=6, tied=tied, dropout=0.0
+        "gpt-tiny", num_layers=4, hidden=16, num_heads=2, vocab_size=31, seq_len=6, tied=tied, dropout=dropout
     ).to(dtype)
 
 
@@ -52,6 +52,7 @@ def prove() -> dict[str, Any]:
         "fp64": sw.parity(lambda: build(torch.float64), batches(), None, {"tp": PLANS["tp"]}),
         "tied": sw.parity(lambda: build(tied=True), batches(), None, {"pp": PLANS["pp"]}),
         "wrong": sw.parity(other, batches(), None, {"pp x tp": PLANS["pp x tp"]}),
+        "dropout": sw.parity(lambda: build(dropout=0.1), batches(), None, {"dp": PLANS["dp"]}),
     }
     return found | {
         "16 bit": refusal(PlanError, sw.parity, lambda: build(torch.bfloat16), batches(), None, {"tp": PLANS["tp"]})
@@ -78,6 +79,10 @@ def test_plans_that_split_sums_are_near_and_all_others_equal():
         assert not row.holds
         assert row.absolute > 1e-3
         assert "DIFFER" in str(found["wrong"])
+        assert "random numbers" not in str(found["wrong"])
+        (row,) = found["dropout"].rows
+        assert (row.holds, row.location) == (False, None)
+        assert "draws random numbers (dropout, noise), and every rank draws different ones" in str(found["dropout"])
         assert "the model is in bf16" in found["16 bit"]
     assert len({str(found["fp32"]) for found in ranks}) == 1
 

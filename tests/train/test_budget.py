@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 import shardwise as sw
 from shardwise.cli import main
@@ -11,7 +14,7 @@ from shardwise.spec.errors import MemoryBudgetError
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.predicted.budget import Device, check_budget, find_device
-from shardwise.train.predicted.workload import flops_per_step, shape_of, workload_of
+from shardwise.train.predicted.workload import flops_per_step, shape_of, traced, workload_of
 
 GIB = 1 << 30
 A100 = Device("cuda", 40 * GIB)
@@ -123,3 +126,24 @@ def test_what_a_spec_computes_is_known_for_sequences_of_tokens_too():
     expected = flops_per_step(preset)
     assert flops_per_step(resolved) == pytest.approx(expected, rel=0.01)
     assert "needs" in refusal(resolved, Device("cuda", 1 << 20))
+
+
+class Endless(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Continues where its last reader left it."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            self.at += 1
+            yield torch.arange(16) % 64, torch.arange(16) % 64
+
+
+def test_an_iterable_is_read_by_plans_and_never_by_a_run_before_its_steps():
+    data = Endless()
+    spec = sw.TrainSpec(model=lambda: sw.models.gpt("gpt-nano"), data=data)
+    resolved = resolve(read_config(None, base={}), 1, spec=spec)
+    assert flops_per_step(resolved) is None
+    assert data.at == 0
+    assert traced(resolved, reads_iterables=True).seq_len == 16
+    assert data.at == resolved.batch.micro

@@ -44,6 +44,7 @@ def test_the_best_evaluation_s_step_is_kept_and_a_run_that_gets_no_better_ends(t
     held = summary(tmp_path / "run")
     assert (held["best"], held["best_step"], held["steps"]) == (0.5, 4, 10)
     assert held["reason"] == "no better eval_quality in 3 evaluations: the best is 0.5000, of step 4"
+    assert f"finished 10 steps: {held['reason']}\n" in text
     assert text.count("the best eval_quality so far, kept in run/best") == 2  # of steps 2 and 4
     assert (tmp_path / "run/best/LATEST").read_text() == "checkpoints/step-00000004\n"
     assert (tmp_path / "run/LATEST").read_text() == "checkpoints/step-00000010\n"

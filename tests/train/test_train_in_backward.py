@@ -85,6 +85,7 @@ def test_a_record_has_the_peak_of_all_ranks_and_a_short_resume_its_speed(tmp_pat
     assert "tokens/s" in results[1][1]
     assert " 0 tokens/s" not in results[1][1]
     assert "finished 3 steps\n" in results[2][1]  # nothing was left to do
+    assert "  measured         n/a\n" in results[2][1]
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,12 @@ def test_tasks_train_alike_on_any_ranks(
     assert min(row["loss"] for row in plain) < plain[0]["loss"]
     monkeypatch.chdir(tmp_path)
     assert main(["export", "two", "exported"]) == 0
-    capsys.readouterr()
+    kind = {"masked": "MaskedLM", "classes": "SequenceClassification", "answers": "Seq2SeqLM"}[task]
+    assert f"load it with transformers.AutoModelFor{kind}.from_pretrained('exported')" in capsys.readouterr().out
     assert main(["generate", "two", "--prompt=a"]) == 78
     assert "Export the run, and use the folder with transformers" in capsys.readouterr().err
     import transformers as hf
 
-    kind = {"masked": "MaskedLM", "classes": "SequenceClassification", "answers": "Seq2SeqLM"}[task]
     assert getattr(hf, f"AutoModelFor{kind}").from_pretrained("exported")
 
 

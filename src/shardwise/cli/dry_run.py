@@ -219,7 +219,9 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
         has_average=config.train.ema_decay is not None,
         plan=resolved.plan,
         is_from_hf=config.model.hf is not None,
-        own=None if resolved.spec.is_empty else (blank_batch(resolved, torch.device("meta")), objective_of(resolved)),
+        own=None
+        if resolved.spec.is_empty
+        else (blank_batch(resolved, torch.device("meta"), reads_iterables=True), objective_of(resolved)),
     )
 
 

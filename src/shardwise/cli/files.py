@@ -232,9 +232,7 @@ def export(
         return
     assert folder is not None
     options = {"is_averaged": average, "max_shard_bytes": max_shard_bytes, "merges_adapter": merge}
-    export_trained(trained, folder, dtype=dtype, **options)
-    is_adapter = (folder / "adapter_config.json").is_file()
-    loader = "peft.AutoPeftModelForCausalLM" if is_adapter else "transformers.AutoModelForCausalLM"
+    loader = export_trained(trained, folder, dtype=dtype, **options)
     show(f"{folder}: load it with {loader}.from_pretrained({str(folder)!r})")
 
 

@@ -85,6 +85,6 @@ def _of_folder(folder: Path, cluster: Cluster) -> tuple[Estimate, float]:
         raise ConfigError(f"--measured {folder}: no step was timed.\n  Name the folder of a run that made a few steps.")
     resolved = resolve(read_config(folder / CONFIG), world, min(world, cluster.gpus_per_node), checks_data=False)
     there = replace(cluster, num_gpus=world)
-    shape = shape_of(resolved)
+    shape = shape_of(resolved, reads_iterables=True)
     made = estimate(shape, resolved_plan(resolved), there, workload_of(resolved, shape))
     return made, made.workload.global_batch * made.workload.seq_len / spent

@@ -337,7 +337,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
         from shardwise.train.config.resolve import resolve
         from shardwise.train.predicted.workload import traced
 
-        shape, model = traced(resolve(raw, 1)), dict(raw.document.values.get("model") or {})
+        shape, model = traced(resolve(raw, 1), reads_iterables=True), dict(raw.document.values.get("model") or {})
     elif section.hf is not None:
         folder = Path(section.hf).expanduser()
         shape, stored = _shape(folder), stored_dtype(folder)

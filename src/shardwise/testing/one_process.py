@@ -46,6 +46,7 @@ class Run:
         has_mean: ``losses`` are means over all ranks.
         by_reader: Of one process: for each step, the loss of each rank's samples.
         means: Of one process: the mean of these, for each step.
+        draws: Of one process: whether a step draws random numbers, as dropout does.
     """
 
     losses: list[float]
@@ -56,6 +57,7 @@ class Run:
     has_mean: bool = False
     by_reader: list[list[float]] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
+    draws: bool = False
 
 
 class OneProcess:
@@ -138,13 +140,20 @@ def run_one_process(job: Job, group_size: int) -> Run:
     alone = OneProcess(job, group_size)
     run = Run([], [], {}, largest_rate(alone.optimizer))
     for readers in job.parts:
+        before = _generators()
         alone.backward(readers)
+        run.draws |= any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=True))
         run.by_reader.append([_as(alone.dtype, loss) for loss in alone.losses])
         run.means.append(_as(alone.dtype, sum(alone.losses) / len(readers)))
         run.norms.append(alone.update())
     state = alone.model.state_dict()
     run.parameters = {name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)}
     return run
+
+
+def _generators() -> list[Tensor]:
+    """The states of torch's generators: of the CPU, and of the current GPU."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def largest_rate(optimizer: torch.optim.Optimizer) -> float:

@@ -34,6 +34,12 @@ from shardwise.testing.one_process import Job, OptimizerFactory, Run, largest_ra
 from shardwise.testing.record import Parallelize
 from shardwise.weights.state.model import full_state_dict
 
+#: Said where plans differ from a process that draws random numbers.
+_DRAWS = (
+    "The model or the loss draws random numbers (dropout, noise), and every rank draws different ones: a difference"
+    " says nothing about the plans. Compare a model without dropout (p=0)."
+)
+
 
 @dataclass(frozen=True)
 class ParityRow:
@@ -51,6 +57,7 @@ class ParityRow:
         allowed: How large these two may be; ``None``: everything must be bitwise equal.
         stopped: Why the plan's training ended before the comparison; empty if it did not.
         location: The first module that differs, where it was looked for.
+        draws: Whether a step of one process draws random numbers, as dropout does.
     """
 
     plan: str
@@ -66,6 +73,7 @@ class ParityRow:
     allowed: tuple[float, float] | None = None
     stopped: str = ""
     location: Location | NoDifference | None = None
+    draws: bool = False
 
     @property
     def is_bitwise(self) -> bool:
@@ -136,6 +144,8 @@ class ParityReport(Shown):
             losses, norms, parameters = ("equal" if s else other for s in (row.losses, row.norms, row.parameters))
             rows.append((row.plan, str(row.world_size), str(row.steps), losses, norms, parameters, row.verdict))
         found = [f"{row.plan}: {row.shown_location}" for row in self.rows if row.location is not None]
+        if any(row.draws and not row.holds for row in self.rows):
+            found.insert(0, _DRAWS)
         return Page([], rows, found, words=(0, 3, 4, 5, 6))
 
 
@@ -229,11 +239,12 @@ def parity(
         expected = one_process(mesh.data_parallel_size, count, mesh.dp_shard)
         train = functools.partial(_one_plan, its_job, plan, parallelize=parallelize, scaler=scaler)
         row, splits = _row(name, plan, mesh, expected, control, train, may_stop=locate is False)
+        row = dataclasses.replace(row, draws=expected.draws)
         if splits:
             limits = [tolerance(dtype, expected.lr) for dtype in dtypes]
             allowed = max(limit.relative for limit in limits), max(limit.absolute for limit in limits)
             row = dataclasses.replace(row, allowed=allowed)
-        is_wanted = not row.holds if locate is None else locate
+        is_wanted = not (row.holds or row.draws) if locate is None else locate
         if is_wanted and not plan.placements.is_threaded:
             is_exact = not (splits or row.holds)  # bits of a term say nothing where those of the end are right
             where = locate_difference(its_job, plan, mesh, control, parallelize=parallelize, is_exact=is_exact)

@@ -23,6 +23,7 @@ from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
 from shardwise.train.data.tokenizer import BYTES, byte_tokenizer
 from shardwise.train.model.build import defer_model
+from shardwise.train.model.pretrained import CLASSES
 from shardwise.train.trained import Trained
 from shardwise.weights.state.extents import empty
 from shardwise.weights.state.held import BUFFER, persistent_buffers
@@ -38,7 +39,7 @@ def export_trained(
     is_averaged: bool = False,
     max_shard_bytes: float = 5e9,
     merges_adapter: bool = False,
-) -> None:
+) -> str:
     """Write a run's model as ``sw.export`` does, with the tokenizer that it was trained with.
 
     Args:
@@ -48,6 +49,9 @@ def export_trained(
         is_averaged: Write averaged weights where the checkpoint has them.
         max_shard_bytes: Files hold no more, unless one tensor alone does.
         merges_adapter: Write the whole model of a run that trained an adapter, and not the adapter by itself.
+
+    Returns:
+        The class that loads the folder, such as ``transformers.AutoModelForCausalLM``.
     """
     if trained.checkpoint is None:
         raise ConfigError(
@@ -71,11 +75,12 @@ def export_trained(
     wanted = None if dtype is None else torch_dtype(dtype)
     options = FolderOptions(_tokenizer(trained), wanted, max_shard_bytes)
     write_folder(path, form_of(model, merges=merges_adapter), extents, arriving, options)
-    source = trained.model.get("hf")
+    source, kind = trained.model.get("hf"), CLASSES[resolved.task.name]
     if has_adapter and not merges_adapter:
-        return
+        return f"peft.AutoPeftModelFor{kind}"
     if source is not None and (settings := Path(source).expanduser() / _GENERATION).is_file():
         shutil.copyfile(settings, path / _GENERATION)
+    return f"transformers.AutoModelFor{kind}"
 
 
 class _InMemory:

@@ -45,7 +45,7 @@ from shardwise.train.callback import Callback, Record
 from shardwise.train.config.sections import Config
 from shardwise.train.log.progress import Progress
 from shardwise.train.log.recorder import Recorder
-from shardwise.train.log.report import Outcome, Report, Speed
+from shardwise.train.log.report import FINISHED, Outcome, Report, Speed
 from shardwise.train.predicted.memory import peak_of_tensors
 from shardwise.train.rank import Session
 from shardwise.train.saves import random_state
@@ -206,7 +206,8 @@ class Loop:
 
     def conclude(self, *lines: str) -> None:
         """Say how it went, where the run has finished."""
-        self.report.conclude(self.progress, self.done, self.speed, peak_bytes=self.unread.peak_bytes)
+        peak, reason = self.unread.peak_bytes, self.outcome.reason
+        self.report.conclude(self.progress, self.done, self.speed, peak_bytes=peak, reason=reason)
         for line in (*lines, f"see {printable(self.directory / REPORT)}"):
             self.progress.say(line)
 
@@ -291,7 +292,7 @@ class Loop:
                 return
             self._between_steps()
         if not self._has_ended:
-            self._finish("finished")
+            self._finish(FINISHED)
 
     def _between_steps(self) -> None:
         """Read, evaluate and save what is due after a step, and end the run where it is to end."""

@@ -167,7 +167,8 @@ def find_trained(path: Path) -> Trained:
         if not (held.model.preset or held.model.hf):
             raise CheckpointError(
                 f"{printable(path)} is of a model of the user's own (a spec, or a loop with sw.Run), which this verb"
-                " does not know.\n  Build it in Python, and load its weights: sw.load(path, sw.parallelize(model))."
+                " does not know.\n  Build it in Python, and load its weights:"
+                f" sw.load({str(checkpoint)!r}, sw.parallelize(model))."
             )
         if held.lora.is_used:
             from shardwise.checkpoint.reader import open_checkpoint

@@ -37,6 +37,8 @@ from shardwise.train.control import Control
 _LARGEST = 4
 #: The share of a step that data takes, from which on it is said.
 _MUCH_DATA = 0.1
+#: The reason of a run that has made all of its steps.
+FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +179,15 @@ class Report:
         except Exception as error:  # noqa: BLE001
             sys.stderr.write(f"{REPORT} was not written: {printable(error)}\n")
 
-    def conclude(self, progress: Progress, done: Progressed, speed: Speed, *, peak_bytes: int) -> None:
-        """Say how fast it went, what the loss became, and which peak was predicted and measured."""
+    def conclude(self, progress: Progress, done: Progressed, speed: Speed, *, peak_bytes: int, reason: str) -> None:
+        """Say how fast it went, why it ended, what the loss became, and which peak was predicted and measured."""
         pace = speed.tokens_per_s
-        progress.say(f"finished {done.step} steps" + (f", {pace:,.0f} tokens/s" if pace else ""))
+        why = "" if reason == FINISHED else f": {reason}"
+        progress.say(f"finished {done.step} steps" + (f", {pace:,.0f} tokens/s" if pace else "") + why)
         if done.eval_loss_first and done.eval_loss_final is not None:
-            fall = 100 * (1 - done.eval_loss_final / done.eval_loss_first)
+            fall = 100 * (done.eval_loss_first - done.eval_loss_final) / abs(done.eval_loss_first)
             losses = f"{done.eval_loss_first:.4f} -> {done.eval_loss_final:.4f}"
-            progress.say(f"held-out loss {losses} ({fall:.0f}% lower)")
+            progress.say(f"held-out loss {losses} ({abs(fall):.0f}% {'lower' if fall > -0.5 else 'higher'})")
         names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
         total = self.predicted_total
         ratio = f"{peak_bytes / total:.2f} of the prediction" if total and peak_bytes else ""
@@ -193,7 +196,7 @@ class Report:
             ratio = "activations included"
         progress.say("peak memory of tensors, per rank")
         progress.say(f"  predicted  {size(total):>9}  {names}" if total else "  predicted        n/a")
-        progress.say(f"  measured   {size(peak_bytes):>9}  {ratio}")
+        progress.say(f"  measured   {size(peak_bytes) if peak_bytes else 'n/a':>9}  {ratio}".rstrip())
         largest = sorted(speed.peak_by_unit.items(), key=lambda item: -item[1])[:_LARGEST]
         if largest:
             names = ", ".join(f"{name} {size(held)}" for name, held in largest if held)

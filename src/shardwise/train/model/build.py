@@ -312,12 +312,19 @@ def to_tensors(
     return TokenBatch(inputs_BT, targets_BT, positions_BT, num_targets, mask_BT)
 
 
-def blank_batch(resolved: RunConfig, device: torch.device) -> Any:
-    """A microbatch of the run's shapes, whose values say nothing; of a user's data set or loader its first samples."""
+def blank_batch(resolved: RunConfig, device: torch.device, *, reads_iterables: bool = False) -> Any:
+    """A microbatch of the run's shapes, whose values say nothing; of a user's data set or loader its first samples.
+
+    ``reads_iterables`` reads an iterable as well, which may go on from there: only where no training follows.
+    """
     if resolved.spec.data is not None:
         part = data_of(resolved).train
-        if not isinstance(part, GivenSamples) or not (is_indexed(data := resolved.spec.data) or is_loader(data)):
-            raise TypeError("an iterable is not read beforehand")
+        if not isinstance(part, GivenSamples):
+            raise TypeError("the spec's data gives no samples")
+        if not (is_indexed(data := resolved.spec.data) or is_loader(data)):
+            if not reads_iterables:
+                raise TypeError("an iterable is not read before the run")
+            part.data.for_reader(resolved.batch.micro, 1, 0, 1).next_step()
         return tree_map_only(
             Tensor, lambda t: t.to(device), part.batch(range(resolved.batch.micro), torch.device("cpu"))
         )

@@ -117,12 +117,8 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
 _OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
-_CLASSES = {
-    NEXT: "AutoModelForCausalLM",
-    MASKED: "AutoModelForMaskedLM",
-    ANSWER: "AutoModelForSeq2SeqLM",
-    CLASS: "AutoModelForSequenceClassification",
-}
+#: What the name of a task's Auto class ends with, in transformers and in peft.
+CLASSES = {NEXT: "CausalLM", MASKED: "MaskedLM", ANSWER: "Seq2SeqLM", CLASS: "SequenceClassification"}
 
 
 def _auto_model(folder: Path) -> Any:
@@ -136,7 +132,7 @@ def _auto_model(folder: Path) -> Any:
         raise ConfigError(
             f"the model in {printable(folder)} cannot be loaded: {error}.\n  Name another folder."
         ) from None
-    return getattr(transformers, _CLASSES[task.name])
+    return getattr(transformers, f"AutoModelFor{CLASSES[task.name]}")
 
 
 def _read_config(folder: Path) -> Any:

@@ -18,8 +18,11 @@ from shardwise.train.config.resolve import RunConfig
 from shardwise.train.config.sections import OptimizerSection
 
 
-def traced(resolved: RunConfig) -> Any:
-    """The computation of a spec's model and loss in a microbatch, traced without values: an ``sw.TracedModel``."""
+def traced(resolved: RunConfig, *, reads_iterables: bool = False) -> Any:
+    """The computation of a spec's model and loss in a microbatch, traced without values: an ``sw.TracedModel``.
+
+    ``reads_iterables`` is that of ``blank_batch``.
+    """
     import torch
 
     from shardwise.api.trace_model import trace_model
@@ -27,7 +30,7 @@ def traced(resolved: RunConfig) -> Any:
 
     meta = torch.device("meta")
     try:
-        objective, batch = objective_of(resolved), blank_batch(resolved, meta)
+        objective, batch = objective_of(resolved), blank_batch(resolved, meta, reads_iterables=reads_iterables)
         return trace_model(build_model(resolved, meta), batch, objective.scalar, forward=objective.forward)
     except Exception as error:
         raise ConfigError(
@@ -36,10 +39,10 @@ def traced(resolved: RunConfig) -> Any:
         ) from error
 
 
-def shape_of(resolved: RunConfig) -> ModelShape:
-    """The shape of the run's model."""
+def shape_of(resolved: RunConfig, *, reads_iterables: bool = False) -> ModelShape:
+    """The shape of the run's model. ``reads_iterables`` is that of ``blank_batch``."""
     if not resolved.spec.is_empty:
-        return traced(resolved)
+        return traced(resolved, reads_iterables=reads_iterables)
     if resolved.model is not None:
         return ModelShape.from_config(resolved.model, resolved.config.model.preset or "the model")
     if resolved.config.model.hf is None:
