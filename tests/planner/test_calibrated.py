@@ -35,11 +35,17 @@ PRODUCT, ATTENTION, NORM, ACTIVATION, ADD, LOSS, COPY, UPDATE, LINK = (
     19e-9,
     23e-9,
 )
-SHAPE = sw.ModelShape.from_config(
-    sw.models.gpt_config(
-        "gpt-tiny", num_layers=LAYERS, hidden=HIDDEN, num_heads=4, vocab_size=VOCAB, seq_len=SEQ, tied=False
+
+
+def shape_with(vocab: int) -> sw.ModelShape:
+    return sw.ModelShape.from_config(
+        sw.models.gpt_config(
+            "gpt-tiny", num_layers=LAYERS, hidden=HIDDEN, num_heads=4, vocab_size=vocab, seq_len=SEQ, tied=False
+        )
     )
-)
+
+
+SHAPE = shape_with(VOCAB)
 
 
 def straight(seconds: float) -> tuple[OperationTime, ...]:
@@ -121,6 +127,19 @@ def test_on_a_gpu_the_host_launches_what_was_measured_without_its_launch(tmp_pat
     # 10 kernels in a block's forward, 1 of the embedding's, 5 of the head's; 42 launches' time besides for each unit
     launches = LAYERS * 3 * (10 + 42) + (1 + 42) + 2 * (5 + 42)
     assert sum(gpu.values()) - gpu["optimizer"] == pytest.approx(launches, rel=1e-3)
+
+
+def test_on_a_gpu_products_of_sizes_that_are_not_aligned_take_longer_than_measured(tmp_path):
+    def compute(vocab: int, kind: str) -> float:
+        workload = Workload(seq_len=SEQ, global_batch=BATCH, micro_batch=BATCH, precision="fp32")
+        cluster = Cluster(gpu=machine(tmp_path, device_type=kind), num_gpus=1)
+        return estimate(shape_with(vocab), sw.ParallelPlan(strategy="ddp"), cluster, workload).time.by_category[
+            "compute"
+        ]
+
+    assert compute(VOCAB, "cuda") == pytest.approx(compute(VOCAB, "cpu"))
+    head = 3 * PRODUCT * 2 * TOKENS * HIDDEN * (VOCAB + 1)  # an odd size: half the speed
+    assert compute(VOCAB + 1, "cuda") - compute(VOCAB + 1, "cpu") == pytest.approx(head)
 
 
 def test_a_core_that_both_share_computes_and_sends_one_after_the_other(tmp_path):

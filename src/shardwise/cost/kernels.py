@@ -131,14 +131,14 @@ class _On:
         tiles = math.ceil(rows / 128) * math.ceil(columns / _TILE_COLUMNS.get(self.gpu.arch, 128))
         waves = tiles / _CORES.get(self.gpu.arch, 108)
         full = 1 - (1 - waves / math.ceil(waves)) * SHAPE_FACTORS.wave
-        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short) * _aligned(inner) * _aligned(columns)
+        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short) * alignment(inner) * alignment(columns)
         item = 4 if self.precision in {"fp32", "tf32"} else 2
         seconds = 2.0 * rows * inner * columns / (_rate(self.gpu, self.software, self.precision) * share)
         moved = item * (rows * inner + inner * columns + rows * columns)
         return max(seconds, moved / (_COPY * self.gpu.memory_bandwidth)) + _GAP_S
 
 
-def _aligned(size: float) -> float:
+def alignment(size: float) -> float:
     """The speed of a product with a dimension of this size, relative to a multiple of 64."""
     whole = round(size)
     power = whole & -whole

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
-from shardwise.cost.kernels import UnitSeconds, launch_seconds
+from shardwise.cost.kernels import UnitSeconds, alignment, launch_seconds
 from shardwise.cost.links import Link
 from shardwise.cost.measured import Measured
 from shardwise.cost.part import Part
@@ -111,12 +111,15 @@ class CalibratedTiming(Timing):
         return [self._measured.link_s("message", 2, sent)] * (num_stages - 1) + [0.0]
 
     def _seconds(self, work: UnitWork) -> UnitSeconds:
-        forward = backward = 0.0
-        products = 0.0
+        forward = backward = products = 0.0
+        is_launched = self.cluster.device.device_type != "cpu"
         for product in work.products:
             there, back = self._measured.product_s(
                 product.rows, product.inner, product.columns, self.workload.precision
             )
+            if is_launched:  # a GPU was measured at multiples of 256
+                share = alignment(product.inner) * alignment(product.columns)
+                there, back = there / share, back / share
             products += there * product.count
             backward += back * product.count * (1.0 if product.is_trained else 0.5)
         attended = 0.0
@@ -129,7 +132,6 @@ class CalibratedTiming(Timing):
             there, back = self._part(part)
             forward, backward = forward + there, backward + back
         backward += self._measured.operation_s("copy", work.num_trained, self._copied)[0]
-        is_launched = self.cluster.device.device_type != "cpu"
         return UnitSeconds(
             forward_s=forward + products + attended,
             backward_s=backward,
