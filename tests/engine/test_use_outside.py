@@ -5,6 +5,8 @@ One unit a block: small models are merged into one unit by default, in whose for
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,22 +92,23 @@ def assert_equal_to_plain(model: nn.Module, losses: list, num_microbatches: int 
         assert torch.allclose(found[name], grad, rtol=1e-5, atol=1e-6), name
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_a_replicated_parameter_used_outside_of_its_unit_gets_the_plain_gradient():
-    rank = dist.get_rank()
-    for name, loss in LOSSES.items():
-        model = parallel("ddp", is_trained_later=name == "fused loss")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    strategies = ["ddp"] if world > 1 else ["ddp", "zero1", "zero3"]  # one rank has every parameter whole
+    for (name, loss), strategy in itertools.product(LOSSES.items(), strategies):
+        model = parallel(strategy, is_trained_later=name == "fused loss")
         for _ in range(2):  # the second step follows the order that the first one has recorded
             model.zero_grad()
             loss(model, batch(rank, 0)).backward()
-            assert_equal_to_plain(model, [loss] * 2)
+            assert_equal_to_plain(model, [loss] * world)
             loss(model, batch(rank, 1)).backward()  # added to what is there
-            assert_equal_to_plain(model, [loss] * 2, 2)
+            assert_equal_to_plain(model, [loss] * world, 2)
         model.zero_grad()
         with sw.gradient_sync(model, False):
             loss(model, batch(rank, 0)).backward()
         loss(model, batch(rank, 1)).backward()
-        assert_equal_to_plain(model, [loss] * 2, 2)
+        assert_equal_to_plain(model, [loss] * world, 2)
 
 
 @on_ranks(2)
@@ -117,11 +120,11 @@ def test_ranks_may_use_different_parameters_outside_of_their_units():
         assert_equal_to_plain(model, losses)
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_updates_in_backward_take_in_a_use_outside_of_the_unit_or_refuse_it():
     model, plain, loss = parallel("ddp"), build(), LOSSES["fused loss"]
     sw.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    gradients = gradients_of_plain([loss] * 2, 1)
+    gradients = gradients_of_plain([loss] * dist.get_world_size(), 1)
     loss(model, batch(dist.get_rank(), 0)).backward()
     for (name, p), before in zip(model.named_parameters(), plain.parameters(), strict=True):
         expected = before - 0.1 * gradients[name] if name in gradients else before

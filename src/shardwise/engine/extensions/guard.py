@@ -95,7 +95,7 @@ def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
 def _guard_shards(engine: Engine) -> None:
     for group in engine.groups:
         for index, shard in enumerate(group.shards):
-            if not shard.is_floating_point() or not (group.facts.holds_part or group.facts.num_ranks > 1):
+            if not shard.is_floating_point():
                 continue
             is_trained = shard.requires_grad
             shard.requires_grad_()  # a frozen parameter takes no hook, and may be trained later
