@@ -116,25 +116,26 @@ def test_a_step_calls_each_hook_once_for_a_call_and_moves_a_unit_no_more_than_ei
 
 
 def count_calls(**plan: object) -> tuple[float, int]:
-    """Python functions of the engine that the third step calls, for each block; hooks on parameters."""
+    """Python functions of the engine that the third step calls, for each block; calls of hooks on parameters."""
     case = CASES["host"]
     model = sw.parallelize(sw.models.gpt("gpt-tiny", **case.model), sw.ParallelPlan(**plan))
     tokens_BT = torch.zeros(case.batch, case.seq_len, dtype=torch.int64)
-    calls = 0
+    calls = on_parameters = 0
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        nonlocal calls
+        nonlocal calls, on_parameters
         calls += event == "call" and frame.f_code.co_filename.startswith(ENGINE)
+        on_parameters += event == "call" and frame.f_code.co_filename == GUARDS
 
     for step in range(3):
         sys.setprofile(profile if step == 2 else None)
         model(tokens_BT, tokens_BT).backward()
         sys.setprofile(None)
         model.zero_grad()
-    on_parameters = [p for p in model.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    return calls / case.model["num_layers"], len(on_parameters)
+    return calls / case.model["num_layers"], on_parameters
 
 
+GUARDS = str(Path(sw.__file__).parent / "engine" / "extensions" / "guard.py")
 FLOORS = ("engine", "optim", "comm", "spec")
 ENGINE = tuple(str(Path(sw.__file__).parent / floor) for floor in FLOORS)
 
