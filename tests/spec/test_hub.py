@@ -10,7 +10,7 @@ import yaml
 
 from shardwise.cli.plan import find_subject
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.hub import hub_name, local_folder
+from shardwise.spec.hub import how_to_fetch, hub_name, local_folder
 from shardwise.spec.shape.names import KNOWN, plain_name
 from shardwise.train.config.sections import read_config
 
@@ -74,3 +74,8 @@ def test_what_has_not_been_fetched_is_said_with_the_command_that_does() -> None:
 def test_names_on_the_hub_are_well_known_models(name: str, known: str) -> None:
     assert plain_name(name) == known
     assert find_subject(name).config == KNOWN[known]
+
+
+def test_a_run_s_folder_that_is_missing_is_not_to_be_downloaded() -> None:
+    assert how_to_fetch("runs/demo") == "nothing is downloaded"
+    assert how_to_fetch(NAME) == f"`hf download {NAME}` fetches it"

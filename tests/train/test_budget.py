@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from shardwise.spec.errors import MemoryBudgetError
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.predicted.budget import Device, check_budget, find_device
-from shardwise.train.predicted.workload import flops_per_step, shape_of, traced, workload_of
+from shardwise.train.predicted.workload import flops_per_step, optimizer_of, shape_of, traced, workload_of
 
 GIB = 1 << 30
 A100 = Device("cuda", 40 * GIB)
@@ -147,3 +148,46 @@ def test_an_iterable_is_read_by_plans_and_never_by_a_run_before_its_steps():
     assert data.at == 0
     assert traced(resolved, reads_iterables=True).seq_len == 16
     assert data.at == resolved.batch.micro
+
+
+class Lion(torch.optim.Optimizer):
+    """Keeps one state tensor for each parameter."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 1e-3})
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].setdefault("exp_avg", torch.zeros_like(p)).add_(p.grad)
+
+
+@pytest.mark.parametrize(
+    ("given", "counts_as"),
+    [
+        (lambda groups, lr: torch.optim.SGD(groups, lr=lr), "sgd"),
+        (lambda groups, _lr: Lion(groups), "sgd-momentum"),
+        (lambda groups, lr: torch.optim.Adafactor(groups, lr=lr), "adamw8bit"),
+        (lambda groups, lr: torch.optim.AdamW(groups, lr=lr), "adamw"),
+        (lambda groups, _lr: torch.optim.LBFGS(groups[0]["params"]), "adamw"),  # its step needs a closure
+    ],
+)
+def test_a_spec_s_own_optimizer_is_judged_by_the_state_that_it_keeps(given: Any, counts_as: str) -> None:
+    spec = sw.TrainSpec(optimizer=given)
+    base = {"model": {"preset": "gpt2-xl"}, "data": {"source": "random", "seq_len": 64}}
+    resolved = resolve(read_config(None, ["train.micro_batch_size=1"], base=base, title="test"), 1, spec=spec)
+    assert optimizer_of(resolved.config.optimizer, given) == counts_as
+
+
+def test_a_run_that_fits_with_its_own_optimizer_is_not_refused() -> None:
+    tokens = torch.arange(16) % 64
+    wide = {"num_layers": 2, "hidden": 2048, "num_heads": 16}
+    given = {"model": lambda: sw.models.gpt("gpt2", **wide), "data": [(tokens, tokens)] * 64}
+    device = Device("cuda", 4 * GIB)  # 4.9 GiB are needed with AdamW's states, 3.0 GiB without
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        spec = sw.TrainSpec(**given, optimizer=lambda groups, lr, kind=kind: kind(groups, lr=lr))
+        resolved = resolve(read_config(None, ["train.micro_batch_size=1"], base={}), 1, spec=spec)
+        if kind is torch.optim.SGD:
+            check_budget(resolved, device)
+        else:
+            assert "needs" in refusal(resolved, device)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise as sw
 from shardwise.checkpoint import plain
 from shardwise.cost.hardware import gpus
 from shardwise.launch.stop_request import INTERRUPTED, STOPPED, StopRequest, exit_code
-from shardwise.spec.errors import CheckpointError
+from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.text import printable, size
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import OptimizerSection, read_config
@@ -172,3 +173,11 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     loss = objective_of(resolved).loss(model, TokenBatch(tokens[:, :-1], tokens[:, 1:]))
     assert 4.0 < loss.item() < 7.0  # about ln 256
+
+
+def test_an_output_that_is_no_loss_is_refused_with_the_field_to_give() -> None:
+    spec = sw.TrainSpec(model=lambda: nn.Linear(3, 1), data=[torch.ones(3)] * 16)
+    given = objective_of(resolve(read_config(None, base={}), 1, spec=spec))
+    said = r"the model gave a tensor of shape \[8, 1\] .*\n  Give sw.TrainSpec\(loss=...\), or let the model return its"
+    with pytest.raises(StateError, match=said):
+        given.loss(nn.Linear(3, 1), torch.ones(8, 3))

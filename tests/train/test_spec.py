@@ -21,12 +21,13 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
 from shardwise.testing import run_on_ranks
-from shardwise.train.config.resolve import resolve
+from shardwise.train.config.resolve import data_of, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.data.given import given_data, on_device
 from shardwise.train.data.sampler import Sampler
 from shardwise.train.data.source import is_indexed
 from shardwise.train.data.token_files import DataError
+from shardwise.train.proof import compare_with_one_process
 from shardwise.train.saves import random_state
 from shardwise.train.spec import load_spec
 from tests.train import towers
@@ -257,6 +258,14 @@ full = sw.TrainSpec(model=Full, data=Numbers())
 short = sw.TrainSpec(model=Line, data=Numbers(), callbacks=[EndsAtFive()])
 IMPORTS = "import shardwise as sw\nfrom tests.train.test_spec import Line, Numbers\n"
 HERE = str(Path(__file__))
+
+
+def test_parity_on_fewer_samples_than_its_steps_take_says_how_many() -> None:
+    spec = sw.TrainSpec(model=Line, data=[(torch.ones(3), torch.ones(()))] * 16)
+    resolved = resolve(read_config(None, ["train.micro_batch_size=8"], base={}), 1, spec=spec)
+    cpu = torch.device("cpu")
+    with pytest.raises(DataError, match="parity: 3 steps of 8 samples need 24, and the data has 16"):
+        compare_with_one_process(resolved, data_of(resolved), cpu, strategies=["zero3"], num_steps=3)
 
 
 def test_an_iterable_is_read_in_its_order_and_resumed_at_the_item(tmp_path: Path) -> None:

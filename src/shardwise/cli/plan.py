@@ -331,13 +331,15 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
     raw.raise_if_any()
     config, train, parallel = raw.config, raw.given("train"), raw.given("parallel")
     section = config.model
-    stored = None
+    stored = own = None
     model: dict[str, Any]
     if config.spec is not None:
         from shardwise.train.config.resolve import resolve
         from shardwise.train.predicted.workload import traced
 
-        shape, model = traced(resolve(raw, 1), reads_iterables=True), dict(raw.document.values.get("model") or {})
+        resolved = resolve(raw, 1)
+        own = resolved.spec.optimizer
+        shape, model = traced(resolved, reads_iterables=True), dict(raw.document.values.get("model") or {})
     elif section.hf is not None:
         folder = Path(section.hf).expanduser()
         shape, stored = _shape(folder), stored_dtype(folder)
@@ -366,7 +368,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
         seq_len=config.data.seq_len or (shape.seq_len or 1 if config.spec is not None else None),
         global_batch=config.train.global_batch_size,
         precision="bf16" if computed == "auto" else str(computed),
-        optimizer=optimizer_of(config.optimizer),
+        optimizer=optimizer_of(config.optimizer, own),
         lora_rank=config.lora.rank,
         chunked_loss=config.train.chunked_cross_entropy,
     )

@@ -32,7 +32,7 @@ def local_folder(name: str | Path) -> Path:
 
 def is_hub_name(name: str) -> bool:
     """Whether ``name`` has the form of a model's name on the hub: an organisation and a name."""
-    return _NAME.fullmatch(name) is not None and not name.startswith((".", "~"))
+    return _NAME.fullmatch(name) is not None and not name.startswith((".", "~", "runs/"))
 
 
 def hub_name(folder: Path) -> str | None:

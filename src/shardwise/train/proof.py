@@ -22,6 +22,7 @@ from shardwise.train.config.sections import RawConfig
 from shardwise.train.data.given import GivenSamples
 from shardwise.train.data.samples import Data
 from shardwise.train.data.source import is_indexed
+from shardwise.train.data.token_files import DataError
 from shardwise.train.model.build import build_model, build_optimizer, objective_of, parameter_groups, to_tensors
 from shardwise.train.saves.random_state import seed_all
 
@@ -98,6 +99,12 @@ def compare_with_one_process(
                 " whole global batches that the model takes as they are.\n  Give a data set with len and items, and let"
                 " the model take what collate makes."
             )
+
+    if (needed := num_steps * size) > (held := data.train.num_samples):
+        raise DataError(
+            f"parity: {num_steps} steps of {size} samples need {needed:,}, and the data has {held:,}.\n"
+            "  Lower --steps or train.micro_batch_size."
+        )
 
     def batch(step: int) -> Any:
         if isinstance(data.train, GivenSamples):

@@ -26,13 +26,12 @@ def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, fo
     return scalar_loss(loss, type(model).__name__)
 
 
-def scalar_loss(loss: Any, what: str) -> Tensor:
+def scalar_loss(loss: Any, what: str, advice: str = "Pass loss_fn=lambda output, batch: ...") -> Tensor:
     """``loss``, if it is a tensor without dimensions; else a ``StateError`` that says what ``what`` gave."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
         raise StateError(
-            f"{what} gave {shown} where a scalar loss was expected.\n"
-            "  Pass loss_fn=lambda output, batch: ..., or let the model return its loss."
+            f"{what} gave {shown} where a scalar loss was expected.\n  {advice}, or let the model return its loss."
         )
     return loss
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardwise as sw
 from shardwise import torch_private
@@ -215,7 +215,7 @@ def _of_logits(output: Any, batch: TokenBatch) -> Tensor:
 
 def _own_loss(output: Any, _batch: Any) -> Tensor:
     """The loss that a model computes itself: ``output.loss``, else an output without dimensions."""
-    return scalar_loss(getattr(output, "loss", output), type(output).__name__)
+    return scalar_loss(getattr(output, "loss", output), "the model", "Give sw.TrainSpec(loss=...)")
 
 
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
@@ -245,6 +245,19 @@ def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[s
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def num_states(section: OptimizerSection, given: OptimizerFactory) -> float:
+    """State tensors that a spec's optimizer keeps for a matrix, as a step of a small one shows; else 2, as AdamW's."""
+    matrix, vector = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
+    matrix.grad, vector.grad = torch.zeros(64, 64), torch.zeros(64)
+    try:
+        made = build_optimizer(section, [{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}], given)
+        made.step()
+    except Exception:  # noqa: BLE001 - of the user's code, which may need more than this
+        return 2
+    held = [each for each in tree_leaves(made.state[matrix]) if isinstance(each, Tensor) and each.dim()]
+    return sum(each.nbytes for each in held) / matrix.nbytes
 
 
 def build_optimizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.workload import Workload
 from shardwise.planner.time import model_flops
@@ -16,6 +16,9 @@ from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import first_line
 from shardwise.train.config.resolve import RunConfig
 from shardwise.train.config.sections import OptimizerSection
+
+if TYPE_CHECKING:
+    from shardwise.train.model.build import OptimizerFactory
 
 
 def traced(resolved: RunConfig, *, reads_iterables: bool = False) -> Any:
@@ -72,8 +75,16 @@ def workload_of(resolved: RunConfig, shape: ModelShape) -> Workload:
     )
 
 
-def optimizer_of(section: OptimizerSection) -> str:
-    """The optimizer in the planner's words; the momentum of ``sgd`` is not 0 unless said."""
+def optimizer_of(section: OptimizerSection, given: OptimizerFactory | None = None) -> str:
+    """The optimizer in the planner's words; the momentum of ``sgd`` is not 0 unless said.
+
+    A spec's own optimizer, ``given``, is made and makes a step, and counts as the one that keeps about as much state.
+    """
+    if given is not None:
+        from shardwise.train.model.build import num_states
+
+        states = num_states(section, given)
+        return "sgd" if not states else "adamw8bit" if states < 1 else "sgd-momentum" if states < 2 else "adamw"
     return "sgd-momentum" if section.name == "sgd" and section.momentum != 0 else section.name
 
 
