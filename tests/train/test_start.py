@@ -156,3 +156,13 @@ def test_after_nan_the_next_command_has_a_lower_rate(monkeypatch: pytest.MonkeyP
     (command,) = re.findall("`shardwise (.*)`", told["next_words_after"][80])
     expected = ["run.yaml", "--nproc", "2", "--set=train.steps=5", "--set", "optimizer.lr=2", "--resume"]
     assert shlex.split(command) == ["train", "--run-dir=run", *expected]
+
+
+def test_the_folder_of_a_loop_with_a_run_is_resumed_by_its_program_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "mine" / "config.yaml").write_text("name: mine\ntrain:\n  steps: 3\nconfig: {}\n")
+    assert main(["train", "--resume", "--run-dir", "mine", "--nproc", "2"]) == 78
+    said = capfd.readouterr().err
+    assert "mine is of a loop with sw.Run, which no verb starts.\n  Start its program again" in said

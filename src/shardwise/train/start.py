@@ -66,6 +66,11 @@ def named_config(
     if config is None and resume is not None:
         held = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume) / CONFIG
         if held.is_file():
+            if re.search(r"^config:", held.read_text("utf-8"), re.MULTILINE):
+                raise ConfigError(
+                    f"{printable(held.parent)} is of a loop with sw.Run, which no verb starts.\n"
+                    "  Start its program again: it continues the run."
+                )
             return read_config(held, ["train.gradient_accumulation_steps=null", *overrides]), False
     if config is None and spec is not None:
         return read_config(None, overrides, base={"name": _name_of(spec)}, title="the spec's run"), False
