@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shardwise.cost.work import model_work
 from shardwise.measure.storage import StorageCount
 from shardwise.parallel.pipeline.batch import forward_loss
 from shardwise.planner import Cluster, Workload, estimate
+from shardwise.planner.memory import memory_on
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.shape import FAMILIES
 
@@ -159,6 +161,48 @@ class _Pair(nn.Module):
 
     def forward(self, images: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
         return self.model(images)
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(32, 32, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.relu(self.a(x)))
+
+
+def _stem(blocks: int) -> nn.Module:
+    """Convolutions before the first unit, at the full size of the images; without blocks all of the model."""
+    stem = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=4), nn.ReLU())
+    ends = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(*stem, *(_Residual() for _ in range(blocks)), *ends)
+
+
+def _layers() -> nn.Module:
+    """Layers one after another, of which none is a unit."""
+    return nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 1))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "recompute"),
+    [
+        (_layers, (512, 64), "none"),
+        (lambda: _stem(0), (8, 3, 64, 64), "none"),
+        (lambda: _stem(3), (8, 3, 64, 64), "none"),
+        (lambda: _stem(3), (8, 3, 64, 64), "full"),
+    ],
+)
+def test_the_peak_of_a_model_that_is_not_all_blocks_is_that_of_a_dry_run(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], recompute: str
+) -> None:
+    batch, plan = torch.zeros(shape), sw.ParallelPlan(dp_shard=2, activation_checkpointing=recompute)
+    how: dict[str, Any] = {"loss_fn": lambda output, _: output.square().mean(), "forward": lambda model, x: model(x)}
+    found = sw.trace_model(build().to("meta"), batch, **how)
+    each = {"micro_batch": len(batch), "global_batch": 2 * len(batch), "recompute": recompute}
+    planned = memory_on("cpu", found, plan, Workload(seq_len=1, precision="fp32", **each))
+    run = sw.dry_run(build, plan, world_size=2, batch=batch, backend="gloo", optimizer="adamw", **how)
+    assert planned.allocated_bytes == pytest.approx(sum(run.bytes_by_category.values()), rel=0.03)
 
 
 def test_frozen_weights_have_no_product_for_their_gradient_and_are_not_trained() -> None:

@@ -90,6 +90,7 @@ class _Found:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     saved_bytes: float = 0.0
+    largest_bytes: float = 0.0  # of these the largest tensor's
     selective_bytes: float = 0.0
     input_bytes: float = 0.0
     num_kernels: int = 0
@@ -275,7 +276,9 @@ class _Tracer(TorchDispatchMode):
         for key, (tensor, users) in self._saved.items():
             maker = self._makers[key]
             is_shared = len(set(users)) > 1 and maker in {EMBEDDING, HEAD}  # cosines and sines, masks
-            self._found[maker if is_shared else users[0]].saved_bytes += tensor.untyped_storage().nbytes()
+            unit = self._found[maker if is_shared else users[0]]
+            unit.saved_bytes += tensor.untyped_storage().nbytes()
+            unit.largest_bytes = max(unit.largest_bytes, tensor.untyped_storage().nbytes())
         for name, given in self._entries.items():
             for key, tensor in {torch_private.storage_identity(t): t for t in given}.items():
                 if key in self._makers and len(self._entered[key]) == 1:
@@ -317,7 +320,7 @@ class _Tracer(TorchDispatchMode):
             products=tuple(found.products),
             attention=tuple(found.attention),
             parts=(part,),
-            stream_bytes=found.input_bytes,
+            stream_bytes=found.largest_bytes if name == EMBEDDING else found.input_bytes,
             inner_bytes=wide * logits,
             selective_bytes=found.saved_bytes if is_root else found.input_bytes + found.selective_bytes,
             input_bytes=found.saved_bytes if is_root else found.input_bytes,

@@ -193,7 +193,19 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
         is_constant=accounting.states is not None,
         num_microbatches=num_microbatches(plan, workload),
         update_bytes=update,
+        **_before(embedding, shape),
     )
+
+
+def _before(embedding: UnitWork, shape: ModelShape) -> dict[str, float]:
+    """The activations before the first unit. An embedding has next to none; a traced one may be all of a model.
+
+    Its backward begins with a gradient as large as its largest tensor. Where it reaches this one there are two such.
+    """
+    if shape.stacks:
+        return {}
+    saved, largest = embedding.saved_bytes, embedding.stream_bytes
+    return {"before_bytes": saved, "passing_bytes": max(largest, 3 * largest - saved)}
 
 
 #: Bytes that ``sw.Muon`` holds at once, at most, for each element of a matrix that a rank updates: its rounded update,

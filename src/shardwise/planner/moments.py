@@ -59,6 +59,8 @@ class Rank:
         is_constant: What is gathered, gradient buffers and gradients stay allocated, as in another framework.
         num_microbatches: Microbatches of a step.
         update_bytes: What the optimizer holds besides while it updates.
+        before_bytes: What one microbatch leaves of what runs before the first unit.
+        passing_bytes: What the backward of that adds when it needs most.
     """
 
     stage: Stage
@@ -69,6 +71,8 @@ class Rank:
     is_constant: bool
     num_microbatches: int = 1
     update_bytes: float = 0.0
+    before_bytes: float = 0.0
+    passing_bytes: float = 0.0
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
         """The moments in order, each with its bytes by category."""
@@ -103,7 +107,8 @@ class Rank:
         """
         parts, root, rules = self.parts, self.states.root, self.rules
         shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
-        saved = sum(part.count * part.kept for part in parts) + (self.head.kept if self.head else 0.0)
+        saved = self.before_bytes + sum(part.count * part.kept for part in parts)
+        saved += self.head.kept if self.head else 0.0
         sent = self.stage.num_stages * parts[-1].saved.output if held > 1 and parts else 0.0
         others = (held - 1) * (saved + sent)
         if has_sums and sent:  # a message of each direction is under way
@@ -187,7 +192,15 @@ class Rank:
         buffer = 0.0 if has_sums and way == "unsharded" else root.buffer
         gradients = done + root.gradients + (0.0 if has_sums else root.sums)
         gathered = root.gathered + every if is_pipeline else 0.0
+        yield from self._before_units(done, pooled, others)
         yield "backward of the root", self._moment(gathered, gradients, pooled + buffer, others)
+
+    def _before_units(self, gradients: float, pooled: float, others: float) -> Iterator[tuple[str, Bytes]]:
+        """The beginning of the backward of what runs before the first unit, where that leaves something."""
+        if self.passing_bytes:
+            activations = others + self.before_bytes + self.passing_bytes
+            moment = self._moment(self.states.root.gathered, gradients, pooled, activations)
+            yield "backward of the root, its beginning", moment
 
     def _moment(
         self, gathered: float, gradients: float, reduce: float, activations: float, logits: float = 0.0
