@@ -268,6 +268,20 @@ def test_parity_on_fewer_samples_than_its_steps_take_says_how_many() -> None:
         compare_with_one_process(resolved, data_of(resolved), cpu, strategies=["zero3"], num_steps=3)
 
 
+def test_parity_calls_the_model_as_the_spec_does() -> None:
+    spec = sw.TrainSpec(
+        model=lambda: torch.nn.Linear(3, 1),
+        data=[(torch.full((3,), float(i)), torch.ones(1)) for i in range(24)],
+        forward=lambda model, batch: model(batch[0]),  # Linear takes no second argument
+        loss=lambda output, batch: (output - batch[1]).square().mean(),
+    )
+    resolved = resolve(read_config(None, ["train.micro_batch_size=8"], base={}), 1, spec=spec)
+    cpu = torch.device("cpu")
+    found = compare_with_one_process(resolved, data_of(resolved), cpu, strategies=["zero3"], num_steps=3, locate=True)
+    assert found.rows[0].is_bitwise
+    assert found.rows[0].location is not None
+
+
 def test_an_iterable_is_read_in_its_order_and_resumed_at_the_item(tmp_path: Path) -> None:
     config = "train: {steps: 8, micro_batch_size: 4}\noptimizer: {lr: 0.1}\nschedule: {name: constant}\n"
     name = f"{HERE}:iterable"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.pipeline.batch import LossFn, forward_loss
+from shardwise.parallel.pipeline.batch import Forward, LossFn, forward_loss
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -24,6 +24,7 @@ class Job:
         loss_fn: As for ``sw.train_step``.
         make_optimizer: From a model, plain or parallelized, to its optimizer.
         max_norm: Gradients are clipped to it.
+        forward: As for ``sw.train_step``.
     """
 
     build_model: Callable[[], nn.Module]
@@ -31,6 +32,7 @@ class Job:
     loss_fn: LossFn | None
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     max_norm: float
+    forward: Forward | None = None
 
 
 @dataclass
@@ -101,7 +103,7 @@ class OneProcess:
             sum_of_losses = 0.0
             for index, microbatch in enumerate(microbatches):
                 begins(reader, index)
-                loss = forward_loss(self.model, microbatch, self._job.loss_fn)
+                loss = forward_loss(self.model, microbatch, self._job.loss_fn, self._job.forward)
                 (loss / count if count > 1 else loss).backward()
                 sum_of_losses += loss.item()
                 self.dtype = loss.dtype

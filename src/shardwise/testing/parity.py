@@ -22,7 +22,7 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.launch.world import ranks_per_machine
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.optim.scaler import GradScaler
-from shardwise.parallel.pipeline.batch import LossFn, split_batch
+from shardwise.parallel.pipeline.batch import Forward, LossFn, split_batch
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.spec.exact import check_exact, splits_sums, tolerance
@@ -162,6 +162,7 @@ def parity(
     scaler: Callable[[], GradScaler] | None = None,
     locate: bool | None = None,
     parallelize: Parallelize = parallelize,
+    forward: Forward | None = None,
 ) -> ParityReport:
     """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
 
@@ -192,6 +193,7 @@ def parity(
             plan that the comparison of copies under ``tp`` stops is located too; with ``False`` its error is raised.
         parallelize: Makes a plain model train under a plan. Pass a function of your own where that takes more than
             ``sw.parallelize``, such as giving your layers their process groups. It is not called for one process.
+        forward: As for ``sw.train_step``.
 
     Returns:
         The report, the same on every rank.
@@ -224,7 +226,7 @@ def parity(
     @functools.cache
     def job(num_readers: int, num_microbatches: int) -> Job:
         parts = [[split_batch(p, num_microbatches) for p in split_batch(batch, num_readers)] for batch in batches]
-        return Job(build_model, parts, loss_fn, lambda model: make(parameters(model)), max_norm)
+        return Job(build_model, parts, loss_fn, lambda model: make(parameters(model)), max_norm, forward)
 
     @functools.cache
     def one_process(num_readers: int, num_microbatches: int, group_size: int) -> Run:
@@ -293,7 +295,9 @@ def _one_plan(
     for readers in job.parts:
         own = None if pipelined is not None else []  # of a pipeline every rank knows the mean of all losses only
         parts = iter(readers[reader])
-        loss = train_step(model, parts, job.loss_fn, len(readers[reader]), scaler=scales, losses=own)
+        loss = train_step(
+            model, parts, job.loss_fn, len(readers[reader]), scaler=scales, losses=own, forward=job.forward
+        )
         if scales is not None:
             scales.unscale_(optimizer)
         norm = clip_grad_norm(model, job.max_norm)

@@ -122,7 +122,7 @@ def record_plan(
         model = parallelize(job.build_model(), plan)
         optimizer = job.make_optimizer(model)
         for readers in job.parts[:step]:
-            train_step(model, iter(readers[reader]), job.loss_fn, len(readers[reader]))
+            train_step(model, iter(readers[reader]), job.loss_fn, len(readers[reader]), forward=job.forward)
             clip_grad_norm(model, job.max_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -144,7 +144,7 @@ def record_plan(
         record.routed = {*_of_routed_tokens(model)}
         tap = Tap(model, note, unseen={*_around_stages(model)} | record.routed)
         try:
-            train_step(model, iter(microbatches), job.loss_fn, len(microbatches))
+            train_step(model, iter(microbatches), job.loss_fn, len(microbatches), forward=job.forward)
         finally:
             record.keep_taps(tap)
         for shard in probe(model).shards:

@@ -93,11 +93,10 @@ def compare_with_one_process(
     spec, loss_fn = resolved.spec, None
     if not spec.is_empty:
         loss_fn = objective_of(resolved).scalar
-        if spec.forward is not None or (spec.data is not None and not is_indexed(spec.data)):
+        if spec.data is not None and not is_indexed(spec.data):
             raise PlanError(
-                "parity: the spec calls the model by a forward of its own, or reads an iterable; the comparison needs"
-                " whole global batches that the model takes as they are.\n  Give a data set with len and items, and let"
-                " the model take what collate makes."
+                "parity: the spec reads an iterable; the comparison needs whole global batches.\n"
+                "  Give a data set with len and items."
             )
 
     if (needed := num_steps * size) > (held := data.train.num_samples):
@@ -126,6 +125,7 @@ def compare_with_one_process(
             parameters=lambda model: parameter_groups(config.optimizer, model),
             max_norm=config.train.clip_grad_norm or float("inf"),
             locate=locate,
+            forward=spec.forward,
         )
     finally:
         torch.set_rng_state(generator)
