@@ -54,7 +54,7 @@ def add_adapter(model):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_an_adapter_added_after_parallelize_is_refused_in_the_first_forward(strategy):
     model = parallelized(strategy)
     name = add_adapter(model)
@@ -63,7 +63,7 @@ def test_an_adapter_added_after_parallelize_is_refused_in_the_first_forward(stra
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_an_adapter_added_between_steps_is_refused_by_its_optimizers_first_step(strategy):
     model = parallelized(strategy)
     optimizer = torch.optim.AdamW(model.parameters())

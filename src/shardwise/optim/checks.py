@@ -277,12 +277,12 @@ class Added(Observer):
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-    """Refuse trained parameters in the model that are no unit's, where several ranks train.
+    """Refuse trained parameters in the model that are no unit's.
 
     Replacements of a unit's parameters are refused by the unit (``Owner.take_given``).
     """
     root = engine.units[0].members[0].module()
-    if root is None or engine.comms.world.size == 1:
+    if root is None:
         return
     known = {id(p) for group in engine.groups for p in (*group.shards, *group.unsharded)}
     names = {name for group in engine.groups for spec in group.layout.params for name in (spec.name, *spec.aliases)}
@@ -291,7 +291,7 @@ def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda 
         if not is_ours and name not in names and parameter.requires_grad and only(parameter):
             raise StateError(
                 f"parameter {name!r} of shape {list(parameter.shape)} was added after sw.parallelize(): no rank would"
-                " send its gradient, and every rank would train its own.\n"
+                " send its gradient, every rank would train its own, and sw.save() would leave it out.\n"
                 "  Add it (an adapter, a head) before sw.parallelize(), freeze it, or name it in"
                 " sw.ParallelPlan(ignored=[...]) if each rank is to have its own."
             )
