@@ -1,12 +1,14 @@
-"""The worker processes of a ``DataLoader``: the rank that has started them ends them, and nobody else."""
+"""The worker processes of a ``DataLoader``: they leave a request to stop to the rank that has started them."""
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
-from threading import Thread
+from multiprocessing import util
+from multiprocessing.connection import Connection
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,19 +19,23 @@ def obey_this_rank(loader: DataLoader[Any]) -> None:
 
     A loader whose workers have ended gives no batch for the step that the rank still makes, and fails.
     """
-    loader.worker_init_fn = partial(_begin, os.getpid(), loader.worker_init_fn)
+    loader.worker_init_fn = functools.partial(_begin, _exit_of(os.getpid()), loader.worker_init_fn)
 
 
-def _begin(rank: int, then: Callable[[int], None] | None, worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in this thread, and in those that it starts
-    Thread(target=_end_with, args=(rank,), daemon=True).start()
+@functools.cache
+def _exit_of(_rank: int) -> Connection:
+    """A pipe that can be read once this process exits: Python then sends SIGTERM to workers and waits for them."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    util.Finalize(None, writer.send_bytes, (b"exit",), exitpriority=0)  # runs before the workers get their signal
+    return reader
+
+
+def _begin(rank_exit: Connection, then: Callable[[int], None] | None, worker: int) -> None:
+    def hear(*_: object) -> None:
+        if rank_exit.poll():  # nobody reads it, so that all workers see it
+            os._exit(0)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, hear)  # programs that a worker starts inherit a blocked or ignored signal, but no handler
     if then is not None:
         then(worker)
-
-
-def _end_with(rank: int) -> None:
-    """End this process where the rank asks for it: Python does at the rank's exit, and then waits for the worker."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
-        pass
-    os._exit(0)
