@@ -1,4 +1,4 @@
-"""Workers of a ``DataLoader`` end at the exit of their rank, not at a signal that a scheduler sends to all processes."""
+"""Workers of a ``DataLoader`` end at the exit of their rank, not at a signal that all processes get."""
 
 from __future__ import annotations
 
