@@ -118,15 +118,16 @@ def test_flops_are_known_for_presets_and_mixtures():
     assert mixture > 1.5 * active * tokens
 
 
-def test_what_a_spec_computes_is_known_for_sequences_of_tokens_too():
-    tokens = torch.arange(16) % 64
-    spec = sw.TrainSpec(model=lambda: sw.models.gpt("gpt-nano"), data=[(tokens, tokens)] * 64)
+def test_what_a_spec_computes_is_known_for_sequences_of_tokens_too_and_traced_once():
+    tokens, built = torch.arange(16) % 64, []
+    spec = sw.TrainSpec(model=lambda: built.append(0) or sw.models.gpt("gpt-nano"), data=[(tokens, tokens)] * 64)
     resolved = resolve(read_config(None, base={}), 2, spec=spec)
     preset = run("model.preset=gpt-nano", "data.seq_len=16", "train.micro_batch_size=8", ranks=2)
     assert preset.batch.total == resolved.batch.total
     expected = flops_per_step(preset)
     assert flops_per_step(resolved) == pytest.approx(expected, rel=0.01)
     assert "needs" in refusal(resolved, Device("cuda", 1 << 20))
+    assert len(built) == 1
 
 
 class Endless(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -91,9 +91,9 @@ class Batch:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RunConfig:
-    """A configuration with nothing left open."""
+    """A configuration with nothing left open. It equals itself alone: its model is traced once."""
 
     config: Config  # every value filled in: batch sizes, sequence length, what the optimizer and schedule default to
     plan: ParallelPlan

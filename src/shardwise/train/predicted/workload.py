@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.train.model.build import OptimizerFactory
 
 
+@functools.lru_cache(maxsize=1)
 def traced(resolved: RunConfig, *, reads_iterables: bool = False) -> Any:
     """The computation of a spec's model and loss in a microbatch, traced without values: an ``sw.TracedModel``.
 
