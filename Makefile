@@ -49,10 +49,10 @@ MOST := -m 'not gpu and not long and not integrations'
 
 test: $(STAMP) ## all that needs no GPU, but for long cases, five of six slow ones, each week others (tests/dear.py), pages (make docs), scripts (make bench-check)
 	@$(BIN)/python -m pytest $(MOST) $(PARALLEL) --ignore=tests/docs --ignore=tests/bench --durations=25 \
-	    --durations-file build/durations.json
+	    --durations-file=build/durations.json
 
 test-all: $(PEERS) ## everything: long cases, every preset and transport, pages, scripts, peers; GPU tests where there is one
-	@$(BIN)/python -m pytest -m 'not integrations' --every-case $(PARALLEL) --durations-file build/durations-all.json
+	@$(BIN)/python -m pytest -m 'not integrations' --every-case $(PARALLEL) --durations-file=build/durations-all.json
 
 bench-check: $(STAMP) ## test the scripts that measure, plan and compare (bench)
 	@$(BIN)/python -m pytest $(MOST) $(PARALLEL) tests/bench
