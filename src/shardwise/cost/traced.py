@@ -117,7 +117,7 @@ def _scaled(units: tuple[UnitWork, ...], ratio: float) -> tuple[UnitWork, ...]:
 
 
 def _scaled_unit(unit: UnitWork, ratio: float) -> UnitWork:
-    bytes_fields = ("stream_bytes", "inner_bytes", "selective_bytes", "input_bytes", "scores_bytes")
+    bytes_fields = "largest_bytes", "stream_bytes", "inner_bytes", "selective_bytes", "input_bytes", "scores_bytes"
     return dataclasses.replace(
         unit,
         products=tuple(dataclasses.replace(p, rows=p.rows * ratio) for p in unit.products),

@@ -110,6 +110,7 @@ class UnitWork:
         products: Matrix products.
         attention: Attention.
         parts: Everything else that is computed, and what autograd keeps of all of it.
+        largest_bytes: Bytes of the largest tensor that a traced unit keeps.
         stream_bytes: Bytes of one copy of the residual stream on this rank, ``2 n h`` in 16 bit.
         inner_bytes: Bytes of the feed-forward's inner activations, ``2 n f / t``, gated twice; of the head's logits.
         selective_bytes: Bytes kept where only the outputs of products and attention are, and the unit's input.
@@ -128,6 +129,7 @@ class UnitWork:
     products: tuple[Product, ...] = ()
     attention: tuple[AttentionWork, ...] = ()
     parts: tuple[Part, ...] = ()
+    largest_bytes: float = 0.0
     stream_bytes: float = 0.0
     inner_bytes: float = 0.0
     selective_bytes: float = 0.0

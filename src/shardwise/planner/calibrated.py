@@ -112,12 +112,12 @@ class CalibratedTiming(Timing):
 
     def _seconds(self, work: UnitWork) -> UnitSeconds:
         forward = backward = products = 0.0
-        is_launched = self.cluster.device.device_type != "cpu"
+        is_gpu = self.cluster.device.device_type != "cpu"
         for product in work.products:
             there, back = self._measured.product_s(
                 product.rows, product.inner, product.columns, self.workload.precision
             )
-            if is_launched:  # a GPU was measured at multiples of 256
+            if is_gpu:  # it was measured at multiples of 256
                 share = alignment(product.inner) * alignment(product.columns)
                 there, back = there / share, back / share
             products += there * product.count
@@ -137,7 +137,7 @@ class CalibratedTiming(Timing):
             backward_s=backward,
             elementwise_s=forward,
             products_s=products,
-            launch_s=launch_seconds(work, self.software, self.workload) if is_launched else 0.0,
+            launch_s=launch_seconds(work, self.software, self.workload) if is_gpu else 0.0,
         )
 
     @property

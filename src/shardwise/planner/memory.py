@@ -198,13 +198,14 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
 
 
 def _before(embedding: UnitWork, shape: ModelShape) -> dict[str, float]:
-    """The activations before the first unit. An embedding has next to none; a traced one may be all of a model.
+    """Activations of what runs before the first unit: of an embedding next to none, of a traced model perhaps all.
 
-    Its backward begins with a gradient as large as its largest tensor. Where it reaches this one there are two such.
+    Their backward begins with everything that is kept and one gradient of the size of the largest tensor. At this
+    tensor itself there are the tensor and two gradients of its size.
     """
     if shape.stacks:
         return {}
-    saved, largest = embedding.saved_bytes, embedding.stream_bytes
+    saved, largest = embedding.saved_bytes, embedding.largest_bytes
     return {"before_bytes": saved, "passing_bytes": max(largest, 3 * largest - saved)}
 
 
