@@ -623,6 +623,7 @@ def test_ranks_that_issue_different_collectives_are_told_all_of_them(act, named,
             assert words.format(10 * world, 20 * world, 1_000_000 * world) in text
         assert f"  rank {world - 1}: " in text
         assert "The ranks took different paths through the model." in text
+        assert "sw.full_state_dict under `if rank == 0:`: every rank must make it." in text
 
 
 def be_slow():

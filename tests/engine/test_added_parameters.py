@@ -86,6 +86,29 @@ def test_an_adapter_added_between_steps_is_refused_by_its_optimizers_first_step(
     assert all(torch.equal(a, b) for a, b in zip(before, added, strict=True))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1, 2)
+def test_a_module_in_the_place_of_another_is_refused_in_the_first_forward(strategy):
+    """Its parameters have the names of those before, which sw.save would write in place of them."""
+    for is_trained in (True, False):
+        model = parallelized(strategy)
+        model.head = nn.Linear(8, 3).requires_grad_(is_trained)
+        with pytest.raises(StateError, match=r"'head.weight' was replaced or removed after sw.parallelize\(\)"):
+            backward(model)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1, 2)
+def test_a_module_that_is_replaced_between_steps_is_refused_in_its_first_step(strategy):
+    model = parallelized(strategy)
+    backward(model)
+    model.head = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = (model(sample(dist.get_rank(), step)).square().mean() for step in range(1))
+    with pytest.raises(StateError, match=r"'head.weight' was replaced or removed after sw.parallelize\(\)"):
+        descend(optimizer, losses)
+
+
 def head_beside(is_synchronised):
     model = parallelized("zero3")
     torch.manual_seed(1)

@@ -292,6 +292,12 @@ def test_a_full_state_dict_is_the_plain_models_and_can_be_loaded():
             same(again, Stateful(0.5).state_dict(), f"{strategy}, after a backward")
 
 
+def rename(state, prefix):
+    """Names as a model inside of torch's DDP has them."""
+    for name in list(state):
+        state[prefix + name] = state.pop(name)
+
+
 @on_ranks(2)
 def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_loaded():
     rank = torch.distributed.get_rank()
@@ -311,6 +317,8 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_l
         attempt("unexpected", lambda s: s.update(extra=torch.zeros(2)))
         attempt("shape", lambda s: s.update({"blocks.1.up.weight": torch.zeros(8, 13)}))
         attempt("shape, not strict", lambda s: s.update({"blocks.1.up.bias": torch.zeros(1)}), strict=False)
+        attempt("prefix", lambda s: rename(s, "module."))
+        attempt("prefix, not strict", lambda s: rename(s, "module."), strict=False)
         attempt("extra", lambda s: s.update({"blocks.0._extra_state": {"count": torch.zeros(1)}}))
         assert all(torch.equal(a, b.detach()) for a, b in zip(held, model.parameters(), strict=True))
         state = {name: value for name, value in good.items() if "blocks.1.up" in name}
@@ -321,13 +329,18 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_l
             expected.update(state)
             same(now, expected, f"{strategy}, partly")
     assert (
-        "does not fit the model (1 differences):\n  blocks.1.up.weight: missing (expected [13, 8])" in texts["missing"]
+        "does not fit the model (1 difference):\n  blocks.1.up.weight: missing (expected [13, 8])" in texts["missing"]
     )
     assert "blocks.1.steps: missing (expected [])" in texts["buffer"]
     assert "blocks.0._extra_state: extra state that JSON cannot hold" in texts["extra"]
     assert "extra: unexpected" in texts["unexpected"]
     assert "blocks.1.up.weight: expected [13, 8], got [8, 13]" in texts["shape"]
-    assert "blocks.1.up.bias: expected [13], got [1]" in texts["shape, not strict"]
+    assert texts["shape, not strict"].endswith(
+        "  blocks.1.up.bias: expected [13], got [1]\n  Load a state dict of this very model."
+    )
+    assert "has none of the model's names: it has 'module." in texts["prefix, not strict"]
+    for name in ("prefix", "prefix, not strict"):
+        assert "  Load {name.removeprefix('module.'): value for name, value in state.items()}" in texts[name]
 
 
 class Wide(nn.Module):

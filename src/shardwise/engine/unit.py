@@ -95,12 +95,7 @@ class Owner:
         names = [name for name, shard in self.shards.items() if self.parameters.get(name) is not shard]
         title = f"{self.path}.{names[0]}".lstrip(".")
         if not torch_private.is_in_functional_call():
-            raise StateError(
-                f"parameter {title!r} was replaced or removed after sw.parallelize(): this rank's shard and the"
-                " optimizer are still those of before.\n"
-                "  Replace, or prune, it before sw.parallelize(). To give it other values, use"
-                " sw.load_full_state_dict()."
-            )
+            raise replaced_after(title)
         for name in names:
             given, shape = self.parameters[name], list(self.unsharded[name].shape)
             if given is None or list(given.shape) != shape:
@@ -112,6 +107,15 @@ class Owner:
                     " strategy='ddp', under which model.named_parameters() gives whole tensors."
                 )
         self.given = frozenset(names)
+
+
+def replaced_after(name: str) -> StateError:
+    """The error for a parameter that is no longer the one that ``sw.parallelize`` sharded."""
+    return StateError(
+        f"parameter {name!r} was replaced or removed after sw.parallelize(): this rank's shard and the optimizer are"
+        " still those of before.\n"
+        "  Replace, or prune, it before sw.parallelize(). To give it other values, use sw.load_full_state_dict()."
+    )
 
 
 #: The key of guards among a module's forward pre-hooks; torch's own are not negative.

@@ -26,6 +26,7 @@ from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
 from shardwise.engine.storage.waiting import refuse_sums
+from shardwise.engine.unit import replaced_after
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, keeps
 from shardwise.spec.order import Entry
@@ -277,9 +278,10 @@ class Added(Observer):
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-    """Refuse trained parameters in the model that are no unit's.
+    """Refuse trained parameters in the model that are no unit's, and any in the place of one that is.
 
-    Replacements of a unit's parameters are refused by the unit (``Owner.take_given``).
+    A unit refuses replacements of its modules' parameters itself (``Owner.take_given``). It does not see a module in
+    the place of one of its own.
     """
     root = engine.units[0].members[0].module()
     if root is None:
@@ -287,8 +289,11 @@ def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda 
     known = {id(p) for group in engine.groups for p in (*group.shards, *group.unsharded)}
     names = {name for group in engine.groups for spec in group.layout.params for name in (spec.name, *spec.aliases)}
     for name, parameter in root.named_parameters():
-        is_ours = id(parameter) in known or parameter in ignored_of(engine)
-        if not is_ours and name not in names and parameter.requires_grad and only(parameter):
+        if id(parameter) in known or parameter in ignored_of(engine) or not only(parameter):
+            continue
+        if name in names:
+            raise replaced_after(name)
+        if parameter.requires_grad:
             raise StateError(
                 f"parameter {name!r} of shape {list(parameter.shape)} was added after sw.parallelize(): no rank would"
                 " send its gradient, every rank would train its own, and sw.save() would leave it out.\n"

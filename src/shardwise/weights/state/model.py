@@ -303,7 +303,17 @@ def _by_first_name(reports: Sequence[Report], state: Mapping[str, Any]) -> dict[
 def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -> list[Any]:
     """The names and the extra state of a state dict that fits the model; raises StateError for one that does not."""
     expected = {extent.name: extent.shape for report in reports for extent in report.extents}
+    known = {*expected, *(name for report in reports for name in report.more[1])}
+    known |= {alias for report in reports for aliases in report.more[0].values() for alias in aliases}
     values, extra = _by_first_name(reports, state), _extra_state(state)
+    advice = _without_prefix(known, state) or "Load a state dict of this very model"
+    if strict:
+        advice += ", or pass strict=False to skip missing and unexpected names"
+    elif state and known.isdisjoint(state):
+        raise StateError(
+            f"the state dict has none of the model's names: it has {next(iter(state))!r}, the model"
+            f" {min(known, default=None)!r}. Nothing would be loaded.\n  {advice}."
+        )
     problems = [
         f"{name}: extra state that JSON cannot hold; call set_extra_state() on every rank"
         for name, value in extra.items()
@@ -319,18 +329,24 @@ def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -
         elif tuple(value.shape) != shape:
             problems.append(f"{name}: expected {list(shape)}, got {list(value.shape)}")
     if strict:
-        known = {*expected, *(name for report in reports for name in report.more[1])}
-        known |= {alias for report in reports for aliases in report.more[0].values() for alias in aliases}
         unknown = [name for name in state if name not in known and not name.endswith(EXTRA_STATE)]
         problems += [f"{name}: unexpected" for name in unknown]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:12])
         more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
-        raise StateError(
-            f"the state dict does not fit the model ({len(problems)} differences):\n{shown}{more}\n"
-            "  Load a state dict of this very model, or pass strict=False to skip missing and unexpected names."
-        )
+        differences = "1 difference" if len(problems) == 1 else f"{len(problems)} differences"
+        raise StateError(f"the state dict does not fit the model ({differences}):\n{shown}{more}\n  {advice}.")
     return [[name for name in values if values[name] is not None], extra]
+
+
+def _without_prefix(known: Container[str], state: Mapping[str, Any]) -> str:
+    """Advice where names begin with what the model's do not, such as ``module.`` of torch's DDP; else empty."""
+    first = next(iter(state), "")
+    prefixes = [first[: i + 1] for i, letter in enumerate(first) if letter == "."]
+    prefix = next((each for each in prefixes if first.removeprefix(each) in known), None)
+    if prefix is None or first in known:
+        return ""
+    return f"Load {{name.removeprefix({prefix!r}): value for name, value in state.items()}}"
 
 
 def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
