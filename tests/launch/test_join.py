@@ -10,7 +10,7 @@ import sys
 import pytest
 from torch import distributed
 
-from shardwise.launch.world import World, address_of, init_process_group, read_world, shutdown
+from shardwise.launch.world import World, address_of, init_process_group, joined, read_world, shutdown
 from shardwise.spec.errors import CommError, ConfigError
 from shardwise.testing import run_on_ranks
 from tests.launch.test_elastic import LOOPBACK, listeners
@@ -68,6 +68,23 @@ def with_a_group():
 
 def test_a_group_that_exists_is_used_and_left_alone():
     assert run_on_ranks(with_a_group, 2) == [(True, True), (True, True)]
+
+
+def runs_in_its_group():
+    """As ``sw.Run`` around the loop of a model that ``sw.parallelize`` has joined the ranks for."""
+    world = World()
+    init_process_group(world)
+    with joined(world):
+        pass
+    found = distributed.is_initialized()
+    shutdown()
+    with joined(world):
+        pass
+    return found, distributed.is_initialized()
+
+
+def test_a_group_that_was_there_outlasts_a_run():
+    assert run_on_ranks(runs_in_its_group, 1, process_group=False) == [(True, False)]
 
 
 def taken(port):

@@ -454,12 +454,16 @@ def join(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
 
 @contextlib.contextmanager
 def joined(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
-    """:func:`join`, and :func:`shutdown` at the end. All ranks of the world must enter."""
+    """:func:`join`, and at the end :func:`shutdown` of a group that it made. All ranks of the world must enter."""
+    from torch import distributed
+
+    was_there = distributed.is_initialized()
     device = join(world, timeout_s=timeout_s)
     try:
         yield device
     finally:
-        shutdown()
+        if not was_there:
+            shutdown()
 
 
 def hold_group_while(is_needed: Callable[[], bool]) -> None:
