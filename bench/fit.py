@@ -54,16 +54,18 @@ ATTENTION = {
     (False, "Hopper"): (0.55, 0.25),
     (False, "Blackwell"): (0.45, 0.25),
 }
+#: Today's PyTorch on Hopper has cuDNN's: measured by ``shardwise calibrate`` (bench/results/2026-11-27-gpu-2.md).
+OWN_ATTENTION = (0.45, 0.1)
 #: The same of constants that all generations share: Galvatron (arXiv 2211.13878), nccl-tests and vTrain (planner.md).
 SHARED = {"slowdown": (1.15, 0.06), "link": (0.7, 0.15), "network": (0.75, 0.15), "fp8": (1.5, 0.15)}
 
 #: Generations with the same numbers, and those whose attention is FlashAttention-2.
 FAMILIES = (
     ("megatron-core", "megatron-core-plain"),
-    ("pytorch", "torchtitan", "torchtitan-async-tp", "nanotron"),
+    ("pytorch-2024", "torchtitan", "torchtitan-async-tp", "nanotron"),
     ("pytorch-2023", "pytorch-2022"),
 )
-FLASH = ("pytorch", "torchtitan", "torchtitan-async-tp", "nanotron", "pytorch-2023")
+FLASH = ("pytorch-2024", "torchtitan", "torchtitan-async-tp", "nanotron", "pytorch-2023")
 
 #: The error that a row without a mistake is expected to have, from where on errors count linearly (Huber), and the
 #: step of slopes.
@@ -123,7 +125,11 @@ def constants(rows: Sequence[PublishedRow]) -> list[Constant]:
     seen = sorted({(family(row.software), row.cluster.device.arch) for row in rows})
     found = [Constant("products", names, arch, PRODUCTS[arch]) for names, arch in seen]
     kernels_of = sorted({(kernel(names), arch) for names, arch in seen if software.SOFTWARE[names[0]].attention})
-    found += [Constant("attention", names, arch, ATTENTION[names == FLASH, arch]) for names, arch in kernels_of]
+    priors = ATTENTION | {("pytorch", "Hopper"): OWN_ATTENTION}
+    found += [
+        Constant("attention", names, arch, priors.get((names[0], arch)) or priors[names == FLASH, arch])
+        for names, arch in kernels_of
+    ]
     groups = sorted({names for names, _ in seen})
     found += [Constant("elementwise", names, None, (1.0, 0.3)) for names in groups]
     plain = tuple(name for name, known in software.SOFTWARE.items() if not known.attention)

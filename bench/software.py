@@ -9,14 +9,23 @@ from dataclasses import replace
 
 from shardwise.cost.software import LAUNCH_S, PYTORCH, SOFTWARE, Software
 
+#: Runs of 2024 and early 2025: attention of Hopper is FlashAttention-2, and products are those of whole steps.
+_PYTORCH_2024 = replace(
+    PYTORCH,
+    name="pytorch-2024",
+    products={"Ampere": 0.804, "Hopper": 0.639, "Blackwell": 0.52},
+    attention={"Ampere": 0.413, "Hopper": 0.219},
+    elementwise=0.965,
+)
+
 #: "Selective op" of torchtitan computes every second product again (its activation_checkpoint.py).
-_TORCHTITAN = replace(PYTORCH, name="torchtitan", selective_products=0.5)
+_TORCHTITAN = replace(_PYTORCH_2024, name="torchtitan", selective_products=0.5)
 
 _PYTORCH_2023 = Software(
     name="pytorch-2023",
-    products={"Ampere": 0.767, "Hopper": 0.61},
-    attention={"Ampere": 0.414, "Hopper": 0.219},
-    elementwise=1.31,
+    products={"Ampere": 0.768, "Hopper": 0.612},
+    attention={"Ampere": 0.413, "Hopper": 0.219},
+    elementwise=1.32,
     launch_s=LAUNCH_S,
     gradient_bytes=4,
 )
@@ -24,6 +33,7 @@ _PYTORCH_2023 = Software(
 SOFTWARE.update(
     (each.name, each)
     for each in (
+        _PYTORCH_2024,
         _TORCHTITAN,
         # Products and the collectives of tp are cut into pieces that overlap (torch's async tensor parallelism), as
         # Megatron-Core's are: the same share is taken to be hidden.
@@ -54,8 +64,8 @@ SOFTWARE.update(
         ),
         Software(
             name="megatron-core",
-            products={"Ampere": 0.72, "Hopper": 0.724, "Blackwell": 0.639},
-            attention={"Ampere": 0.5, "Hopper": 0.478, "Blackwell": 0.445},
+            products={"Ampere": 0.72, "Hopper": 0.723, "Blackwell": 0.639},
+            attention={"Ampere": 0.5, "Hopper": 0.48, "Blackwell": 0.445},
             elementwise=1.07,
             is_fused=True,
             tp_hidden=0.8,
@@ -63,6 +73,6 @@ SOFTWARE.update(
         ),
         # Its stages are balanced by cost (``divides_evenly=False`` in its pipeline's configuration).
         # What its host takes besides launches nobody has measured.
-        replace(PYTORCH, name="nanotron", p2p_blocks=True, launch_s=8e-6, unit_launches=(0, 0)),
+        replace(_PYTORCH_2024, name="nanotron", p2p_blocks=True, launch_s=8e-6, unit_launches=(0, 0)),
     )
 )

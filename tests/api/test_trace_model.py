@@ -16,6 +16,7 @@ from shardwise.cost.work import model_work
 from shardwise.measure.storage import StorageCount
 from shardwise.parallel.pipeline.batch import forward_loss
 from shardwise.planner import Cluster, Workload, estimate
+from shardwise.planner.explain import why
 from shardwise.planner.memory import memory_on
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.shape import FAMILIES
@@ -265,3 +266,19 @@ def test_a_module_that_needs_values_and_a_batch_without_samples_are_refused() ->
         sw.trace_model(nn.Linear(4, 4), {})
     with pytest.raises(StateError, match="scalar loss was expected"):
         sw.trace_model(nn.Linear(4, 4), torch.zeros(2, 4))
+
+
+def test_an_odd_width_of_a_traced_layer_is_named_with_the_time_of_the_next_multiple() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 50_257), nn.Linear(50_257, 1024))
+    found = sw.trace_model(model, torch.empty(4096, 1024, device="meta"), lambda out, _: out.sum())
+    work = workload(seq_len=1, global_batch=4096, micro_batch=4096)
+    made = estimate(found, PLAIN, Cluster(gpu="H100-80GB-SXM", num_gpus=1), work)
+    (text,) = (text for text in why(made) if "no multiple of 64" in text)
+    assert text.startswith("A layer's width of 50,257 is no multiple of 64")
+    width, padded = found.padded(64)
+    assert width == 50_257
+    assert sorted({size for unit in padded.narrow for p in unit.products for size in (p.inner, p.columns)}) == [
+        1024,
+        50_304,
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -50,6 +51,15 @@ def test_a_product_of_the_table_takes_what_was_measured_and_others_lie_between()
     assert backward == pytest.approx(2 * forward)
     with pytest.raises(ConfigError, match="no times of this dtype"):
         TABLES.product_s(64, 256, 256, "bf16")
+
+
+def test_an_odd_number_of_columns_is_compared_with_one_more_and_is_left_out_of_other_products():
+    odd = ProductTime("fp32", 1024, 256, 255, 2048e-6, 4096e-6)
+    tables = dataclasses.replace(TABLES, products=(*TABLES.products, odd))
+    assert tables.odd_share("fp32") == pytest.approx(0.25)
+    assert tables.product_s(1024, 256, 254, "fp32") == TABLES.product_s(1024, 256, 254, "fp32")
+    assert TABLES.odd_share("fp32") is None
+    assert tables.odd_share("bf16") is None
 
 
 def test_sizes_between_two_rows_lie_on_a_line_and_beyond_the_last_grow_in_proportion():

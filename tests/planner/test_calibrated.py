@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -140,6 +141,21 @@ def test_on_a_gpu_products_of_sizes_that_are_not_aligned_take_longer_than_measur
     assert compute(VOCAB, "cuda") == pytest.approx(compute(VOCAB, "cpu"))
     head = 3 * PRODUCT * 2 * TOKENS * HIDDEN * (VOCAB + 1)  # an odd size: half the speed
     assert compute(VOCAB + 1, "cuda") - compute(VOCAB + 1, "cpu") == pytest.approx(head)
+
+
+def test_on_a_gpu_an_odd_vocabulary_takes_what_an_odd_product_took_when_it_was_calibrated(tmp_path):
+    path = Path(machine(tmp_path, device_type="cuda"))
+    content = json.loads(path.read_text("utf-8"))
+    (even,) = content["measured"]["products"]
+    odd = even | {"columns": 63} | {key: 8 * even[key] for key in ("forward_s", "backward_s")}
+    path.write_text(json.dumps(content | {"measured": content["measured"] | {"products": [even, odd]}}), "utf-8")
+    workload = Workload(seq_len=SEQ, global_batch=BATCH, micro_batch=BATCH, precision="fp32")
+    cluster, plan = Cluster(gpu=str(path), num_gpus=1), sw.ParallelPlan(strategy="ddp")
+    odd_s, even_s = (estimate(shape_with(v), plan, cluster, workload).time.by_category["compute"] for v in (127, 128))
+    # The product of 127 takes eight times as long; the loss and the lookup of 128 are what else differs.
+    head = 3 * PRODUCT * 2 * TOKENS * HIDDEN
+    less = 3 * LOSS * TOKENS + COPY * HIDDEN / 2 + COPY * 2 * HIDDEN
+    assert odd_s - even_s == pytest.approx(head * (8 * 127 - 128) - less, rel=1e-3)
 
 
 def test_a_core_that_both_share_computes_and_sends_one_after_the_other(tmp_path):

@@ -10,6 +10,7 @@ from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.spec.shape import ModelShape
+from shardwise.spec.shape.gpt import gpt_config
 
 SHAPE = ModelShape.from_config("llama-3.2-1b")
 CLUSTER = Cluster(gpu="A100-80GB-SXM", num_gpus=8)
@@ -121,3 +122,20 @@ def test_a_plan_whose_units_are_layers_says_so_and_gathers_and_reduces_a_layer_a
     ]
     for category, num_bytes in (("gathered", 2 * 2), ("reduce", 4)):  # two units in 16 bit, one in 32
         assert moments[0][category] - moments[1][category] == pytest.approx(num_bytes * less, rel=1e-4)
+
+
+def test_an_odd_vocabulary_is_named_with_the_time_of_the_next_multiple() -> None:
+    workload = Workload(seq_len=1024, global_batch=32, micro_batch=32)
+    cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=1)
+
+    def said(vocab: int) -> tuple[float, list[str]]:
+        shape = ModelShape.from_config(gpt_config("gpt2-medium", vocab_size=vocab))
+        made = estimate(shape, ParallelPlan(strategy="zero3"), cluster, workload)
+        return made.step_time_s, [text for text in why(made) if "no multiple of 64" in text]
+
+    (_, (text,)), (padded_s, nothing) = said(50_257), said(50_304)
+    assert text.startswith("A vocabulary of 50,257 is no multiple of 64")
+    assert f"with 50,304 a step would take {1e3 * padded_s:.0f} ms" in text
+    assert "resize_token_embeddings(pad_to_multiple_of=64)" in text
+    assert nothing == []
+    assert said(50_272)[1] == []  # a multiple of 32 costs less than is worth a sentence

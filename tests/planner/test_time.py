@@ -22,7 +22,7 @@ from bench.predictions import (
 from bench.published import published_rows
 from shardwise import ConfigError, ParallelPlan
 from shardwise.cost.hardware import Cluster, find_gpu
-from shardwise.cost.kernels import product_seconds
+from shardwise.cost.kernels import alignment, product_seconds
 from shardwise.cost.links import axis_links
 from shardwise.cost.software import find_software
 from shardwise.cost.work import Product
@@ -132,7 +132,7 @@ def test_frozen_weights_cost_no_operations_of_their_gradients():
 def test_selective_recomputation_of_torchtitan_repeats_half_of_the_products():
     every = [
         estimate(SHAPE, PLANS["zero3"], CLUSTER, dataclasses.replace(WORKLOAD, recompute=what), software=software)
-        for software in ("pytorch", "torchtitan")
+        for software in ("pytorch-2024", "torchtitan")
         for what in ("none", "selective", "full")
     ]
     (none, ours, full), (_, titan, _) = [[each.step_time_s for each in every[place : place + 3]] for place in (0, 3)]
@@ -222,6 +222,27 @@ def test_a_card_without_rows_reaches_a_share_of_its_best_measured_product() -> N
     product = Product(1 << 16, 1 << 14, 1 << 14, is_trained=False)
     forward, _ = product_seconds(product, mi300x, find_software("pytorch", mi300x), "bf16")
     assert product.flops / forward / mi300x.peaks["bf16"] == pytest.approx(0.85 * 0.514, rel=0.05)
+
+
+def test_products_of_an_odd_vocabulary_take_what_they_took_on_one_h100() -> None:
+    h100, a100 = (find_gpu(name) for name in ("H100-80GB-SXM", "A100-80GB-SXM"))
+    seconds = {
+        (gpu.arch, columns, precision): sum(
+            product_seconds(Product(32 * 1024, 1024, columns), gpu, find_software("pytorch", gpu), precision)
+        )
+        for gpu in (h100, a100)
+        for columns in (50_257, 50_304)
+        for precision in ("bf16", "fp32")
+    }
+    # bench/results/2026-11-27-gpu-2.md: forward and both products of backward, beside 14 ms at the speed of others
+    assert seconds["Hopper", 50_257, "bf16"] == pytest.approx(84e-3, rel=0.15)
+    slower = {key: seconds[key] / seconds[key[0], 50_304, key[2]] for key in seconds if key[1] == 50_257}
+    assert slower["Hopper", 50_257, "bf16"] == pytest.approx(1 / 0.17, rel=0.01)
+    for key in (("Ampere", 50_257, "bf16"), ("Hopper", 50_257, "fp32"), ("Ampere", 50_257, "fp32")):
+        assert slower[key] == pytest.approx(2, rel=0.01)
+    # Two ranks of tp have 25,129 and 25,128 columns: the first one counts.
+    assert alignment(50_257 / 2, "Hopper") == alignment(25_129, "Hopper") == 0.17
+    assert alignment(25_128, "Hopper") == 0.75
 
 
 def test_a_mesh_of_links_gives_few_ranks_their_own_links_only() -> None:

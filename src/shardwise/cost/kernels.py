@@ -10,7 +10,8 @@ cores need multiples of 16 bytes, and are best from 128 bytes on).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shardwise.cost.hardware import Gpu
 from shardwise.cost.software import OF_BEST, OF_PRODUCTS, Software
@@ -48,11 +49,14 @@ class ShapeFactors:
         wave: Share of the loss of a last wave that is not full.
         short: Inner elements at which half of the speed is reached.
         aligned: Speed where a dimension is a multiple of at most 32, 16, 8, and fewer elements.
+        odd: Speed of an odd dimension in 16 bit, by architecture, where it is lower: cuBLAS takes kernels of an older
+            GPU. Measured on an H100 (``bench/results/2026-11-27-gpu-2.md``); newer ones are taken to be alike.
     """
 
-    wave: float = 0.977
-    short: float = 105.0
+    wave: float = 0.874
+    short: float = 102.0
     aligned: tuple[float, float, float, float] = (0.95, 0.85, 0.75, 0.5)
+    odd: Mapping[str, float] = field(default_factory=lambda: {"Hopper": 0.17, "Blackwell": 0.17})
 
 
 SHAPE_FACTORS = ShapeFactors()
@@ -131,21 +135,24 @@ class _On:
         tiles = math.ceil(rows / 128) * math.ceil(columns / _TILE_COLUMNS.get(self.gpu.arch, 128))
         waves = tiles / _CORES.get(self.gpu.arch, 108)
         full = 1 - (1 - waves / math.ceil(waves)) * SHAPE_FACTORS.wave
-        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short) * alignment(inner) * alignment(columns)
+        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short)
+        arch = "" if self.precision == "fp32" else self.gpu.arch
+        share *= alignment(inner, arch) * alignment(columns, arch)
         item = 4 if self.precision in {"fp32", "tf32"} else 2
         seconds = 2.0 * rows * inner * columns / (_rate(self.gpu, self.software, self.precision) * share)
         moved = item * (rows * inner + inner * columns + rows * columns)
         return max(seconds, moved / (_COPY * self.gpu.memory_bandwidth)) + _GAP_S
 
 
-def alignment(size: float) -> float:
-    """The speed of a product with a dimension of this size, relative to a multiple of 64."""
-    whole = round(size)
-    power = whole & -whole
-    if power >= 64:
-        return 1.0
+def alignment(size: float, arch: str = "") -> float:
+    """The speed of a product with a dimension of this size, relative to a multiple of 64.
+
+    A dimension that the ranks of tp do not divide evenly counts as the slowest rank's.
+    """
     by_32, by_16, by_8, less = SHAPE_FACTORS.aligned
-    return {32: by_32, 16: by_16, 8: by_8}.get(power, less)
+    speeds = {32: by_32, 16: by_16, 8: by_8, 1: SHAPE_FACTORS.odd.get(arch, less)}
+    sizes = {math.floor(size), math.ceil(size)}
+    return min(1.0 if whole % 64 == 0 else speeds.get(whole & -whole, less) for whole in sizes)
 
 
 def _rate(gpu: Gpu, software: Software, precision: str) -> float:

@@ -19,7 +19,8 @@ in a file of ``shardwise plan --save-hardware``, whose ``speeds`` are those that
       }
     }
 
-``products`` are linear layers: ``(rows, inner) x (inner, columns)`` forward, and both products of backward.
+``products`` are linear layers: ``(rows, inner) x (inner, columns)`` forward, and both products of backward. On a GPU
+one of them has an odd number of columns, which no fast kernel takes, and another one column more.
 ``operations`` are ``norm``, ``activation``, ``add``, ``loss`` (log-softmax and what follows) and ``copy``. The
 ``num_bytes`` of a link are the whole buffer: what every rank has after an all-gather, or before a reduction. ``shared``
 says how far computation and communication of a rank share one core: 1 entirely, 0 not at all
@@ -121,13 +122,22 @@ class Measured:
         Between rows of the table the time of one operation is interpolated over the logarithms of the three sizes.
         """
         flops = 2.0 * rows * inner * columns / self.speeds.get("products", 1.0)
-        table = [row for row in self.products if row.dtype == dtype]
+        table = [row for row in self.products if row.dtype == dtype and row.columns % 2 == 0]
         points = [(_logs(row.rows, row.inner, row.columns), row) for row in table]
         forward, backward = _between(
             _logs(rows, inner, columns),
             [(at, (row.forward_s / _flops(row), row.backward_s / _flops(row))) for at, row in points],
         )
         return forward * flops, backward * flops
+
+    def odd_share(self, dtype: str) -> float | None:
+        """The speed of a product with an odd number of columns beside one column more; ``None``: not measured."""
+        table = {(row.rows, row.inner, row.columns): row for row in self.products if row.dtype == dtype}
+        for (rows, inner, columns), odd in table.items():
+            even = table.get((rows, inner, columns + 1))
+            if columns % 2 and even is not None:
+                return (even.forward_s + even.backward_s) / (odd.forward_s + odd.backward_s)
+        return None
 
     def attention_s(self, queries: float, keys: float, heads: float, width: float, dtype: str) -> tuple[float, float]:
         """Seconds of forward and backward of causal attention."""

@@ -62,18 +62,18 @@ class Software:
     products: Mapping[str, float]
     attention: Mapping[str, float] = field(default_factory=dict)
     elementwise: float = 1.0
-    scores: float = 6.44
+    scores: float = 6.39
     is_fused: bool = False
-    fp8: float = 1.66
+    fp8: float = 1.65
     launch_s: float = 0.0
     unit_launches: tuple[int, int] = UNIT_LAUNCHES
     tp_hidden: float = 0.0
     p2p_blocks: bool = False
     scatters_messages: bool = False
     overlaps_reductions: bool = True
-    slowdown: float = 1.27
-    link: float = 0.72
-    network: float = 0.72
+    slowdown: float = 1.29
+    link: float = 0.717
+    network: float = 0.708
     divides_evenly: bool = False
     gradient_bytes: int = 2
     selective_products: float = 0.0
@@ -81,10 +81,10 @@ class Software:
 
 PYTORCH = Software(
     name="pytorch",
-    products={"Ampere": 0.796, "Hopper": 0.625, "Blackwell": 0.52, "Ada": 0.85},
-    attention={"Ampere": 0.414, "Hopper": 0.219},
+    products={"Ampere": 0.804, "Hopper": 0.701, "Blackwell": 0.52, "Ada": 0.85},
+    attention={"Ampere": 0.413, "Hopper": 0.451},
     launch_s=LAUNCH_S,
-    elementwise=1.14,
+    elementwise=0.939,
     gradient_bytes=4,
 )
 #: By name: today's PyTorch with this library's engine. ``bench/software.py`` adds other frameworks' generations.

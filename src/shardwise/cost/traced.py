@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.cost.part import Part
-from shardwise.cost.unit import UnitWork
+from shardwise.cost.unit import Product, UnitWork
 from shardwise.cost.workload import Workload
 from shardwise.spec.errors import PlanError
+from shardwise.spec.granularity import round_up
 from shardwise.spec.plan import ParallelPlan
 
 
@@ -85,6 +86,20 @@ class TracedModel:
                 f"  Set precision={'bf16' if asked == 'fp32' else 'fp32'}."
             )
         return _scaled(units, workload.micro_batch / self.batch)
+
+    def padded(self, multiple: int) -> tuple[int, TracedModel]:
+        """The largest width of a layer that is no multiple, else 0, and the model with all widths rounded up."""
+        sizes = {size for unit in self.units for p in unit.products for size in (int(p.inner), int(p.columns))}
+
+        def wider(units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:
+            return tuple(dataclasses.replace(u, products=tuple(map(rounded, u.products))) for u in units)
+
+        def rounded(p: Product) -> Product:
+            inner, columns = (round_up(int(size), multiple) for size in (p.inner, p.columns))
+            return dataclasses.replace(p, inner=inner, columns=columns)
+
+        largest = max((size for size in sizes if size % multiple), default=0)
+        return largest, dataclasses.replace(self, narrow=wider(self.narrow), wide=wider(self.wide))
 
     def _check(self, plan: ParallelPlan, workload: Workload) -> None:
         divided = [f"{axis}={size}" for axis in ("tp", "pp", "cp", "ep") if (size := getattr(plan, axis)) > 1]

@@ -36,6 +36,8 @@ from shardwise.cost.measured import (
 _COLD_BYTES = 96 << 20
 _ROWS = (64, 256, 1024, 4096, 16384)
 _WIDTHS = (256, 1024, 4096, 8192)
+#: A product with an odd number of columns, as GPT-2's vocabulary has; with one column more it is in the table.
+_ODD = (16384, 1024, 8191)
 #: Sequence, sequences, heads, width of a head.
 _ATTENTION = ((64, 4, 8, 64), (64, 4, 8, 128), (256, 2, 8, 64), (256, 2, 8, 128), (1024, 1, 8, 64), (4096, 1, 8, 128))
 #: On a GPU, which a short sequence does not fill: its time says nothing about the time of a pair of tokens.
@@ -223,6 +225,8 @@ def _products(clock: Clock, dtype: torch.dtype) -> Iterator[ProductTime]:
                 if 2.0 * rows * inner * columns > _most_flops(clock.device):
                     continue
                 yield ProductTime(dtype_name(dtype), rows, inner, columns, *_linear(clock, dtype, rows, inner, columns))
+    if clock.device.type == "cuda":
+        yield ProductTime(dtype_name(dtype), *_ODD, *_linear(clock, dtype, *_ODD))
 
 
 def _linear(clock: Clock, dtype: torch.dtype, rows: int, inner: int, columns: int) -> tuple[float, float]:

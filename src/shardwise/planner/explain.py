@@ -13,6 +13,7 @@ from shardwise.planner.band import BANDS, regime
 from shardwise.planner.candidate import divisors, kind_of
 from shardwise.planner.memory import estimate_memory, has_layers, num_microbatches
 from shardwise.planner.planned import MARGIN, Made, Planned, fastest_of
+from shardwise.spec.granularity import round_up
 from shardwise.spec.plan import ParallelPlan
 
 #: Waiting that takes less than this share of a step is not worth a sentence.
@@ -132,7 +133,14 @@ TIME_WORDS = {
 
 def why(made: Planned) -> list[str]:
     """The bounds of the plan's time, what would shorten it, how far it is known, and what memory leaves room for."""
-    return [time_in_words(made), *_remedies_of_time(made), *_assumed_network(made), trust(made), *headroom(made)]
+    return [
+        time_in_words(made),
+        *_remedies_of_time(made),
+        *_odd_sizes(made),
+        *_assumed_network(made),
+        trust(made),
+        *headroom(made),
+    ]
 
 
 def trust(made: Planned) -> str:
@@ -208,6 +216,21 @@ def _remedies_of_time(made: Planned) -> Iterator[str]:
             f"{count} microbatches pass through {made.plan.pp} stages; a global batch of"
             f" {larger.global_batch:,} would lower the bubble from {spent / made.step_time_s:.0%} to {share:.0%}."
         )
+
+
+def _odd_sizes(made: Planned) -> Iterator[str]:
+    """A vocabulary, or a traced layer's width, that is no multiple of 64 on each rank of tp, where that costs time."""
+    multiple = 64 * made.plan.tp
+    size, shape = made.shape.padded(multiple)
+    other = made.again(shape=shape) if size % multiple else made
+    if other.step_time_s > (1 - _NOTABLE) * made.step_time_s:
+        return
+    whose = "vocabulary" if size == made.shape.vocab else "layer's width"
+    yield (
+        f"A {whose} of {size:,} is no multiple of {multiple}, which is slow on a GPU; with {round_up(size, multiple):,}"
+        f" a step would take {seconds(other.step_time_s)}. For a vocabulary that is model.vocab_size, or"
+        f" resize_token_embeddings(pad_to_multiple_of={multiple}) of transformers."
+    )
 
 
 def may_compile(plan: ParallelPlan) -> bool:

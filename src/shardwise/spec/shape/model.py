@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+from shardwise.spec.granularity import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +338,10 @@ class ModelShape:
     def num_active_parameters(self) -> int:
         """Parameters that one token meets: of each mixture those of the chosen experts."""
         return self._total(is_active=True)
+
+    def padded(self, multiple: int) -> tuple[int, ModelShape]:
+        """The vocabulary, and the shape with it rounded up to a multiple; its counts of parameters are left."""
+        return self.vocab, dataclasses.replace(self, vocab=round_up(self.vocab, multiple))
 
     def _total(self, *, is_active: bool) -> int:
         blocks = sum(count * block.num_parameters(self.hidden, is_active=is_active) for count, block in self.stacks)
