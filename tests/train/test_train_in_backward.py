@@ -74,11 +74,16 @@ def ten_million_bytes_on_rank_1() -> torch.Tensor | None:
 def test_a_record_has_the_peak_of_all_ranks_and_a_short_resume_its_speed(tmp_path: Path) -> None:
     one, more = sets("train.steps=1"), sets("train.steps=3")
     quiet = sets("train.eval_every=null")
+    again = "--run-dir", "run", "--resume", *more, *quiet
     results = train_here(
-        tmp_path, 2, ("--run-dir", "run", *one, *quiet), ("--run-dir", "run", "--resume", *more, *quiet),
-        ("--run-dir", "run", "--resume", *more, *quiet), before=ten_million_bytes_on_rank_1,
+        tmp_path, 2, ("--run-dir", "run", *one, *quiet), again, before=ten_million_bytes_on_rank_1
     )  # fmt: skip
+    first = summary(tmp_path / "run")
+    results += train_here(tmp_path, 2, again)
     assert [code for code, _ in results] == [0, 0, 0]
+    assert first["timed_steps"] > 0
+    assert first["peak_memory_bytes"] > 0
+    assert summary(tmp_path / "run") == first
     lines = metrics(tmp_path / "run")
     assert lines[0]["peak_memory_bytes"] > 10_000_000
     assert "finished 3 steps, " in results[1][1]

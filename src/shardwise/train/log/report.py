@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.launch.environment import environment
 from shardwise.report import read_run, run_page
 from shardwise.report.numbers import thin
+from shardwise.spec.bound import read_json
 from shardwise.spec.errors import StorageError
 from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, MODEL, PLAN, PREDICTED, REPORT, SUMMARY
 from shardwise.spec.text import printable, size
@@ -33,6 +34,9 @@ import shardwise as sw
 from shardwise.spec.mesh import Mesh
 from shardwise.train.control import Control
 
+#: What the steps of a start measured, in summary.json.
+_MEASURED = "tokens_per_s", "peak_memory_bytes", "step_time_s", "timed_steps", "wall_time_s", "steps_time_s"
+_MEASURED += "eval_time_s", "checkpoint_time_s"
 #: Units that are named at the end of a run.
 _LARGEST = 4
 #: The share of a step that data takes, from which on it is said.
@@ -129,7 +133,16 @@ class Report:
     def summary(
         self, done: Progressed, outcome: Outcome, speed: Speed, *, peak_bytes: int, failed_saves: list[str]
     ) -> dict[str, Any]:
-        """The content of summary.json: steps, losses, predicted and measured memory and time."""
+        """The content of summary.json: steps, losses, predicted and measured memory and time.
+
+        A start that made no step, as the resume of a finished run, keeps what the steps before it measured.
+        """
+        before: dict[str, Any] = {}
+        if not speed.made_steps:
+            with contextlib.suppress(OSError, ValueError):
+                before = read_json(self.directory / SUMMARY)
+        is_same = before.get("steps") == done.step
+        kept = {name: before[name] for name in _MEASURED if is_same and name in before}
         return {
             "steps": done.step,
             "first_loss": done.first_loss,
@@ -153,7 +166,7 @@ class Report:
             "steps_time_s": speed.steps_s,
             "eval_time_s": speed.eval_s,
             "checkpoint_time_s": speed.checkpoint_s,
-        }
+        } | kept
 
     def write_memory(
         self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int], by_unit: Mapping[str, int]
