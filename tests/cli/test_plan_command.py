@@ -241,12 +241,17 @@ def test_the_folder_of_a_run_says_its_plan_batch_and_time(capsys: pytest.Capture
     (folder / "config.yaml").write_text(config)
     predicted = as_json(capsys, str(folder / "config.yaml"), "--gpus", "2", "--gpu", "L4")["plans"][0]["step_time_s"]
     (folder / "summary.json").write_text(json.dumps({"step_time_s": 1.2 * predicted}))
+    (folder / "environment.json").write_text(json.dumps({"devices": ["NVIDIA L4"]}))
     held = as_json(capsys, *TINY, "--measured", str(folder))["measured"]
     assert f"{1200 * predicted:.3g} ms a step of zero2 (2x2), predicted {1000 * predicted:.3g} ms." in held["lines"][0]
     assert list(held["speeds"]) == ["launch"]
     code, _, err = run(capsys, *TINY, "--measured", str(tmp_path))
     assert code != 0
     assert "holds no run" in err
+    (folder / "environment.json").write_text(json.dumps({"devices": ["cpu"]}))
+    code, _, err = run(capsys, *TINY, "--measured", str(folder))
+    assert code == 78
+    assert "the run was made on a CPU, which says nothing of L4" in err
 
 
 def test_where_nothing_fits_the_page_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:

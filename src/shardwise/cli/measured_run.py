@@ -83,6 +83,11 @@ def _of_folder(folder: Path, cluster: Cluster) -> tuple[Estimate, float]:
     world, spent = run.plan.get("world_size"), run.step_time_s
     if not isinstance(world, int) or not spent:
         raise ConfigError(f"--measured {folder}: no step was timed.\n  Name the folder of a run that made a few steps.")
+    if run.environment.get("devices") == ["cpu"] and cluster.device.device_type != "cpu":
+        raise ConfigError(
+            f"--measured {folder}: the run was made on a CPU, which says nothing of {cluster.device.name}.\n"
+            "  Name a run on such a GPU, or as --gpu a file that `shardwise calibrate` wrote here."
+        )
     resolved = resolve(read_config(folder / CONFIG), world, min(world, cluster.gpus_per_node), checks_data=False)
     there = replace(cluster, num_gpus=world)
     shape = shape_of(resolved, reads_iterables=True)

@@ -188,7 +188,10 @@ def load_spec(name: str) -> TrainSpec:
 
 def _of_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"--spec {printable(path)}: there is no such file.\n  Name one, or a module: package.module.")
+        where = "" if path.is_absolute() else f" in {printable(Path.cwd())}"
+        raise ConfigError(
+            f"--spec {printable(path)}: there is no such file{where}.\n  Name one, or a module: package.module."
+        )
     path = path.resolve()
     key = f"shardwise_spec_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if key in sys.modules:
