@@ -136,7 +136,7 @@ def why(made: Planned) -> list[str]:
     return [
         time_in_words(made),
         *_remedies_of_time(made),
-        *_odd_sizes(made),
+        *odd_sizes(made),
         *_assumed_network(made),
         trust(made),
         *headroom(made),
@@ -218,7 +218,7 @@ def _remedies_of_time(made: Planned) -> Iterator[str]:
         )
 
 
-def _odd_sizes(made: Planned) -> Iterator[str]:
+def odd_sizes(made: Planned) -> Iterator[str]:
     """A vocabulary, or a traced layer's width, that is no multiple of 64 on each rank of tp, where that costs time."""
     multiple = 64 * made.plan.tp
     size, shape = made.shape.padded(multiple)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.environment import environment
+from shardwise.planner.explain import odd_sizes
 from shardwise.report import read_run, run_page
 from shardwise.report.numbers import thin
 from shardwise.spec.bound import read_json
@@ -224,6 +225,8 @@ class Report:
             progress.say(f"  predicted        n/a  {found.reason}")
         else:
             progress.say(f"  predicted  {found.seconds * 1e3:>6,.0f} ms  {found.reason}")
+        for text in odd_sizes(found.made) if found.made is not None else ():
+            progress.say(f"  {text}")
         if speed.step_time_s is not None:
             ratio = "" if not found.seconds else f"  {speed.step_time_s / found.seconds:.2f} of the prediction"
             progress.say(f"  measured   {speed.step_time_s * 1e3:>6,.0f} ms{ratio}")
