@@ -33,6 +33,7 @@ from shardwise.train.callback import Callback, Record
 from shardwise.train.config.resolve import GPU_LOG_EVERY
 from shardwise.train.config.sections import Config, read_config
 from shardwise.train.control import differences
+from shardwise.train.data.workers import all_obey
 from shardwise.train.log.report import Report
 from shardwise.train.loop import Loop, Parts
 from shardwise.train.predicted.step import PredictedStep
@@ -197,6 +198,7 @@ class Run:
             )
             held.control.check_same(self._shared(), "state of sampler and scheduler")
             stack.enter_context(loop.running())
+            stack.enter_context(all_obey())
             self._stack = stack.pop_all()
         return self
 

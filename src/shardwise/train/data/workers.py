@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,7 +20,38 @@ def obey_this_rank(loader: DataLoader[Any]) -> None:
 
     A loader whose workers have ended gives no batch for the step that the rank still makes, and fails.
     """
-    loader.worker_init_fn = functools.partial(_begin, _exit_of(os.getpid()), loader.worker_init_fn)
+    begin = loader.worker_init_fn
+    if not isinstance(begin, functools.partial) or begin.func is not _begin:  # else it obeys already
+        loader.worker_init_fn = functools.partial(_begin, _exit_of(os.getpid()), begin)
+
+
+@contextlib.contextmanager
+def all_obey() -> Iterator[None]:
+    """:func:`obey_this_rank` for every loader that starts workers meanwhile, as those of a user's own loop."""
+
+    def obeying(begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(begin)
+        def begins(loader: DataLoader[Any]) -> Any:
+            if loader.num_workers:
+                obey_this_rank(loader)
+            return begin(loader)
+
+        return begins
+
+    classes = [each for each in _classes(DataLoader) if "__iter__" in vars(each)]
+    begins = [vars(each)["__iter__"] for each in classes]
+    for each, begin in zip(classes, begins, strict=True):
+        each.__iter__ = obeying(begin)
+    try:
+        yield
+    finally:
+        for each, begin in zip(classes, begins, strict=True):
+            each.__iter__ = begin
+
+
+def _classes(base: type[Any]) -> set[type[Any]]:
+    """A class and all that derive from it."""
+    return {base}.union(*(_classes(each) for each in base.__subclasses__()))
 
 
 @functools.cache
