@@ -139,3 +139,14 @@ def test_an_odd_vocabulary_is_named_with_the_time_of_the_next_multiple() -> None
     assert "resize_token_embeddings(pad_to_multiple_of=64)" in text
     assert nothing == []
     assert said(50_272)[1] == []  # a multiple of 32 costs less than is worth a sentence
+
+
+def test_a_faster_network_is_advised_only_where_the_waiting_is_on_it() -> None:
+    def advice(name: str, plan: ParallelPlan, network: float | None) -> list[str]:
+        cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=16, inter_gbits_per_s_per_node=network)
+        made = estimate(ModelShape.from_config(name), plan, cluster, Workload(seq_len=2048, global_batch=128))
+        return [text for text in why(made) if "with twice that" in text]
+
+    assert len(advice("llama-3.2-1b", ParallelPlan(strategy="zero3"), 100)) == 1
+    inside_a_node = ParallelPlan(strategy="zero3", ep=8)
+    assert advice("qwen3-30b-a3b", inside_a_node, 3200) == []

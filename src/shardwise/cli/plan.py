@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -157,8 +158,8 @@ def plan(
 
 
 def _samples_of(tokens: int) -> int:
-    """Samples that a GPU gets of a step; of what is no sequence of tokens eight."""
-    return max(1, _TOKENS_PER_GPU // tokens) if tokens > 1 else 8
+    """Samples that a GPU gets of a step, a power of two; of what is no sequence of tokens eight."""
+    return 1 << max(0, round(math.log2(_TOKENS_PER_GPU / tokens))) if tokens > 1 else 8
 
 
 def _show_plans(
