@@ -245,6 +245,15 @@ def test_products_of_an_odd_vocabulary_take_what_they_took_on_one_h100() -> None
     assert alignment(25_128, "Hopper") == 0.75
 
 
+def test_an_odd_number_of_tokens_aligns_no_row_and_costs_nothing() -> None:
+    gpu = find_gpu("H100-80GB-SXM")
+    odd, even = (
+        sum(product_seconds(Product(rows, 4096, 4096), gpu, find_software("pytorch", gpu), "bf16"))
+        for rows in (16_351, 16_384)
+    )
+    assert 0.97 * even < odd < even
+
+
 def test_a_mesh_of_links_gives_few_ranks_their_own_links_only() -> None:
     """Eight MI300X: 448 GB/s to all the others together, 64 GB/s to each."""
     cluster = Cluster(gpu="MI300X", num_gpus=8)

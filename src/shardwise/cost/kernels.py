@@ -111,9 +111,14 @@ def launch_seconds(work: UnitWork, software: Software, workload: Workload) -> fl
 
 
 def product_seconds(product: Product, gpu: Gpu, software: Software, precision: str) -> tuple[float, float]:
-    """Seconds of forward and of backward of a product, all its ``count`` together."""
+    """Seconds of forward and of backward of a product, all its ``count`` together.
+
+    Rows of all three matrices have ``inner`` or ``columns`` elements, and these decide how they are aligned; how many
+    rows there are does not.
+    """
     rows, inner, columns = product.rows, product.inner, product.columns
-    on = _On(gpu, software, precision)
+    arch = "" if precision == "fp32" else gpu.arch
+    on = _On(gpu, software, precision, alignment(inner, arch) * alignment(columns, arch))
     forward = on.product_s(rows, inner, columns)
     backward = on.product_s(rows, columns, inner)
     if product.is_trained:
@@ -123,11 +128,12 @@ def product_seconds(product: Product, gpu: Gpu, software: Software, precision: s
 
 @dataclass(frozen=True, slots=True)
 class _On:
-    """A GPU, the software on it, and the dtype of products."""
+    """A GPU, the software on it, the dtype of products, and the speed that their alignment allows."""
 
     gpu: Gpu
     software: Software
     precision: str
+    aligned: float
 
     def product_s(self, rows: float, inner: float, columns: float) -> float:
         if min(rows, inner, columns) <= 0:
@@ -135,9 +141,7 @@ class _On:
         tiles = math.ceil(rows / 128) * math.ceil(columns / _TILE_COLUMNS.get(self.gpu.arch, 128))
         waves = tiles / _CORES.get(self.gpu.arch, 108)
         full = 1 - (1 - waves / math.ceil(waves)) * SHAPE_FACTORS.wave
-        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short)
-        arch = "" if self.precision == "fp32" else self.gpu.arch
-        share *= alignment(inner, arch) * alignment(columns, arch)
+        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short) * self.aligned
         item = 4 if self.precision in {"fp32", "tf32"} else 2
         seconds = 2.0 * rows * inner * columns / (_rate(self.gpu, self.software, self.precision) * share)
         moved = item * (rows * inner + inner * columns + rows * columns)

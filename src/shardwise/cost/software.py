@@ -17,7 +17,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean
 
 #: Share of the best product that was measured on a card (``Gpu.best_product``) where no row says what training reaches:
-#: the mean of PyTorch's runs of 2024 on two cards (``bench/software.py``), 0.804 / 0.869 on A100, 0.639 / 0.803 on H100.
+#: the mean of PyTorch's runs of 2024 (``bench/software.py``), 0.804 / 0.869 on A100 and 0.639 / 0.803 on H100.
 OF_BEST = 0.85
 
 #: The same of one kernel of attention, of the share of products: 0.413 / 0.804 and 0.219 / 0.639.
