@@ -17,6 +17,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean
 
 if TYPE_CHECKING:
+    from shardwise.cost.hardware import Gpu
     from shardwise.planner import Cluster, Workload
     from shardwise.spec.shape import ModelShape
     from shardwise.spec.shape.gpt import GPTConfig
@@ -48,7 +49,10 @@ def plan(
         int | None, typer.Option(help="Sequences of a step over all GPUs; by default 16,384 tokens for each GPU.")
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Only this many sequences a forward.")] = None,
-    precision: Annotated[str | None, typer.Option(help="What products compute in: bf16 (default), fp16, fp32.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="What products compute in: bf16, fp16, fp32; by default the first that the GPU has."),
+    ] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="adamw (default), adam, sgd, sgd-momentum, muon or adamw8bit.")
     ] = None,
@@ -144,7 +148,7 @@ def plan(
     workload = Workload(
         seq_len=tokens,
         global_batch=_given(global_batch, subject.global_batch, cluster.num_gpus * _samples_of(tokens)),
-        precision=precision or subject.precision,
+        precision=precision or subject.precision or _precision_of(cluster.device),
         optimizer=optimizer or subject.optimizer,
         compile=bool(fixed.get("compile", False)),
         lora_rank=rank,
@@ -155,6 +159,11 @@ def plan(
     else:
         files = {"out": out, "report": report, "trace": trace, "save_hardware": save_hardware}
         _show_plans(subject, cluster, workload, fixed, measured or [], is_json=json_output, **files)
+
+
+def _precision_of(device: Gpu) -> str:
+    """The dtype of products where nothing says it: the first that the device has units for, or was calibrated in."""
+    return next((name for name in ("bf16", "fp16") if name in device.peaks), "fp32")
 
 
 def _samples_of(tokens: int) -> int:
@@ -259,7 +268,7 @@ class Subject:
     fixed: dict[str, Any] = field(default_factory=dict)  # what it fixes
     seq_len: int | None = None  # tokens of a sequence that it says
     global_batch: int | None = None  # sequences of a step that it says
-    precision: str = "bf16"  # dtype of products
+    precision: str | None = None  # dtype of products; ``None``: that of the GPU
     optimizer: str = "adamw"
     lora_rank: int | None = None  # of its adapters; ``None``: the model itself is trained
     chunked_loss: bool = False  # ``train.chunked_cross_entropy``
@@ -368,7 +377,7 @@ def _from_file(path: Path | None, spec: str | None = None) -> Subject:
         fixed=fixed,
         seq_len=config.data.seq_len or (shape.seq_len or 1 if config.spec is not None else None),
         global_batch=config.train.global_batch_size,
-        precision="bf16" if computed == "auto" else str(computed),
+        precision=None if computed == "auto" else str(computed),
         optimizer=optimizer_of(config.optimizer, own),
         lora_rank=config.lora.rank,
         chunked_loss=config.train.chunked_cross_entropy,
