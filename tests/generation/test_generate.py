@@ -348,6 +348,19 @@ def test_causal_models_of_transformers_say_what_their_own_generate_says():
     run_on_ranks(generated_by_families, 2, expected, timeout_s=120)
 
 
+def test_a_mixture_that_is_trained_with_a_loss_of_its_routers_continues_rows_of_unequal_length():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(3)
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=SEQ, initializer_range=0.3, num_local_experts=3,
+        output_router_logits=True,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    assert sw.generate(model, PROMPTS, max_new_tokens=NEW) == [own_generate(model, prompt)[0] for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("name", CACHE_NAMES)
 def test_the_cache_is_passed_under_the_name_that_the_model_s_forward_has(name):
     model = build_family("llama").eval()

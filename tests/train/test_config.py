@@ -187,6 +187,13 @@ def test_options_that_would_be_ignored_are_errors(tmp_path: Path) -> None:
     assert "exclude each other" in mistakes(tmp_path, GOOD, "model.preset=gpt-tiny", "model.hf=x")
 
 
+def test_a_folder_takes_the_place_of_the_file_s_preset(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256}))
+    found = resolved(tmp_path, GOOD + "model: {preset: gpt-tiny}\n", f"model.hf={tmp_path}").config.model
+    assert (found.preset, found.hf) == (None, str(tmp_path))
+    assert resolved(tmp_path, GOOD + "model: {hf: x}\n", "model.preset=gpt-tiny").config.model.hf is None
+
+
 def test_names_of_code_are_not_run_and_nothing_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_FOR_TEST", "hush-hush")
     assert "unknown key" in mistakes(tmp_path, GOOD + "model: {_target_: os.system}\n")

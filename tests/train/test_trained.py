@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.spec.errors import CheckpointError
+from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.data.tokenizer import OfFolder
 from shardwise.train.trained import find_trained, model_name
 from tests.common.tokenizers import save_tokenizer
@@ -25,6 +25,21 @@ def test_a_folder_without_weights_is_refused_and_not_drawn(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"has its weights in pytorch_model\.bin"):
         find_trained(tmp_path)
+
+
+def test_an_adapter_without_its_model_is_refused_with_what_to_name(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is an adapter, without the model below it.\n.*export RUN FOLDER --merge"):
+        find_trained(tmp_path)
+
+
+def test_a_folder_that_cannot_continue_texts_is_not_to_be_exported(tmp_path):
+    config = {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"], "vocab_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    found = find_trained(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot continue texts.\n  Use the folder with transformers"):
+        found.check_continues(found.resolve([], 1))
 
 
 @pytest.mark.parametrize(("named", "further"), [([0, 7], (7,)), (9, (9,)), (None, ()), ("x", ()), ([True, 3], (3,))])

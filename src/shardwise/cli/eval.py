@@ -55,9 +55,7 @@ def evaluate(
     given = overrides or []
 
     def check(trained: Trained, count: int) -> None:
-        from shardwise.train.trained import check_continues
-
-        check_continues(trained.resolve(given, count))
+        trained.check_continues(trained.resolve(given, count))
         _tokenizer(trained, is_chat=chat)
 
     def work(trained: Trained, world: World) -> int:

@@ -98,10 +98,9 @@ def serve(
 def _check(asked: _Asked, trained: Trained, count: int) -> None:
     """Refuse what can be known to fail before any process starts."""
     from shardwise.serve.server import bind
-    from shardwise.train.trained import check_continues
 
     resolved = trained.resolve(asked.overrides, count)
-    check_continues(resolved)
+    trained.check_continues(resolved)
     _check_length(asked, resolved.positions)
     section = resolved.config.parallel
     if section.tp * section.pp != count:

@@ -153,10 +153,8 @@ class _OfTransformers:
         self._padding_B1 = torch.tensor(padding)[:, None] if any(padding) else None
         self._mask_BK: Tensor | None = None
         self.length = 0
-        self._options: dict[str, Any] = {cache_name: self.cache, "use_cache": True, "return_dict": True}
+        self._options = {cache_name: self.cache, "use_cache": True, **_options(known, 1)}
         self._takes_positions = "position_ids" in known
-        if "logits_to_keep" in known:
-            self._options["logits_to_keep"] = 1
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         T, device = new_BT.shape[1], new_BT.device
@@ -225,13 +223,19 @@ class _OfTransformersOnce:
 
     def __init__(self, known: Collection[str], num_logits: int) -> None:
         self._num_logits = num_logits
-        self._options = {"logits_to_keep": num_logits} if "logits_to_keep" in known else {}
+        self._options = {"use_cache": False, **_options(known, num_logits)}
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
-        return model(input_ids=new_BT, use_cache=False, return_dict=True, **self._options)
+        return model(input_ids=new_BT, **self._options)
 
     def logits(self, output: Any) -> Tensor:
         return output.logits[:, -self._num_logits :]
+
+
+def _options(known: Collection[str], num_logits: int) -> dict[str, Any]:
+    """Arguments by which a forward makes the last logits alone, without the loss that balances experts in training."""
+    wanted = {"logits_to_keep": num_logits, "output_router_logits": False}
+    return {"return_dict": True} | {name: value for name, value in wanted.items() if name in known}
 
 
 def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:

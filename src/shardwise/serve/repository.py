@@ -10,7 +10,7 @@ from typing import Literal
 from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.spec.text import printable
 from shardwise.train.export import export_trained
-from shardwise.train.trained import Trained, check_continues
+from shardwise.train.trained import Trained
 
 Backend = Literal["python", "vllm"]
 
@@ -80,7 +80,7 @@ def write_repository(
     if whole.exists():
         raise ConfigError(f"{printable(whole)} exists.\n  Name another repository, or the model: --name NAME.")
     resolved = trained.resolve([], 1)
-    check_continues(resolved)
+    trained.check_continues(resolved)
     version = whole / "1"
     try:
         version.mkdir(parents=True)

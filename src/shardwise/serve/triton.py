@@ -22,7 +22,7 @@ from shardwise.serve.protocol import RequestError, Served, read_completion
 from shardwise.serve.scheduler import Scheduler
 from shardwise.serve.text import Text
 from shardwise.spec.errors import ShardwiseError
-from shardwise.train.trained import check_continues, find_trained
+from shardwise.train.trained import find_trained
 
 
 class TritonPythonModel:
@@ -75,7 +75,7 @@ class TritonPythonModel:
         try:
             world = World()
             resolved = self._trained.resolve([], world.size)
-            check_continues(resolved)
+            self._trained.check_continues(resolved)
             with self._trained.opened(resolved, world, is_averaged=False) as model:
                 conveyor = Conveyor(model)
                 self._served = Served(self._name, self._tokenizer, conveyor.vocab_size, conveyor.positions)

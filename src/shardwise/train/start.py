@@ -108,8 +108,8 @@ def launch_training(
 
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
+    check_extras(raw.config)  # before data is tokenized
     resolved = resolve(raw, num_ranks, say=say, spec=spec)
-    check_extras(resolved.config)
     if run_dir is not None:
         RunLock(run_dir, takes_over=takes_over).check()
     to = resolved.config.checkpoint.upload_to
@@ -219,9 +219,9 @@ def work(
         from shardwise.train.trainer import Trainer
 
         given = keep_batch(raw, run_dir or folder.newest(raw.config.name), world)
+        check_extras(given.config)
         resolved = resolve(given, world.size, world.ranks_per_machine, spec=spec or given_spec())
         config = resolved.config
-        check_extras(config)
         if world.source != "launcher":  # which has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))
         with session(

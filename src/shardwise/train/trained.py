@@ -111,6 +111,15 @@ class Trained:
             "  Leave it out, or train with train.ema_decay set: its checkpoints hold them."
         )
 
+    def check_continues(self, resolved: RunConfig) -> None:
+        """Refuse models that do not continue texts."""
+        if resolved.task.name != NEXT:
+            advice = "Use the folder" if self.checkpoint is None else "Export the run, and use the folder"
+            raise ConfigError(
+                f"the model is trained for {resolved.task.name}, and cannot continue texts.\n"
+                f"  {advice} with transformers."
+            )
+
     def generate(
         self, resolved: RunConfig, world: World, rows: Sequence[Sequence[int]], *, is_averaged: bool, **settings: Any
     ) -> Iterator[Sequence[int | None]]:
@@ -133,7 +142,7 @@ class Trained:
         from shardwise.launch.world import joined
         from shardwise.train.model.build import defer_model
 
-        check_continues(resolved)
+        self.check_continues(resolved)
         with joined(world) as device:
             torch.manual_seed(0)
             model, weights = defer_model(resolved, device)  # each rank reads what it owns
@@ -143,15 +152,6 @@ class Trained:
                 sw.load(self.checkpoint, model, average=average)
             with contextlib.nullcontext() if average is None else average.swapped_in():
                 yield model.eval()
-
-
-def check_continues(resolved: RunConfig) -> None:
-    """Refuse models that do not continue texts."""
-    if resolved.task.name != NEXT:
-        raise ConfigError(
-            f"the model is trained for {resolved.task.name}, and cannot continue texts.\n"
-            "  Export the run, and use the folder with transformers."
-        )
 
 
 def find_trained(path: Path) -> Trained:
@@ -197,6 +197,11 @@ def find_trained(path: Path) -> Trained:
                 f"{printable(path)} has a config.json and no weights.\n  Name a folder with *.safetensors beside it."
             )
         return Trained(None, path, {"hf": str(path)})
+    if (path / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{printable(path)} is an adapter, without the model below it.\n"
+            "  Name the run that trained it, or a folder with all weights: shardwise export RUN FOLDER --merge."
+        )
     what = "it holds no checkpoints, no manifest and no config.json"
     if not path.is_dir():
         what = "there is no such folder" + (f" ({how_to_fetch(str(path))})" if is_hub_name(str(path)) else "")

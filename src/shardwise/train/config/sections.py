@@ -520,15 +520,21 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
 
 
 #: A section's keys that say one thing in two ways.
-_RIVALS = (("train", "steps", "epochs"), ("data", "source", "mix"))
+_RIVALS = (("train", "steps", "epochs"), ("data", "source", "mix"), ("model", "preset", "hf"))
 
 
 def _lay(document: Document, over: Document) -> None:
-    """Lay ``over`` on a document; a key that it gives takes the place of the key's rival, too."""
+    """Lay ``over`` on a document; a key that it gives takes the place of the key's rival, too.
+
+    A rival that another ``--set`` gives is left: the command contradicts itself.
+    """
     for section, first, second in _RIVALS:
         given, held = over.values.get(section), document.values.get(section)
+        if not isinstance(given, dict) or not isinstance(held, dict):
+            continue
         for key, rival in ((first, second), (second, first)):
-            if isinstance(given, dict) and isinstance(held, dict) and given.get(key) is not None and rival not in given:
+            is_set = document.where.get((section, rival), "").startswith("--set ")
+            if given.get(key) is not None and rival not in given and not is_set:
                 held.pop(rival, None)
     document.lay(over)
 

@@ -153,7 +153,7 @@ def _begun(name: str, directory: Path, config: Config) -> _Tracker:
     except Exception as error:
         raise ConfigError(
             f"log.{name}=true, but {name} did not begin a run: {first_line(error)}\n"
-            f"  Look at its address and credentials, or set log.{name}=false."
+            f"  Look at its address and credentials ({name.upper()}_* variables), or set log.{name}=false."
         ) from error
 
 
