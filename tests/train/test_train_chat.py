@@ -82,6 +82,26 @@ def test_documents_in_a_row_do_not_see_each_other(folder: Path, monkeypatch: pyt
     assert sums[0] == pytest.approx(sums[1], rel=1e-5)
 
 
+def test_a_mixture_that_balances_its_experts_adds_the_loss_of_its_routers() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 3}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, router_aux_loss_coef=0.5, output_router_logits=True))
+    inputs, targets = torch.randint(30, (2, 2, 8))
+    own = model(input_ids=inputs, labels=targets, shift_labels=targets)
+    assert own.aux_loss > 1
+    usual = objective(is_from_hf=True, cp=1)
+    assert usual.loss(model, TokenBatch(inputs, targets)).item() == own.loss.item()
+    of_all = usual.loss(model, TokenBatch(inputs, targets, None, 32.0))  # half of the learned tokens
+    halved = (own.loss - 0.5 * own.aux_loss) / 2 + 0.5 * own.aux_loss
+    assert of_all.item() == pytest.approx(halved.item(), rel=1e-6)
+    model.config.output_router_logits = False
+    plain = usual.loss(model, TokenBatch(inputs, targets))
+    assert plain.item() == pytest.approx((own.loss - 0.5 * own.aux_loss).item(), rel=1e-6)
+
+
 def test_a_built_in_model_has_a_sample_for_each_conversation(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

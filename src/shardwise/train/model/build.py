@@ -146,7 +146,13 @@ def objective(*, is_from_hf: bool, cp: int, task: Task = CAUSAL, in_chunks: bool
             lambda output, _batch: output.loss,
         )
     call = _call_with_decoder if task.name == ANSWER else _call_hf
-    return Objective(call, lambda output, batch: _cross_entropy(output.logits, batch))
+    return Objective(call, _loss_of_hf)
+
+
+def _loss_of_hf(output: Any, batch: TokenBatch) -> Tensor:
+    """The model's own loss where :func:`_call_hf` asked for it."""
+    loss = getattr(output, "loss", None)
+    return _cross_entropy(output.logits, batch) if loss is None else loss
 
 
 def _shared_out(mean: Tensor, batch: TokenBatch) -> Tensor:
@@ -156,19 +162,24 @@ def _shared_out(mean: Tensor, batch: TokenBatch) -> Tensor:
 
 def _call_for_loss(model: nn.Module, batch: TokenBatch) -> Any:
     """The model's loss is taken inside its forward."""
-    places = {} if batch.positions is None else {"position_ids": batch.positions}
+    places = {"attention_mask": batch.mask, "position_ids": batch.positions}
     return model(
         input_ids=batch.inputs,
         labels=batch.targets,
         shift_labels=batch.targets,
         num_items_in_batch=batch.num_targets,
         use_cache=False,
-        **places,
+        **{name: value for name, value in places.items() if value is not None},
     )
 
 
 def _call_hf(model: nn.Module, batch: TokenBatch) -> Any:
-    """Positions that begin anew tell transformers that a row holds several documents, where there is no mask."""
+    """Positions that begin anew tell transformers that a row holds several documents, where there is no mask.
+
+    A mixture that is configured to balance its experts (``output_router_logits``) adds the loss of its routers itself.
+    """
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        return _call_for_loss(model, batch)
     if batch.mask is not None:
         return model(input_ids=batch.inputs, attention_mask=batch.mask)
     if batch.positions is None:
