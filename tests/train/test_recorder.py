@@ -70,9 +70,9 @@ def test_a_tracker_that_fails_is_named_and_keeps_nobody_from_the_rest(
     assert codes == [75, 75]
     assert "no answer from the server" in capsys.readouterr().err
     vars(wandb).update(init=fail)
-    with pytest.raises(ConfigError, match=r"log.wandb=true, but wandb did not begin a run: no answer from the server") as found:
+    begun = r"log.wandb=true, but wandb did not begin a run: no answer from the server\n.*credentials \(WANDB_\* var"
+    with pytest.raises(ConfigError, match=begun):
         Recorder(tmp_path, CONFIG, 0)
-    assert "Look at its address and credentials (WANDB_* variables)" in str(found.value)
 
 
 def test_a_full_disk_is_refused_once_and_not_again_when_the_file_is_closed(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardwise.launch.world import World
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.data.tokenizer import OfFolder
 from shardwise.train.trained import find_trained, model_name
@@ -29,7 +31,7 @@ def test_a_folder_without_weights_is_refused_and_not_drawn(tmp_path):
 
 def test_an_adapter_without_its_model_is_refused_with_what_to_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"is an adapter, without the model below it.\n.*export RUN FOLDER --merge"):
+    with pytest.raises(CheckpointError, match=r"is an adapter, without the model below it\.\n.* --merge"):
         find_trained(tmp_path)
 
 
@@ -40,6 +42,17 @@ def test_a_folder_that_cannot_continue_texts_is_not_to_be_exported(tmp_path):
     found = find_trained(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot continue texts.\n  Use the folder with transformers"):
         found.check_continues(found.resolve([], 1))
+
+
+def test_a_mixture_that_continues_texts_takes_no_loss_of_its_routers(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True)).save_pretrained(tmp_path)
+    found = find_trained(tmp_path)
+    with found.opened(found.resolve([], 1), World(), is_averaged=False) as model:
+        assert model(torch.tensor([[3, 4]])).aux_loss is None
 
 
 @pytest.mark.parametrize(("named", "further"), [([0, 7], (7,)), (9, (9,)), (None, ()), ("x", ()), ([True, 3], (3,))])
