@@ -146,7 +146,8 @@ class Trained:
         with joined(world) as device:
             torch.manual_seed(0)
             model, weights = defer_model(resolved, device)  # each rank reads what it owns
-            if getattr(config := getattr(model, "config", None), "output_router_logits", False):
+            config: Any = getattr(model, "config", None)
+            if getattr(config, "output_router_logits", False):
                 config.output_router_logits = False  # for a loss in training, which pp refuses
             model = sw.parallelize(model, resolved.plan, init=weights)
             average = sw.ExponentialMovingAverage(model) if is_averaged else None
