@@ -331,7 +331,7 @@ def second_job(box: Box) -> Seen:
     job.until_step(box.run, 1)
     refused = box.train("--resume", run="run")
     holder = rf"belongs to another run: process \d+ on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d "
-    box.says(refused, holder, r"Wait for it, stop it, or name another folder with --run-dir\.")
+    box.says(refused, holder, r"Wait for it, stop it, or name another folder with --run-dir or in sw\.Run\.")
     box.check("the first run was still going on", job.process.poll() is None)
     first = job.wait()
     box.check("the first run ends well", first.code == 0)

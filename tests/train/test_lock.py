@@ -93,7 +93,13 @@ def test_what_another_machine_holds_is_refused_with_the_way_out_and_taken_where_
         with pytest.raises(RunLockedError, match=r"another run: .*\n.*on another machine.*--take-over") as caught:
             attempt()
         assert not {"\0", "\x1b"} & set(str(caught.value))
+        assert str(caught.value).endswith("; for sw.Run remove run.lock.")
         assert path.read_text() == text
+    path.unlink()
+    lock = RunLock(tmp_path)
+    assert lock.acquire() is None
+    lock.release()
+    path.write_text(text)
     RunLock(tmp_path, takes_over=True).check()
     lock = RunLock(tmp_path, takes_over=True)
     assert "run.lock was left by " in str(lock.acquire())

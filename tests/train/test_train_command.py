@@ -304,7 +304,7 @@ def test_a_folder_that_machines_do_not_share_is_refused_before_the_first_step(tm
     )
     assert code == 74
     assert "the run's folder is not one folder for all machines: rank 1 does not find in" in text
-    assert "Name a folder of a file system that all machines share, with --run-dir." in text
+    assert "Name a folder of a file system that all machines share, with --run-dir or in sw.Run." in text
     assert not (tmp_path / "apart" / "metrics.jsonl").exists()
     assert shared_code == 0
     for folder in (tmp_path / "apart", tmp_path / "shared"):

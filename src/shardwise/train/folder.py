@@ -140,7 +140,7 @@ def create(directory: Path) -> None:
     if not directory.name.isprintable() or len(directory.name) > _LONGEST_NAME:
         raise ConfigError(
             f"{printable(directory.name)} is no name for a run's folder: expected at most {_LONGEST_NAME} characters"
-            " that can be printed.\n  Name another one with --run-dir."
+            " that can be printed.\n  Name another one with --run-dir or in sw.Run."
         )
     try:
         for part in (directory, directory / LOGS, directory / CHECKPOINTS):
@@ -151,7 +151,7 @@ def create(directory: Path) -> None:
     except OSError as error:
         raise StorageError(
             f"{printable(error.filename or directory)} cannot be written: {error.strerror}.\n"
-            "  Name a folder that can, with --run-dir."
+            "  Name a folder that can, with --run-dir or in sw.Run."
         ) from None
 
 

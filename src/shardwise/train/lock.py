@@ -100,14 +100,17 @@ class RunLock:
 
     def _unwritable(self, error: OSError) -> StorageError:
         folder = printable(self.path.parent)
-        return StorageError(f"{folder} cannot be written: {error.strerror}.\n  Name a folder that can, with --run-dir.")
+        return StorageError(
+            f"{folder} cannot be written: {error.strerror}.\n  Name a folder that can, with --run-dir or in sw.Run."
+        )
 
     def _refusal(self) -> RunLockedError:
         return RunLockedError(
             f"{printable(self.path.parent)} belongs to another run:"
             f" {printable(self._read().split(chr(10))[0]) or 'one that begins just now'}.\n"
-            "  Wait for it, stop it, or name another folder with --run-dir. If it was on another machine and has ended,"
-            f" add --take-over, which waits {SILENT_S:g} s for a sign of life first."
+            "  Wait for it, stop it, or name another folder with --run-dir or in sw.Run. If it was on another machine"
+            f" and has ended, add --take-over, which waits {SILENT_S:g} s for a sign of life first; for sw.Run remove"
+            f" {LOCK_NAME}."
         )
 
     def _read(self) -> str:

@@ -172,7 +172,7 @@ def _check_shared(control: Control, directory: Path, world: World) -> None:
         raise StorageError(
             f"the run's folder is not one folder for all machines: {ranks} not find in {printable(path)} what rank 0"
             " wrote there. Checkpoints would be spread over the machines' own disks.\n"
-            "  Name a folder of a file system that all machines share, with --run-dir."
+            "  Name a folder of a file system that all machines share, with --run-dir or in sw.Run."
         )
 
 

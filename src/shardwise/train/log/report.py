@@ -191,7 +191,7 @@ class Report:
         try:
             replace_text(self.directory / REPORT, run_page(read_run(self.directory)))
         except Exception as error:  # noqa: BLE001
-            sys.stderr.write(f"{REPORT} was not written: {printable(error)}\n")
+            sys.stderr.write(f"{REPORT} was not written: {printable(error, is_block=True)}\n")
 
     def conclude(self, progress: Progress, done: Progressed, speed: Speed, *, peak_bytes: int, reason: str) -> None:
         """Say how fast it went, why it ended, what the loss became, and which peak was predicted and measured."""

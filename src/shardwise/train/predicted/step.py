@@ -17,7 +17,7 @@ from shardwise.planner.memory import memory_on
 from shardwise.planner.simulated import simulated, simulated_spans
 from shardwise.sim.step import SimulatedStep
 from shardwise.spec.errors import ConfigError, ShardwiseError
-from shardwise.spec.text import printable
+from shardwise.spec.text import first_line, printable
 from shardwise.train.config.resolve import RunConfig
 from shardwise.train.predicted.workload import flops_per_step, resolved_plan, shape_of, workload_of
 
@@ -38,7 +38,7 @@ def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> 
         shape = shape_of(resolved)
         made = estimate(shape, resolved.plan, cluster, workload_of(resolved, shape))
     except ShardwiseError as error:
-        return PredictedStep(None, printable(str(error).splitlines()[0]))
+        return PredictedStep(None, first_line(error))
     name = made.cluster.device.name
     return PredictedStep(made.step_time_s, f"{name}: {made.reason}" if made.fits else name, made)
 
@@ -85,7 +85,7 @@ def _time(step: PredictedStep) -> dict[str, Any]:
     try:
         drawn = simulated(made)
     except (ShardwiseError, ArithmeticError, LookupError) as error:
-        return values | {"reason": printable(error)}
+        return values | {"reason": first_line(error)}
     if not isinstance(drawn, SimulatedStep):
         return values | {"reason": "inside the stages of a pipeline streams are not drawn"}
     spans, note = simulated_spans(drawn)
