@@ -230,6 +230,13 @@ def test_what_went_wrong_is_said_before_the_figures(tmp_path: Path) -> None:
     assert f"Note on A: {sentences[0]}" in Page(compare_page([read_run(folder), fine])).text
 
 
+def test_two_predictions_of_a_peak_are_told_apart(tmp_path: Path) -> None:
+    text = page_of(write_run(tmp_path / "run")).text
+    assert (
+        "The peak is 11.0 MB, at moment 1, forward. The planner's formulas give these bytes. The predicted peak" in text
+    )
+
+
 def test_bytes_that_were_sent_are_beside_those_that_were_predicted(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     predicted = json.loads((folder / "predicted.json").read_text())

@@ -32,6 +32,18 @@ def _never_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
 
 
+def test_a_package_that_is_missing_is_named_before_data_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resolve(*_args: object, **_options: object) -> None:
+        raise AssertionError("data would have been tokenized")
+
+    monkeypatch.setattr("shardwise.train.start.resolve", resolve)
+    monkeypatch.setattr("shardwise.train.log.recorder.importlib.util.find_spec", lambda _name: None)
+    assert main(["train", "run.yaml", "--nproc", "1", "--set", "log.wandb=true"]) == 78
+    assert "log.wandb=true, but wandb is not installed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("nproc", "settings", "message"),
     [
