@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.cost.unit import UnitWork
+from shardwise.cost.hardware import find_gpu
+from shardwise.cost.kernels import product_seconds
+from shardwise.cost.software import PYTORCH
+from shardwise.cost.unit import Product, UnitWork
 from shardwise.cost.work import model_work
 from shardwise.measure.storage import StorageCount
 from shardwise.parallel.pipeline.batch import forward_loss
@@ -282,3 +285,38 @@ def test_an_odd_width_of_a_traced_layer_is_named_with_the_time_of_the_next_multi
         1024,
         50_304,
     ]
+
+
+def test_the_width_that_is_named_is_the_one_whose_padding_was_estimated() -> None:
+    """A convolution's field follows from its channels, and classes cost little."""
+    cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=1)
+
+    def said(model: nn.Module, batch: torch.Tensor) -> tuple[float, list[str]]:
+        found = sw.trace_model(model, batch, lambda out, _: out.sum())
+        work = workload(seq_len=1, global_batch=len(batch), micro_batch=len(batch))
+        made = estimate(found, PLAIN, cluster, work)
+        return made.step_time_s, [text for text in why(made) if "no multiple of 64" in text]
+
+    def wide(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(768, 2001), nn.Linear(2001, width), nn.Linear(width, 3000))
+
+    with torch.device("meta"):
+        image = torch.empty(256, 3, 224, 224)
+        images = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000))
+        rows = torch.empty(1 << 14, 768)
+        (_, no_images), (_, (text,)), (padded_s, _) = (
+            said(images, image),
+            said(wide(1001), rows),
+            said(wide(1024), rows),
+        )
+    assert no_images == []
+    assert text.startswith("A layer's width of 1,001 is no multiple of 64")
+    assert f"with 1,024 a step would take {1e3 * padded_s:.3g} ms." in text
+    assert "model.vocab_size" not in text
+
+
+def test_a_convolution_s_field_is_not_aligned_as_the_rows_of_a_matrix() -> None:
+    h100 = find_gpu("H100-80GB-SXM")
+    field, matrix = (Product(1 << 16, 147, 4096, is_convolution=is_one) for is_one in (True, False))
+    slow, slower = (sum(product_seconds(each, h100, PYTORCH, "bf16")) for each in (field, matrix))
+    assert slower / slow == pytest.approx(0.5 / 0.17, rel=0.01)

@@ -136,7 +136,8 @@ def test_an_odd_vocabulary_is_named_with_the_time_of_the_next_multiple() -> None
     (_, (text,)), (padded_s, nothing) = said(50_257), said(50_304)
     assert text.startswith("A vocabulary of 50,257 is no multiple of 64")
     assert f"with 50,304 a step would take {1e3 * padded_s:.0f} ms" in text
-    assert "resize_token_embeddings(pad_to_multiple_of=64)" in text
+    assert "Set model.vocab_size of a preset; of a model of transformers call" in text
+    assert "resize_token_embeddings(pad_to_multiple_of=64), and save it." in text
     assert nothing == []
     assert said(50_272)[1] == []  # a multiple of 32 costs less than is worth a sentence
 

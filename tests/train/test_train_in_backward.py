@@ -84,6 +84,9 @@ def test_a_record_has_the_peak_of_all_ranks_and_a_short_resume_its_speed(tmp_pat
     assert first["timed_steps"] > 0
     assert first["peak_memory_bytes"] > 0
     assert summary(tmp_path / "run") == first
+    assert train_here(tmp_path, 1, again)[0][0] == 0
+    alone = summary(tmp_path / "run")  # what two ranks measured is not one rank's
+    assert (alone["world_size"], alone["step_time_s"], alone["peak_memory_bytes"]) == (1, None, None)
     lines = metrics(tmp_path / "run")
     assert lines[0]["peak_memory_bytes"] > 10_000_000
     assert "finished 3 steps, " in results[1][1]

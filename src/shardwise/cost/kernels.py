@@ -117,7 +117,7 @@ def product_seconds(product: Product, gpu: Gpu, software: Software, precision: s
     rows there are does not.
     """
     rows, inner, columns = product.rows, product.inner, product.columns
-    arch = "" if precision == "fp32" else gpu.arch
+    arch = "" if precision == "fp32" or product.is_convolution else gpu.arch
     on = _On(gpu, software, precision, alignment(inner, arch) * alignment(columns, arch))
     forward = on.product_s(rows, inner, columns)
     backward = on.product_s(rows, columns, inner)

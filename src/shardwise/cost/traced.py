@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,18 +89,26 @@ class TracedModel:
         return _scaled(units, workload.micro_batch / self.batch)
 
     def padded(self, multiple: int) -> tuple[int, TracedModel]:
-        """The largest width of a layer that is no multiple, else 0, and the model with all widths rounded up."""
-        sizes = {size for unit in self.units for p in unit.products for size in (int(p.inner), int(p.columns))}
+        """The linear layers' width that costs most by not being a multiple, else 0, and the model with it rounded up.
+
+        Widths of convolutions and of products between activations follow from other sizes, and are left.
+        """
+        costs: Counter[int] = Counter()
+        for unit in self.units:
+            for p in unit.products:
+                for size in {int(p.inner), int(p.columns)}:
+                    if size % multiple and not p.is_batched:  # the fewer twos it has as factors, the slower it is
+                        costs[size] += unit.count * p.flops / (size & -size)
+        width = max(costs, key=costs.__getitem__, default=0)
+
+        def rounded(p: Product) -> Product:
+            inner, columns = (round_up(width, multiple) if size == width else size for size in (p.inner, p.columns))
+            return p if p.is_batched else dataclasses.replace(p, inner=inner, columns=columns)
 
         def wider(units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:
             return tuple(dataclasses.replace(u, products=tuple(map(rounded, u.products))) for u in units)
 
-        def rounded(p: Product) -> Product:
-            inner, columns = (round_up(int(size), multiple) for size in (p.inner, p.columns))
-            return dataclasses.replace(p, inner=inner, columns=columns)
-
-        largest = max((size for size in sizes if size % multiple), default=0)
-        return largest, dataclasses.replace(self, narrow=wider(self.narrow), wide=wider(self.wide))
+        return width, dataclasses.replace(self, narrow=wider(self.narrow), wide=wider(self.wide))
 
     def _check(self, plan: ParallelPlan, workload: Workload) -> None:
         divided = [f"{axis}={size}" for axis in ("tp", "pp", "cp", "ep") if (size := getattr(plan, axis)) > 1]

@@ -21,6 +21,7 @@ class Product:
         is_trained: The weight is trained.
         is_batched: One kernel computes all ``count`` products.
         parts: Matrices of equal size side by side in the weight: queries, keys and values, or gate and up.
+        is_convolution: ``inner`` is a field of a convolution, whose rows do not lie in memory as those of a matrix.
     """
 
     rows: float
@@ -30,6 +31,7 @@ class Product:
     is_trained: bool = True
     is_batched: bool = False
     parts: int = 1
+    is_convolution: bool = False
 
     @property
     def num_weights(self) -> float:

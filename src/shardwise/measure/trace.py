@@ -359,10 +359,11 @@ def _convolution(args: Any, output: Tensor) -> Product:
     field_size = weight[0, 0].numel()
     inner = weight.shape[0 if is_transposed else 1] * field_size
     positions = output[:, 0].numel()
+    options = {"is_batched": True, "is_convolution": True}
     if is_transposed:
         positions, inner = args[0][:, 0].numel(), weight.shape[0] // groups
-        return Product(positions, inner, weight.shape[1] * field_size, groups, is_batched=True)
-    return Product(positions, inner, weight.shape[0] // groups, groups, is_batched=True)
+        return Product(positions, inner, weight.shape[1] * field_size, groups, **options)
+    return Product(positions, inner, weight.shape[0] // groups, groups, **options)
 
 
 def _grouped_mm(args: Any, output: Tensor) -> Product:

@@ -118,7 +118,7 @@ class CalibratedTiming(Timing):
                 product.rows, product.inner, product.columns, self.workload.precision
             )
             if is_gpu:  # it was measured at multiples of 256
-                share = self._alignment(product.inner) * self._alignment(product.columns)
+                share = self._alignment(product, product.inner) * self._alignment(product, product.columns)
                 there, back = there / share, back / share
             products += there * product.count
             backward += back * product.count * (1.0 if product.is_trained else 0.5)
@@ -140,9 +140,10 @@ class CalibratedTiming(Timing):
             launch_s=launch_seconds(work, self.software, self.workload) if is_gpu else 0.0,
         )
 
-    def _alignment(self, size: float) -> float:
-        measured = self._measured.odd_share(self.workload.precision) if size % 2 else None
-        return alignment(size, self.cluster.device.arch) if measured is None else measured
+    def _alignment(self, product: Product, size: float) -> float:
+        is_odd = size % 2 and not product.is_convolution
+        measured = self._measured.odd_share(self.workload.precision) if is_odd else None
+        return alignment(size) if measured is None else measured
 
     @property
     def _copied(self) -> str:

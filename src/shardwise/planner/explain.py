@@ -226,11 +226,15 @@ def odd_sizes(made: Planned) -> Iterator[str]:
     other = made.again(shape=shape) if size % multiple else made
     if other.step_time_s > (1 - _NOTABLE) * made.step_time_s:
         return
-    whose = "vocabulary" if size == made.shape.vocab else "layer's width"
+    padding = f"resize_token_embeddings(pad_to_multiple_of={multiple})"
+    whose, advice = (
+        ("vocabulary", f"Set model.vocab_size of a preset; of a model of transformers call {padding}, and save it.")
+        if made.shape.vocab
+        else ("layer's width", f"If that is a vocabulary, {padding} of transformers pads it.")
+    )
     yield (
         f"A {whose} of {size:,} is no multiple of {multiple}, which is slow on a GPU; with {round_up(size, multiple):,}"
-        f" a step would take {seconds(other.step_time_s)}. For a vocabulary that is model.vocab_size, or"
-        f" resize_token_embeddings(pad_to_multiple_of={multiple}) of transformers."
+        f" a step would take {seconds(other.step_time_s)}. {advice}"
     )
 
 

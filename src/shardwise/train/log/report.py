@@ -38,6 +38,8 @@ from shardwise.train.control import Control
 #: What the steps of a start measured, in summary.json.
 _MEASURED = "tokens_per_s", "peak_memory_bytes", "step_time_s", "timed_steps", "wall_time_s", "steps_time_s"
 _MEASURED += "eval_time_s", "checkpoint_time_s"
+#: The fields that tell whether the steps before were of the same plan.
+_SAME = "steps", "world_size", "strategy", "predicted_peak_memory_bytes", "predicted_step_time_s"
 #: Units that are named at the end of a run.
 _LARGEST = 4
 #: The share of a step that data takes, from which on it is said.
@@ -136,15 +138,10 @@ class Report:
     ) -> dict[str, Any]:
         """The content of summary.json: steps, losses, predicted and measured memory and time.
 
-        A start that made no step, as the resume of a finished run, keeps what the steps before it measured.
+        A start that made no step, as the resume of a finished run, keeps what the steps before it measured, if the
+        plan is the same.
         """
-        before: dict[str, Any] = {}
-        if not speed.made_steps:
-            with contextlib.suppress(OSError, ValueError):
-                before = read_json(self.directory / SUMMARY)
-        is_same = before.get("steps") == done.step
-        kept = {name: before[name] for name in _MEASURED if is_same and name in before}
-        return {
+        found = {
             "steps": done.step,
             "first_loss": done.first_loss,
             "final_loss": done.final_loss,
@@ -167,7 +164,16 @@ class Report:
             "steps_time_s": speed.steps_s,
             "eval_time_s": speed.eval_s,
             "checkpoint_time_s": speed.checkpoint_s,
-        } | kept
+        }
+        return found if speed.made_steps else found | self._measured_before(found)
+
+    def _measured_before(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The measurements that summary.json has of the same number of steps under the same plan."""
+        with contextlib.suppress(OSError, ValueError):
+            before = read_json(self.directory / SUMMARY)
+            if isinstance(before, dict) and all(before.get(name) == found[name] for name in _SAME):
+                return {name: before[name] for name in _MEASURED if name in before}
+        return {}
 
     def write_memory(
         self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int], by_unit: Mapping[str, int]
