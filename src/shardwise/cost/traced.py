@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class TracedModel:
 
         Widths of convolutions and of products between activations follow from other sizes, and are left.
         """
-        costs: Counter[int] = Counter()
+        costs: dict[int, float] = defaultdict(float)
         for unit in self.units:
             for p in unit.products:
                 for size in {int(p.inner), int(p.columns)}:
