@@ -373,6 +373,27 @@ def test_a_pickle_in_any_file_is_never_run(saved, tmp_path):
 def test_a_folder_without_a_manifest_was_never_committed(saved):
     (saved / "manifest.json").unlink()
     assert "was never committed: it has no manifest.json" in manifest_error(saved)
+    assert manifest_error(saved).endswith(
+        "  A save was interrupted there, or it is another kind of folder. Give the path of a checkpoint."
+    )
+
+
+def test_a_folder_of_another_kind_is_named_with_what_to_do(saved, tmp_path):
+    """The folder above the checkpoints, one of torch.distributed.checkpoint, a file of torch.save."""
+    (saved.parent / "step-00000003").mkdir()
+    assert refusal(CheckpointError, open_checkpoint, saved.parent).endswith(
+        f"\n  It holds checkpoints. Give the path of one, such as {saved}: sw.newest_checkpoint finds it."
+    )
+    folder = tmp_path / "of torch"
+    folder.mkdir()
+    (folder / ".metadata").touch()
+    assert refusal(CheckpointError, open_checkpoint, folder).endswith(
+        f"\n  It is one of torch.distributed.checkpoint. Run: shardwise checkpoint import '{folder}' OUT --trust"
+    )
+    torch.save({}, folder / "model.pt")
+    assert refusal(CheckpointError, open_checkpoint, folder / "model.pt").endswith(
+        "sw.load_full_state_dict(model, torch.load(path))."
+    )
 
 
 def test_a_path_that_is_not_there_suggests_what_is(saved):

@@ -94,7 +94,10 @@ def other_dtypes(box: Box) -> Seen:
 )
 def more_batches(box: Box) -> Seen:
     ended = disagrees(
-        box, "more_batches", "rank 1 has ended, while (this rank|rank 0) waits", "drop_last=True or sw.join"
+        box,
+        "more_batches",
+        "rank 1 has ended, while (this rank|rank 0) waits",
+        "drop_last=True, or `for batch, weight in sw.join",
     )
     return Seen(ended.line("has ended"), ended.code)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from shardwise.checkpoint import plain
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import FORMAT_VERSION, Manifest, decode, read_manifest
 from shardwise.checkpoint.shard import Piece, check_header, read_block
-from shardwise.checkpoint.storage import MANIFEST_NAME, StoredFile, Url, place_of, storage_of
+from shardwise.checkpoint.storage import MANIFEST_NAME, StoredFile, Url, place_of, step_of, storage_of
 from shardwise.checkpoint.table import describe, extent_problem
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, refuse_different
@@ -30,7 +31,7 @@ from shardwise.launch import fault
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.text import aligned, similar, size
+from shardwise.spec.text import aligned, printable, similar, size
 from shardwise.weights.state.extents import Pairs
 
 _MOST_LINES, _MOST_NAMES = 40, 5
@@ -96,17 +97,35 @@ def _open(directory: Path) -> Checkpoint:
         if isinstance(error, FileNotFoundError) or (isinstance(directory, Url) and not there):
             raise CheckpointError(f"there is no checkpoint {directory}.\n  {_suggest(directory)}") from None
         if isinstance(error, OSError):
-            raise CheckpointError(f"checkpoint {directory} cannot be opened: {error.strerror}.") from None
+            raise CheckpointError(
+                f"checkpoint {directory} cannot be opened: {error.strerror}.\n  A checkpoint is a folder. A state dict"
+                " of torch.save goes into a model by sw.load_full_state_dict(model, torch.load(path))."
+            ) from None
         if MANIFEST_NAME not in there:
             raise CheckpointError(
                 f"checkpoint {directory} was never committed: it has no {MANIFEST_NAME}.\n"
-                "  A save was interrupted there, or it is another kind of folder. Give the path of a checkpoint."
+                f"  {_other_kind(directory, there)}"
             ) from None
         raise CheckpointError(
             f"checkpoint {directory}: {MANIFEST_NAME}: {error}.\n  Resume from another checkpoint."
         ) from None
     except ValueError as error:
         raise CheckpointError(f"checkpoint {directory}: {MANIFEST_NAME}: {error}.") from None
+
+
+def _other_kind(directory: Path, names: Iterable[str]) -> str:
+    """What a folder without a manifest may be, and what to do with it."""
+    newest = max((name for name in names if step_of(name) is not None), default=None)
+    if newest is not None:
+        return (
+            f"It holds checkpoints. Give the path of one, such as {directory / newest}: sw.newest_checkpoint finds it."
+        )
+    if ".metadata" in names:
+        return (
+            "It is one of torch.distributed.checkpoint."
+            f" Run: shardwise checkpoint import {printable(shlex.quote(str(directory)))} OUT --trust"
+        )
+    return "A save was interrupted there, or it is another kind of folder. Give the path of a checkpoint."
 
 
 @dataclass(frozen=True)

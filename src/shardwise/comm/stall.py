@@ -173,7 +173,10 @@ _OTHER_PATHS = (
     " the module that chooses among them as one unit (auto_wrap_policy); in sw.eval_step paths may differ."
     " Where one has fewer batches, see sw.join."
 )
-_FEWER_BATCHES = "Where it has fewer batches, use drop_last=True or sw.join(model, batches)."
+_FEWER_BATCHES = (
+    "Where it has fewer batches, use drop_last=True, or `for batch, weight in sw.join(model, batches):` and the loss"
+    " times weight."
+)
 
 
 class StallWatch:
