@@ -330,6 +330,8 @@ def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, 
         check_fit(rows, max(1, most), vocab_size=served.vocab_size, positions=served.positions)
     except ConfigError as error:
         param = "messages" if is_chat else "prompt" if "prompt" in str(error) else None
+        if (field := str(error).partition("=")[0]) in {"temperature", "top_k", "top_p"}:
+            param = field
         is_long = "positions" in str(error)
         raise RequestError(
             " ".join(str(error).replace("max_new_tokens", "max_tokens").split()),
