@@ -248,6 +248,12 @@ def test_the_folder_of_a_run_says_its_plan_batch_and_time(capsys: pytest.Capture
     code, _, err = run(capsys, *TINY, "--measured", str(tmp_path))
     assert code != 0
     assert "holds no run" in err
+    for last_start in ({"step_time_s": None, "timed_steps": 0}, {"step_time_s": predicted, "world_size": 1}):
+        (folder / "summary.json").write_text(json.dumps(last_start))
+        code, _, err = run(capsys, *TINY, "--measured", str(folder))
+        assert code == 78
+        assert "its last start timed no step" in err
+    (folder / "summary.json").write_text(json.dumps({"step_time_s": predicted}))
     (folder / "environment.json").write_text(json.dumps({"devices": ["cpu"]}))
     code, _, err = run(capsys, *TINY, "--measured", str(folder))
     assert code == 78

@@ -81,8 +81,11 @@ def _of_folder(folder: Path, cluster: Cluster) -> tuple[Estimate, float]:
 
     run = read_run(folder)
     world, spent = run.plan.get("world_size"), run.step_time_s
-    if not isinstance(world, int) or not spent:
-        raise ConfigError(f"--measured {folder}: no step was timed.\n  Name the folder of a run that made a few steps.")
+    is_timed = run.summary.get("timed_steps") != 0 and run.summary.get("world_size", world) == world
+    if not isinstance(world, int) or not spent or not is_timed:  # the records may be those of other ranks, before
+        raise ConfigError(
+            f"--measured {folder}: its last start timed no step.\n  Name the folder of a run that made a few steps."
+        )
     if run.environment.get("devices") == ["cpu"] and cluster.device.device_type != "cpu":
         raise ConfigError(
             f"--measured {folder}: the run was made on a CPU, which says nothing of {cluster.device.name}.\n"
