@@ -114,7 +114,7 @@ def _open(directory: Path) -> Checkpoint:
 
 
 def _other_kind(directory: Path, names: Iterable[str]) -> str:
-    """What a folder without a manifest may be, and what to do with it."""
+    """Say which kind of folder one without a manifest is, and what to do with it."""
     newest = max((name for name in names if step_of(name) is not None), default=None)
     if newest is not None:
         return (
