@@ -137,7 +137,10 @@ def test_a_run_is_exported_from_its_files_alone(tmp_path: Path, capsys: pytest.C
     train_well(tmp_path, 2, ["--run-dir=run", "--set=train.ema_decay=0.5", "--set=train.eval_every=null"])
     run, plain, average = tmp_path / "run", tmp_path / "plain", tmp_path / "average"
     assert main(["export", str(run), str(plain)]) == 0
+    hint = "these are the weights as trained; --average takes the run's averages of them\n"
+    assert capsys.readouterr().err == hint
     assert main(["export", str(run), str(average), "--average", "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().err == ""
     assert main(["export", str(run), str(plain)]) == 78
     assert "exists" in capsys.readouterr().err
     assert main(["export", str(plain), str(tmp_path / "again")]) == 78

@@ -220,8 +220,8 @@ def export(
     if (folder is None) == (triton is None):
         raise ConfigError("the model goes to one place.\n  Name a new folder, or a repository: --triton DIR.")
     trained = find_trained(source)
-    if average:
-        trained.check_average()
+    if hint := trained.check_average(is_asked=average):
+        typer.echo(hint, err=True)
     if triton is not None:
         from shardwise.serve.repository import write_repository
 

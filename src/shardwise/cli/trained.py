@@ -52,9 +52,10 @@ def run_trained(
 
     world = read_world()
     trained = find_trained(path)
-    if is_averaged:
-        trained.check_average()
+    hint = trained.check_average(is_asked=is_averaged)
     if world.source == "alone":
+        if hint:
+            typer.echo(hint, err=True)
         section = trained.draft(overrides).config.parallel
         count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp))
         check(trained, count)

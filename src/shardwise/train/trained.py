@@ -99,12 +99,14 @@ class Trained:
             )
         return Bytes()
 
-    def check_average(self) -> None:
-        """Refuse to generate with averaged weights where there are none."""
+    def check_average(self, *, is_asked: bool) -> str:
+        """Refuse averaged weights where there are none; a hint where there are some that were not asked for."""
         from shardwise.checkpoint.reader import open_checkpoint
 
         if self.checkpoint is not None and "average" in open_checkpoint(self.checkpoint).data:
-            return
+            return "" if is_asked else "these are the weights as trained; --average takes the run's averages of them"
+        if not is_asked:
+            return ""
         what = "a Hugging Face folder" if self.checkpoint is None else f"checkpoint {printable(self.checkpoint.name)}"
         raise ConfigError(
             f"--average: {what} holds no averaged weights.\n"
