@@ -322,12 +322,16 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_l
         attempt("extra", lambda s: s.update({"blocks.0._extra_state": {"count": torch.zeros(1)}}))
         assert all(torch.equal(a, b.detach()) for a, b in zip(held, model.parameters(), strict=True))
         state = {name: value for name, value in good.items() if "blocks.1.up" in name}
-        sw.load_full_state_dict(model, state if rank == 0 else {}, strict=False)
+        odd = {"other": torch.zeros(1)}
+        missing, unexpected = sw.load_full_state_dict(model, state | odd if rank == 0 else {}, strict=False)
+        first = {name for name in good if not name.startswith(("head.", "again.")) and "_extra_state" not in name}
+        assert (set(missing), unexpected) == (first - state.keys(), ["other"])  # tied parameters by their first names
         now = sw.full_state_dict(model)
         if rank == 0:
             expected = Stateful().state_dict()
             expected.update(state)
             same(now, expected, f"{strategy}, partly")
+        assert sw.load_full_state_dict(model, good if rank == 0 else {}) == ([], [])
     assert (
         "does not fit the model (1 difference):\n  blocks.1.up.weight: missing (expected [13, 8])" in texts["missing"]
     )

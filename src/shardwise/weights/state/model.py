@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -243,13 +243,24 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+class Keys(NamedTuple):
+    """The names that a state dict and a model do not share, as torch's ``load_state_dict`` returns them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Keys:
     """Load a plain model's state dict from rank 0 into every rank's shards and buffers, of every slice and stage.
 
     Args:
         model: A parallelized model.
         state: On rank 0 of the world the logical tensors by name; ignored on the other ranks.
         strict: Refuse missing and unexpected names.
+
+    Returns:
+        On every rank ``(missing_keys, unexpected_keys)``, as of ``nn.Module.load_state_dict``, tied parameters by their
+        first names; both empty if strict.
 
     Collective:
         A gather of JSON (about 100 bytes for each range of a tensor on each rank), a broadcast of a verdict with the
@@ -271,7 +282,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     holdings += [of_tensor(name, tensor, copies=comms.control) for name, tensor in wholes.items()]
     holdings += of_sliced(engine)
     aliases = {spec.name: spec.aliases for group in engine.groups for spec in group.layout.params if spec.aliases}
-    reports, (names, extra) = survey(
+    reports, (names, extra, missing, unexpected) = survey(
         comms.world, holdings, lambda reports: _fitting(reports, state, strict=strict), more=[aliases, _names(model)]
     )
     values = _by_first_name(reports, state)
@@ -281,6 +292,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     if unfilled is not None:
         unfilled.fill(names)
     engine.invalidate()
+    return Keys(missing, unexpected)
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -301,7 +313,11 @@ def _by_first_name(reports: Sequence[Report], state: Mapping[str, Any]) -> dict[
 
 
 def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -> list[Any]:
-    """The names and the extra state of a state dict that fits the model; raises StateError for one that does not."""
+    """Names and extra state of a state dict that fits the model, and names that only one of them has.
+
+    Raises:
+        StateError: It does not fit.
+    """
     expected = {extent.name: extent.shape for report in reports for extent in report.extents}
     known = {*expected, *(name for report in reports for name in report.more[1])}
     known |= {alias for report in reports for aliases in report.more[0].values() for alias in aliases}
@@ -319,24 +335,23 @@ def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -
         for name, value in extra.items()
         if not _is_json(value)
     ]
+    missing = [name for name in expected if values.get(name) is None]
+    unexpected = [name for name in state if name not in known and not name.endswith(EXTRA_STATE)]
     for name, shape in expected.items():
         value = values.get(name)
         if value is None:
-            if strict:
-                problems.append(f"{name}: missing (expected {list(shape)})")
+            problems += [f"{name}: missing (expected {list(shape)})"] * strict
         elif not isinstance(value, Tensor):
             problems.append(f"{name}: expected a tensor of shape {list(shape)}, got {type(value).__name__}")
         elif tuple(value.shape) != shape:
             problems.append(f"{name}: expected {list(shape)}, got {list(value.shape)}")
-    if strict:
-        unknown = [name for name in state if name not in known and not name.endswith(EXTRA_STATE)]
-        problems += [f"{name}: unexpected" for name in unknown]
+    problems += [f"{name}: unexpected" for name in unexpected if strict]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems[:12])
         more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
         differences = "1 difference" if len(problems) == 1 else f"{len(problems)} differences"
         raise StateError(f"the state dict does not fit the model ({differences}):\n{shown}{more}\n  {advice}.")
-    return [[name for name in values if values[name] is not None], extra]
+    return [[name for name in values if values[name] is not None], extra, missing, unexpected]
 
 
 def _without_prefix(known: Container[str], state: Mapping[str, Any]) -> str:
