@@ -195,16 +195,23 @@ def _state(beat: Beat, before: tuple[str, float] | None, *, is_here: bool) -> st
         return LOCKED
     if beat.is_waiting:
         return WAITING
-    spins = before is not None and before[0] == now[0] == "R" and now[1] > before[1]
+    spins = before is not None and now[1] - before[1] > _SAMPLE_S / 2
     return COMPUTING if spins else ELSEWHERE
 
 
 def _main_thread(pid: int) -> tuple[str, float] | None:
-    """State and seconds of processor of a process's main thread; ``None`` where there is no such process."""
-    for name in (f"/proc/{pid}/task/{pid}/stat", f"/proc/{pid}/stat"):
+    """State of a process's main thread, and the seconds in which it had a processor or waited for one.
+
+    ``None`` where there is no such process. Kernels without ``schedstat`` tell of the processor alone.
+    """
+    for folder in (Path(f"/proc/{pid}/task/{pid}"), Path(f"/proc/{pid}")):
         with contextlib.suppress(OSError):
-            fields = Path(name).read_text().rsplit(")", 1)[1].split()
-            return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            had_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            with contextlib.suppress(OSError, ValueError):
+                ran_ns, waited_ns, _ = (folder / "schedstat").read_text().split()
+                had_s = max(had_s, (int(ran_ns) + int(waited_ns)) / 1e9)
+            return fields[0], had_s
     return None
 
 
