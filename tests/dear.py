@@ -1,7 +1,7 @@
-"""The dear tests, of which `make test` runs a sixth: ``python -m tests.dear build/durations.json`` writes ``dear.txt``.
+"""The dear tests, of which `make test` runs a tenth: ``python -m tests.dear build/durations.json`` writes ``dear.txt``.
 
 A test is dear that took more than ``LEAST_S`` on two busy cores. Of the dear tests of a folder `make test` runs every
-sixth, at least one, and each week others: in six weeks all of them. The others are marked long: `make test-all` runs
+tenth, at least one, and each week others: in ten weeks all of them. The others are marked long: `make test-all` runs
 them. ``SHARDWISE_TEST_WEEK=2969`` repeats the choice of a week, which the head of a run names.
 """
 
@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-LEAST_S, SHARE = 3.0, 6
+LEAST_S, SHARE = 3.0, 10
 _WEEK_S = 7 * 24 * 3600
 LIST = Path(__file__).with_name("dear.txt")
 
