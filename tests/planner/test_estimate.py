@@ -125,10 +125,10 @@ def test_a_plan_whose_units_are_layers_says_so_and_gathers_and_reduces_a_layer_a
 
 
 def test_an_odd_vocabulary_is_named_with_the_time_of_the_next_multiple() -> None:
-    workload = Workload(seq_len=1024, global_batch=32, micro_batch=32)
     cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=1)
 
-    def said(vocab: int) -> tuple[float, list[str]]:
+    def said(vocab: int, precision: str = "bf16") -> tuple[float, list[str]]:
+        workload = Workload(seq_len=1024, global_batch=32, micro_batch=32, precision=precision)
         shape = ModelShape.from_config(gpt_config("gpt2-medium", vocab_size=vocab))
         made = estimate(shape, ParallelPlan(strategy="zero3"), cluster, workload)
         return made.step_time_s, [text for text in why(made) if "no multiple of 64" in text]
@@ -140,6 +140,7 @@ def test_an_odd_vocabulary_is_named_with_the_time_of_the_next_multiple() -> None
     assert "resize_token_embeddings(pad_to_multiple_of=64), and save it." in text
     assert nothing == []
     assert said(50_272)[1] == []  # a multiple of 32 costs less than is worth a sentence
+    assert said(50_257, "fp32")[1] == []
 
 
 def test_a_faster_network_is_advised_only_where_the_waiting_is_on_it() -> None:

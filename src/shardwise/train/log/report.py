@@ -36,8 +36,10 @@ from shardwise.spec.mesh import Mesh
 from shardwise.train.control import Control
 
 #: What the steps of a start measured, in summary.json.
-_MEASURED = "tokens_per_s", "peak_memory_bytes", "step_time_s", "timed_steps", "wall_time_s", "steps_time_s"
-_MEASURED += "eval_time_s", "checkpoint_time_s"
+_MEASURED = (
+    *("tokens_per_s", "peak_memory_bytes", "step_time_s", "timed_steps"),
+    *("wall_time_s", "steps_time_s", "eval_time_s", "checkpoint_time_s"),
+)
 #: The fields that tell whether the steps before were of the same plan.
 _SAME = "steps", "world_size", "strategy", "predicted_peak_memory_bytes", "predicted_step_time_s"
 #: Units that are named at the end of a run.
