@@ -47,7 +47,7 @@ demo: $(STAMP) ## train a small GPT with ZeRO-3 on every local device (CPU: two 
 PARALLEL := -n $(WORKERS) --dist worksteal
 MOST := -m 'not gpu and not long and not integrations'
 
-test: $(STAMP) ## all that needs no GPU, but for long cases, five of six slow ones, each week others (tests/dear.py), pages (make docs), scripts (make bench-check)
+test: $(STAMP) ## all that needs no GPU, but for long cases, nine of ten slow ones, each week others (tests/dear.py), pages (make docs), scripts (make bench-check)
 	@$(BIN)/python -m pytest $(MOST) $(PARALLEL) --ignore=tests/docs --ignore=tests/bench --durations=25 \
 	    --durations-file=build/durations.json
 
