@@ -82,6 +82,9 @@ def test_a_missing_run_names_those_that_exist(tmp_path: Path) -> None:
     begin(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"no run 'demo' to resume in .* There are: other"):
         rundir.choose("demo", None, is_resuming=True, base=tmp_path)
+    for wanted, found in (("nothing", "no run and no checkpoint of one"), ("other", "of the run in .*other")):
+        with pytest.raises(CheckpointError, match=rf"no run 'demo' to resume in .*{wanted} is {found}\.\n"):
+            rundir.choose("demo", None, is_resuming=True, wanted=str(tmp_path / wanted), base=tmp_path)
 
 
 def test_what_a_launcher_makes_is_no_run_yet(tmp_path: Path) -> None:

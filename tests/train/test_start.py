@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+import shardwise as sw
 from shardwise.cli import main
 from shardwise.launch import stop_request
 from shardwise.launch.stop_request import REQUESTS, StopRequest
+from shardwise.launch.world import World
 from shardwise.spec.errors import ConfigError
 from shardwise.train.start import step_range_of
 
@@ -168,6 +170,75 @@ def test_after_nan_the_next_command_has_a_lower_rate(monkeypatch: pytest.MonkeyP
     (command,) = re.findall("`shardwise (.*)`", told["next_words_after"][80])
     expected = ["run.yaml", "--nproc", "2", "--set=train.steps=5", "--set", "optimizer.lr=2", "--resume"]
     assert shlex.split(command) == ["train", "--run-dir=run", *expected]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["runs/mine", "--resume"],
+        ["--resume", "runs/mine"],
+        ["--resume", "runs/mine/checkpoints/step-00000001"],
+        ["--resume", "--run-dir", "runs/mine"],
+    ],
+)
+def test_a_run_s_folder_alone_brings_its_configuration_and_place(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "mine"
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    run.joinpath("config.yaml").write_text(
+        f"{GOOD}name: other\ntrain: {{steps: 3, global_batch_size: 8, gradient_accumulation_steps: 4}}\n".replace(
+            "train: {steps: 1}\n", ""
+        )
+    )
+    started: list[list[str]] = []
+    monkeypatch.setattr("shardwise.train.saves.checkpoints.find_checkpoint", lambda *_args: run)
+    monkeypatch.setattr("shardwise.train.saves.checkpoints.saved_config", lambda _path: {})
+    monkeypatch.setattr("shardwise.train.saves.checkpoints.check_config", lambda *_args: [])
+    monkeypatch.setattr("shardwise.launch.elastic.launch", lambda _entry, words, *_, **__: started.append(words) or 0)
+    assert main(["train", *words, "--nproc", "1", "--set", "train.micro_batch_size=2"]) == 0
+    ((verb, place, *_),) = started
+    assert (verb, Path(place.removeprefix("--run-dir=")).resolve()) == ("train", run)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "shardwise.train.start.work", lambda raw, *_args, **options: given.update(options, raw=raw) or 0
+    )
+    monkeypatch.setattr("shardwise.launch.world.read_world", lambda: World(source="launcher"))
+    assert main(started[0]) == 0  # as a worker reads the words
+    train = given["raw"].config.train
+    assert (train.steps, train.global_batch_size, train.gradient_accumulation_steps) == (3, 8, None)
+    assert given["run_dir"].resolve() == run
+
+
+def test_a_run_s_folder_is_a_configuration_for_a_new_run_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text(f"name: mine\n{GOOD}")
+    started: list[list[str]] = []
+    monkeypatch.setattr("shardwise.launch.elastic.launch", lambda _entry, words, *_, **__: started.append(words) or 0)
+    assert main(["train", "mine", "--run-dir", "new", "--nproc", "1"]) == 0
+    assert started == [["train", "--run-dir=new", "mine", "--run-dir", "new", "--nproc", "1"]]
+    assert main(["validate", "mine", "--nproc", "1"]) == 0
+    capsys.readouterr()
+    assert main(["train", "mine", "--nproc", "1"]) == 78
+    assert "mine holds a run already.\n  Continue it with --resume" in capsys.readouterr().err
+    for words in (["train", "new/logs", "--resume"], ["validate", "new/logs"]):
+        assert main(words) == 78
+        assert "new/logs is a folder without a config.yaml, not a run's.\n" in capsys.readouterr().err
+
+
+def test_sw_train_continues_a_run_that_is_named_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text(f"name: other\n{GOOD}")
+
+    def launch(_entry: str, words: list[str], *_args: object, **_options: object) -> int:
+        assert words == ["train", "--run-dir=mine", "mine", "--resume", "latest"]
+        (tmp_path / "mine" / "summary.json").write_text('{"steps": 1}')
+        return 0
+
+    monkeypatch.setattr("shardwise.launch.elastic.launch", launch)
+    assert sw.train("mine", nproc=1, resume=True) == {"steps": 1, "directory": "mine"}
 
 
 def test_the_folder_of_a_loop_with_a_run_is_resumed_by_its_program_alone(

@@ -20,7 +20,9 @@ STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 
 def parity(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="YAML or JSON file; none for the demo.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML or JSON file, or a run's folder; none for the demo.")
+    ] = None,
     spec: Annotated[
         str | None, typer.Option(metavar="FILE[:NAME]|MODULE:NAME", help="Your own model, data, loss: an sw.TrainSpec.")
     ] = None,
@@ -63,7 +65,7 @@ def parity(
         raise ConfigError(f"--steps {steps}: expected at least 1.\n  Set --steps 3.")
     if not names:
         raise ConfigError(f"--strategies {strategies!r} names none.\n  Use some of: {', '.join(STRATEGIES)}.")
-    raw, _ = named_config(config, overrides or [], spec=spec)
+    raw, _, _ = named_config(config, overrides or [], spec=spec)
     if world.source != "alone":
         raise typer.Exit(
             run_worker(lambda: _compare(raw, world, names, steps, locate=locate or None), world, show_error)

@@ -14,7 +14,9 @@ from shardwise.spec.errors import ConfigError
 
 def train(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="YAML or JSON file; none for the demo.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML or JSON file, or a run's folder; none for the demo.")
+    ] = None,
     spec: Annotated[
         str | None,
         typer.Option(metavar="FILE[:NAME]|MODULE:NAME", help="Your own model, data, loss, ...: an sw.TrainSpec."),
@@ -51,6 +53,8 @@ def train(
 
       shardwise train run.yaml --resume
 
+      shardwise train runs/demo --resume
+
       shardwise train run.yaml --spec mine.py --nproc 2
 
       shardwise train run.yaml --profile-steps 10:12
@@ -73,7 +77,7 @@ def train(
     overrides = overrides or []
     if check_streams is not None:
         overrides = [*overrides, f"train.steps={check_streams}", "schedule.warmup_steps=0", "checkpoint.final=false"]
-    raw, is_demo = named_config(config, overrides, spec=spec, run_dir=run_dir, resume=resume)
+    raw, is_demo, run_dir = named_config(config, overrides, spec=spec, run_dir=run_dir, resume=resume)
     if world.source != "alone":
         if nproc is not None and world.source != "launcher":
             raise ConfigError(

@@ -20,7 +20,7 @@ from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config.sections import RawConfig, read_config
 from shardwise.train.spec import TrainSpec, with_code
-from shardwise.train.start import launch_training, work
+from shardwise.train.start import launch_training, named_config, work
 
 
 def train(
@@ -42,7 +42,7 @@ def train(
     Processes are started here, unless this one is a rank already, as under ``torchrun``.
 
     Args:
-        config: A run.yaml, or its content.
+        config: A run.yaml, its content, or the folder of a run, which is continued there with ``resume``.
         spec: What replaces parts of the run. It travels to the processes by cloudpickle: classes and functions of a
             notebook's cells are found there.
         nproc: Processes; by default one for each GPU, or two on a CPU.
@@ -65,8 +65,9 @@ def train(
         spec = with_code(spec)
     if world.source != "alone":
         found: dict[str, Any] = {}
+        raw, directory = _read(config, directory, wanted)
         code = work(
-            _read(config),
+            raw,
             world,
             run_dir=directory,
             resume=wanted,
@@ -82,7 +83,7 @@ def train(
         if spec is not None:
             spec_file = Path(private) / "spec.pkl"
             spec_file.write_bytes(packed(spec))
-        raw = read_config(file)
+        raw, directory = _read(file, directory, wanted)
         raw.raise_if_any()
         to = raw.config.checkpoint.upload_to
         directory = folder.choose(
@@ -110,17 +111,21 @@ def _say(text: str) -> None:
     print(printable(text, is_block=True))  # noqa: T201 - of the caller's cell or terminal
 
 
-def _read(config: str | os.PathLike[str] | Mapping[str, Any]) -> RawConfig:
+def _read(
+    config: str | os.PathLike[str] | Mapping[str, Any], run_dir: Path | None = None, resume: str | None = None
+) -> tuple[RawConfig, Path | None]:
+    """The configuration, and the run's folder where one is named."""
     if isinstance(config, Mapping):
-        return read_config(None, base=dict(config), title="sw.train")
-    return read_config(Path(config))
+        return read_config(None, base=dict(config), title="sw.train"), run_dir
+    raw, _, run_dir = named_config(Path(config), [], run_dir=run_dir, resume=resume)
+    return raw, run_dir
 
 
 def _written(config: str | os.PathLike[str] | Mapping[str, Any], private: Path) -> Path:
     """The file of a configuration, which workers read again."""
     if not isinstance(config, Mapping):
         return Path(config)
-    _read(config).raise_if_any()
+    _read(config)[0].raise_if_any()
     file = private / "run.yaml"
     file.write_text(yaml.safe_dump(dict(config)))
     return file

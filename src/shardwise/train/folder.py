@@ -24,6 +24,8 @@ from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS, RUN_ID
 from shardwise.spec.text import printable, size
 
+#: Words of ``--resume`` for the newest checkpoint, whichever it is.
+NEWEST = ("latest", "latest-good")
 #: Of a run's folder, in characters: its name is part of what checkpoints say of their run.
 _LONGEST_NAME = 200
 #: Bytes that are read of a file of one line.
@@ -40,6 +42,12 @@ def holds_run(directory: Path) -> bool:
         or (directory / METRICS).exists()
         or (checkpoints.is_dir() and any(checkpoints.iterdir()))
     )
+
+
+def run_of(path: str) -> Path | None:
+    """The run's folder that a path names, itself or by one of the run's checkpoints; ``None`` for any other path."""
+    place = Path(path).expanduser()
+    return next((run for run in (place, place.parent.parent) if place.is_dir() and holds_run(run)), None)
 
 
 def is_stored(wanted: str | None, upload_to: str | None) -> bool:
@@ -111,6 +119,9 @@ def choose(
             return base / name
         if found is None:
             near = f" There are: {', '.join(sorted(_names(base)))}." if _names(base) else ""
+            if wanted is not None and wanted not in NEWEST:
+                own = run_of(wanted)
+                near = f" {wanted} is {'no run and no checkpoint of one' if own is None else f'of the run in {own}'}."
             raise CheckpointError(
                 f"no run {name!r} to resume in {printable(base)}.{printable(near)}\n  Name its folder with --run-dir."
             )
@@ -125,12 +136,11 @@ def newest(name: str, base: Path = Path("runs")) -> Path | None:
 
 
 def _advice(wanted: str | None) -> str:
-    path = Path(wanted or "").expanduser()
-    others = [run for run in (path, path.parent.parent) if wanted is not None and path.is_dir() and holds_run(run)]
-    if not others:
+    own = None if wanted is None else run_of(wanted)
+    if own is None:
         return ".\n  Start it without --resume."
     return (
-        f": {printable(str(wanted))} is of the run in {printable(others[0])}, and a run continues in its own folder.\n"
+        f": {printable(str(wanted))} is of the run in {printable(own)}, and a run continues in its own folder.\n"
         "  Name that one with --run-dir, or copy the whole folder and name the copy."
     )
 

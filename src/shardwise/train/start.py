@@ -55,28 +55,28 @@ def named_config(
     spec: str | None = None,
     run_dir: Path | None = None,
     resume: str | None = None,
-) -> tuple[RawConfig, bool]:
-    """The configuration that the arguments name, and whether it is the demo's.
+) -> tuple[RawConfig, bool, Path | None]:
+    """The configuration that the arguments name, whether it is the demo's, and the run's folder where they name one.
 
-    Without a file, a run that is resumed by its folder brings its own ``config.yaml``; how it cuts the global batch
-    into microbatches is derived anew, as the world may have changed. A spec without a file begins with the defaults.
+    A run's folder, as ``config`` or in place of it as ``resume``, brings its own ``config.yaml``; how it cuts the
+    global batch into microbatches is derived anew, as the world may have changed. A spec without a file begins with
+    the defaults.
     """
     if spec is not None:
         overrides = [*overrides, f"spec={spec}"]
-    if config is None and resume is not None:
-        held = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume) / CONFIG
-        if held.is_file():
-            if re.search(r"^config:", held.read_text("utf-8"), re.MULTILINE):
-                raise ConfigError(
-                    f"{printable(held.parent)} is of a loop with sw.Run, which no verb starts.\n"
-                    "  Start its program again: it continues the run."
-                )
-            return read_config(held, ["train.gradient_accumulation_steps=null", *overrides]), False
+    if config is not None and config.is_dir():
+        run_dir = run_dir or config
+    elif config is None and resume is not None:
+        run_dir = run_dir or folder.run_of(resume)
+        held = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume)
+        config = held if (held / CONFIG).is_file() else None
+    if config is not None and config.is_dir():
+        return read_config(config, ["train.gradient_accumulation_steps=null", *overrides]), False, run_dir
     if config is None and spec is not None:
-        return read_config(None, overrides, base={"name": _name_of(spec)}, title="the spec's run"), False
+        return read_config(None, overrides, base={"name": _name_of(spec)}, title="the spec's run"), False, run_dir
     if config is None:
-        return read_config(None, overrides, base=DEMO, title="the demo"), True
-    return read_config(config, overrides), False
+        return read_config(None, overrides, base=DEMO, title="the demo"), True, run_dir
+    return read_config(config, overrides), False, run_dir
 
 
 def _name_of(spec: str) -> str:
@@ -119,9 +119,9 @@ def launch_training(
     if to is not None:
         storage_of(place_of(to))
     if resume is not None:
-        from shardwise.train.saves.checkpoints import NEWEST, check_config, find_checkpoint, is_empty, saved_config
+        from shardwise.train.saves.checkpoints import check_config, find_checkpoint, is_empty, saved_config
 
-        if resume not in NEWEST or not is_empty(directory, to):
+        if resume not in folder.NEWEST or not is_empty(directory, to):
             check_config(saved_config(find_checkpoint(directory, resume, to)), resolved.config, resolved.asked)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, num_ranks)
@@ -162,7 +162,7 @@ def _restart_point(directory: Path, resume: str | None, upload_to: str | None) -
     step = find_latest(directory).step
     if step:
         return f"step {step}"
-    is_beginning = resume is None or (resume in {"latest", "latest-good"} and upload_to is None)
+    is_beginning = resume is None or (resume in folder.NEWEST and upload_to is None)
     return "the beginning" if is_beginning else printable(resume)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.run_files import CONFIG
 from shardwise.spec.text import printable
 
 MAX_BYTES = 1 << 20
@@ -79,9 +80,9 @@ def read_document(path: Path, *, takes_toml: bool = False) -> Document:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}.\n  Correct the file.") from None
     except (FileNotFoundError, IsADirectoryError):
-        kind = "is a folder, not a file" if path.is_dir() else "does not exist"
+        kind = f"is a folder without a {CONFIG}, not a run's" if path.is_dir() else "does not exist"
         raise ConfigError(
-            f"{path} {kind}.\n  Name a YAML or JSON file; `shardwise config-schema` lists its keys."
+            f"{path} {kind}.\n  Name a YAML or JSON file, or a run's folder; `shardwise config-schema` lists the keys."
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.\n  Check the path and its permissions.") from None
@@ -198,9 +199,14 @@ def kind_of(values: Mapping[str, Any]) -> str | None:
 
 
 def check_is_ours(path: Path, values: Mapping[str, Any]) -> None:
-    """Refuse a configuration of another project."""
+    """Refuse a configuration of another project, and the values that sw.Run was called with."""
     if kind := kind_of(values):
         raise ConfigError(
             f"{printable(path)} is a configuration of {kind}, not of shardwise.\n"
             f"  Convert it: shardwise convert {printable(path)} --out run.yaml"
+        )
+    if path.name == CONFIG and "config" in values:
+        raise ConfigError(
+            f"{printable(path.parent)} is of a loop with sw.Run, which no verb starts.\n"
+            "  Start its program again: it continues the run."
         )

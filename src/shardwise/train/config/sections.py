@@ -31,6 +31,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.hub import hub_name, local_folder
 from shardwise.spec.placement import Placements
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.run_files import CONFIG
 from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import did_you_mean
 from shardwise.train.config.document import Document, Problem, check_is_ours, parse_yaml, read_document
@@ -476,8 +477,11 @@ def read_config(
 ) -> RawConfig:
     """Read a file (or the mapping ``base``, called ``title``), lay ``--set`` values on it, and check each field alone.
 
+    A run's folder stands for its ``config.yaml``.
     Wrong values are collected in the result. A ConfigError is raised only where the file cannot be read at all.
     """
+    if path is not None and (Path(path) / CONFIG).is_file():
+        path = Path(path) / CONFIG
     document = Document(dict(base or {})) if path is None else _read_chain(Path(path), ())
     title = (title or "the configuration") if path is None else str(path)
     raw = RawConfig(title, document)

@@ -23,7 +23,7 @@ from shardwise.spec.run_files import CHECKPOINTS, CONFIG, RUN_ID
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.train.config.sections import CheckpointSection, Config
 from shardwise.train.control import Control, differences
-from shardwise.train.folder import is_stored, read_run_id, read_small, replace_text
+from shardwise.train.folder import NEWEST, is_stored, read_run_id, read_small, replace_text
 from shardwise.train.saves import random_state
 from shardwise.train.saves.uploads import Uploads
 from shardwise.weights.state.average import ExponentialMovingAverage
@@ -47,9 +47,6 @@ _ON_REQUEST = ("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "sc
 
 #: Below a run's folder, what holds the checkpoints of its best evaluations.
 BEST = "best"
-
-#: Words of ``--resume`` for the newest checkpoint, whichever it is.
-NEWEST = ("latest", "latest-good")
 
 
 def is_empty(run_dir: Path, upload_to: str | None = None) -> bool:
