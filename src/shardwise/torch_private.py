@@ -24,11 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.optim.optimizer import _foreach_supported_types
-from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,6 +44,12 @@ sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 #: Runs a function when the backward under way has finished, as torch's own DDP and FSDP do.
 #: ``Tensor.register_post_accumulate_grad_hook`` cannot serve: parameters that were not used never fire.
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+#: The innermost hooks on saved tensors: to pack, and to unpack. There is no public way to call those of a checkpoint.
+saved_tensors_hooks_here: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = functools.partial(
+    torch._C._autograd._top_saved_tensors_default_hooks,
+    False,  # noqa: FBT003 - also where a function is traced
+)
 
 #: What ``torch.compile`` has this thread's calls traced by; ``None`` outside of it. ``torch.compiler.is_compiling`` is
 #: false where torch has given the tracing up, and runs a call as it is.
@@ -150,28 +154,6 @@ def is_in_distributed_autograd() -> bool:
 has_rpc_agent: Callable[[], bool] = getattr(
     getattr(torch._C, "_distributed_rpc", None), "_is_current_rpc_agent_set", lambda: False
 )
-
-
-def keep_no_longer(keeping: Any, tensor: object) -> bool:
-    """Make a selective checkpoint recompute what it keeps in the memory of ``tensor``, which has been changed.
-
-    Args:
-        keeping: What ``create_selective_checkpoint_contexts`` gave for the forward.
-        tensor: Was changed in place. Behind a reshape that is no view to autograd, torch sees nothing of that.
-
-    Returns:
-        False: it keeps something there, and this version of torch has no way to compute it again.
-    """
-    memory = storage_identity(tensor) if isinstance(tensor, Tensor) else 0
-    again = getattr(checkpoint, "_RECOMPUTE", None)  # torch 2.11 has none
-    for entries in keeping.storage.values():
-        for place, entry in list(entries.items() if isinstance(entries, dict) else enumerate(entries)):
-            held = [each.val for each in tree_leaves(entry) if isinstance(each, checkpoint._VersionWrapper)]
-            if memory and any(isinstance(each, Tensor) and storage_identity(each) == memory for each in held):
-                if again is None:
-                    return False
-                entries[place] = again
-    return True
 
 
 def version_of(tensor: Tensor) -> int:

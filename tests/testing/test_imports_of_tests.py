@@ -23,7 +23,8 @@ ABOUT = {
     "engine/test_released_units.py": "engine.engine",
     "engine/test_different_paths.py": "engine.order",
     "engine/test_partial_gradients.py": "engine.storage.attachment engine.storage.part",
-    "engine/extensions/test_activation_checkpointing.py": "engine.extensions.recompute parallel.context.apply",
+    "engine/extensions/test_activation_checkpointing.py": "engine.extensions.selective parallel.context.apply",
+    "engine/extensions/test_selective.py": "engine.extensions.selective torch_private",
     # launching, rendezvous, transports, stalls
     "conftest.py": "launch.world",
     "train/test_same_start.py": "comm.axes launch.program train.control",

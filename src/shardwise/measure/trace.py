@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from shardwise import torch_private
 from shardwise.cost.part import Part
 from shardwise.cost.unit import AttentionWork, Product, UnitWork
-from shardwise.engine.extensions.recompute import operators
+from shardwise.engine.extensions.selective import operators
 from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.measure.meta import FusedAttention, on_meta
 from shardwise.measure.shapes import KnownShapes

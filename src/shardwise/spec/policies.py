@@ -301,7 +301,7 @@ FULL_PRECISION = PrecisionPolicy(param_dtype=None, reduce_dtype=None)
 
 # -- recomputation
 
-#: Families of operators that ``RecomputePolicy.save`` knows by name; ``engine.extensions.recompute`` lists them.
+#: Families of operators that ``RecomputePolicy.save`` knows by name; ``engine.extensions.selective`` lists them.
 OPERATOR_FAMILIES = ("matmul", "attention")
 
 _RECOMPUTE_USAGE = (

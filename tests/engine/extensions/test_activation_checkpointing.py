@@ -16,10 +16,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import CheckpointPolicy
 
 import shardwise as sw
-from shardwise.engine.extensions import recompute
+from shardwise.engine.extensions import selective
 from shardwise.parallel.context.apply import CACHE_NAMES
 from shardwise.testing import compare_each_with_one_process, probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
@@ -299,14 +298,11 @@ def test_an_operator_that_draws_is_computed_again_so_that_the_next_draws_the_sam
 
 
 def test_attention_is_kept_where_it_drops_nothing():
-    policy = recompute._context_fn(sw.RecomputePolicy(save="attention"))
-    decide = policy()[0].policy_fn
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     x = torch.zeros(1, 1, 1, 1)
-    kept = [decide(None, flash, x, x, x, dropout_p, True) for dropout_p in (0.0, 0.1)]
-    kept += [decide(None, flash, x, x, x), decide(None, flash, x, x, x, dropout_p=0.1)]
-    save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-    assert kept == [save, again, save, again]
+    draws = [selective._draws(flash, (x, x, x, dropout_p, True), {}) for dropout_p in (0.0, 0.1)]
+    draws += [selective._draws(flash, (x, x, x), {}), selective._draws(flash, (x, x, x), {"dropout_p": 0.1})]
+    assert draws == [False, True, False, True]
 
 
 def attend(x: Tensor, dropout_p: float) -> Tensor:
@@ -320,10 +316,8 @@ def test_an_operator_of_others_that_drops_is_computed_again():
         lambda ctx, grad: (grad * (ctx.saved_tensors[1] != 0), None),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output),
     )
-    decide = recompute._context_fn(sw.RecomputePolicy(save="shardwise_tests.attend"))()[0].policy_fn
     operator, x = torch.ops.shardwise_tests.attend.default, torch.ones(2)
-    kept = [decide(None, operator, x, rate) for rate in (0.0, 0.2)]
-    assert kept == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+    assert [selective._draws(operator, (x, rate), {}) for rate in (0.0, 0.2)] == [False, True]
 
 
 KINDS = ("gpt2", "llama", "t5")

@@ -19,35 +19,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from shardwise import torch_private
+from shardwise.engine.extensions import selective
 from shardwise.engine.extensions.wrap import find_units
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.policies import RecomputePolicy, WrapPolicy
 from shardwise.spec.replacement import Replacement
-
-#: Operators by family. Which of them an attention or a product becomes depends on device, dtype and torch's version.
-_FAMILIES: dict[str, tuple[str, ...]] = {
-    "matmul": (
-        "aten.mm",
-        "aten.addmm",
-        "aten.bmm",
-        "aten.baddbmm",
-        "aten.linear",
-        "aten._addmm_activation",
-        "aten._scaled_mm",
-        "aten._grouped_mm",
-    ),
-    "attention": (
-        "aten._scaled_dot_product_flash_attention",
-        "aten._scaled_dot_product_flash_attention_for_cpu",
-        "aten._scaled_dot_product_efficient_attention",
-        "aten._scaled_dot_product_cudnn_attention",
-        "aten._scaled_dot_product_fused_attention_overrideable",
-    ),
-}
 
 _ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -200,72 +178,5 @@ def _keeping_statistics(
     return forward, _Statistics(norms, again)
 
 
-# -- operators
-
-
 def _context_fn(policy: RecomputePolicy) -> _ContextFn:
-    if not policy.save:
-        return noop_context_fn
-    saved = {operator for name in policy.save for operator in operators(name)}
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        def decide(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            if operator in saved:
-                draws = _draws(operator, args, kwargs)
-                return CheckpointPolicy.PREFER_RECOMPUTE if draws else CheckpointPolicy.MUST_SAVE
-            # What is changed in place (a T5's scores += bias) the recomputation would change once more.
-            changed = tree_leaves(args[:1]) if operator.overloadpacket.__name__.endswith("_") else ()
-            if not all(torch_private.keep_no_longer(keeping, each) for each in changed):
-                raise StateError(
-                    f"{operator} changes in place what activation_checkpointing keeps: a recomputation would change it"
-                    " once more.\n  Use 'full', or torch 2.13, with which it is computed again."
-                )
-            return CheckpointPolicy.PREFER_RECOMPUTE
-
-        keeping, giving = create_selective_checkpoint_contexts(decide)
-        return keeping, giving
-
-    return contexts
-
-
-def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call draws random numbers, as attention with dropout does.
-
-    A recomputation that skipped it would leave its numbers to the next operator that draws: other masks, and gradients
-    that are wrong without an error.
-    """
-    names = [name for name, *_ in torch_private.schema_of(operator)[1]]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    rates = [given.get(name, 0.0) for name in names if name in _RATES]
-    if rates:  # operators of others rarely have the tag
-        return any(isinstance(rate, float) and rate > 0 for rate in rates)
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
-#: What operators call the probability with which they drop numbers.
-_RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
-
-
-def operators(name: str) -> list[Any]:
-    """Every overload of the operators that ``name`` means: ``"matmul"``, ``"attention"``, or an operator's name."""
-    if name in _FAMILIES:
-        return [operator for member in _FAMILIES[name] for operator in _overloads(member)]
-    found = _overloads(name)
-    if not found:
-        raise PlanError(
-            f"activation_checkpointing: torch has no operator {name!r}.\n"
-            "  Names are those under torch.ops: 'aten.gelu', 'aten.gelu.default', 'my_library.my_op'."
-        )
-    return found
-
-
-def _overloads(name: str) -> list[Any]:
-    library, _, rest = name.partition(".")
-    operator, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, library), operator, None)
-    if packet is None:
-        return []
-    if overload:
-        only = getattr(packet, overload, None)
-        return [] if only is None else [only]
-    return [getattr(packet, known) for known in packet.overloads()]
+    return selective.contexts(policy.save) if policy.save else noop_context_fn

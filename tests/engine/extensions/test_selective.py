@@ -1,0 +1,222 @@
+"""Selective recomputation: which products are computed once, which again, and that no bit changes, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.engine.extensions import selective
+from shardwise.torch_private import TorchDispatchMode
+
+FAMILIES = ("matmul", "attention")
+WIDTH = 8
+
+
+class Products(TorchDispatchMode):
+    """Counts the operators of the families."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = {operator for name in FAMILIES for operator in selective.operators(name)}
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator in self.chosen
+        return operator(*args, **(kwargs or {}))
+
+
+class Weights(nn.Module):
+    def __init__(self, run: Callable[[Weights, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, torch.sin(x))
+
+
+def heads(m: Weights, x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(part.unflatten(-1, (2, -1)).transpose(1, 2) for part in m.inner(x).chunk(3, -1))
+
+
+def layers(m: Weights, x: Tensor) -> Tensor:
+    return F.silu(m.outer(torch.tanh(m.inner(x)[..., :WIDTH])))
+
+
+def attends(m: Weights, x: Tensor) -> Tensor:
+    return m.outer(F.scaled_dot_product_attention(*heads(m, x), is_causal=True).transpose(1, 2).flatten(2))
+
+
+def attends_eagerly(m: Weights, x: Tensor) -> Tensor:
+    query, key, value = heads(m, x)
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    scores += torch.ones_like(scores).tril()  # as T5 adds its positions, in place
+    return m.outer((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+def attends_by_module(m: Weights, x: Tensor) -> Tensor:
+    return m.attention(x, x, x, need_weights=False)[0]
+
+
+def sums_by_einstein(m: Weights, x: Tensor) -> Tensor:
+    return torch.einsum("bti,oi->bto", torch.tanh(m.inner(x))[..., :WIDTH], m.outer.weight)
+
+
+def multiplies_as_gpt2(m: Weights, x: Tensor) -> Tensor:
+    flat = torch.tanh(x).flatten(0, 1)
+    return torch.addmm(m.inner.bias[:WIDTH], flat, m.outer.weight).view_as(x).cos()
+
+
+def calls_operators(m: Weights, x: Tensor) -> Tensor:
+    return torch.ops.aten.mm(torch.tanh(x).flatten(0, 1), m.outer.weight).view_as(x).cos()
+
+
+def multiplies_a_copy(m: Weights, x: Tensor) -> Tensor:
+    return m.outer(torch.tanh(x).transpose(0, 1)).transpose(0, 1).cos()
+
+
+class ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+def differentiates_by_hand(m: Weights, x: Tensor) -> Tensor:
+    return ByHand.apply(torch.tanh(x), m.outer.weight).cos()
+
+
+def casts(m: Weights, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return layers(m, x).float()
+
+
+def freezes(m: Weights, x: Tensor) -> Tensor:
+    return F.silu(F.linear(torch.tanh(m.outer(x)), m.outer.weight.detach()))
+
+
+def adds_to_a_layer(m: Weights, x: Tensor) -> Tensor:
+    found = m.inner(x)
+    found[..., :WIDTH].add_(1)
+    return torch.tanh(found[..., :WIDTH])
+
+
+def clips_a_layer(m: Weights, x: Tensor) -> Tensor:
+    return F.relu(m.outer(x), inplace=True) * x
+
+
+def writes_behind_autograd(m: Weights, x: Tensor) -> Tensor:
+    found = m.outer(x)
+    found.data.mul_(2)
+    return torch.tanh(found) * x
+
+
+#: What is computed, and how many products are computed again: those that are changed in place.
+CASES = {
+    layers: 0,
+    attends: 0,
+    attends_eagerly: 1,
+    attends_by_module: 0,
+    sums_by_einstein: 0,
+    multiplies_as_gpt2: 0,
+    calls_operators: 0,
+    multiplies_a_copy: 0,
+    differentiates_by_hand: 0,
+    casts: 0,
+    freezes: 0,
+    adds_to_a_layer: 1,
+    clips_a_layer: 1,
+    writes_behind_autograd: 1,
+}
+
+
+def gradients(run: Callable[..., Tensor], *, recomputes: bool, times: int = 1) -> tuple[list[Tensor], int]:
+    """The loss, the gradients, and the number of products."""
+    model = Weights(run)
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with Products() as products:
+        if recomputes:
+            out = checkpoint(model, x, use_reentrant=False, context_fn=selective.contexts(FAMILIES))
+        else:
+            out = model(x)
+        loss = (out * torch.arange(WIDTH)).sum()
+        for last in reversed(range(times)):
+            loss.backward(retain_graph=last > 0)
+    grads = [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+    return [loss.detach(), *grads], products.count
+
+
+@pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
+def test_no_product_is_computed_again_but_what_was_changed_in_place(run):
+    plain, once = gradients(run, recomputes=False)
+    found, count = gradients(run, recomputes=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert count - once == CASES[run]
+
+
+@pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
+def test_a_second_backward_computes_products_again(run):
+    plain, _ = gradients(run, recomputes=False, times=2)
+    found, _ = gradients(run, recomputes=True, times=2)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_outputs_of_named_operators_alone_are_kept():
+    x = torch.ones(4).requires_grad_()
+    made = []
+
+    def run(x: Tensor) -> Tensor:
+        made.append(1)
+        return torch.exp(torch.sin(x)) * x
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(operator.overloadpacket.__name__)
+            return operator(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Names():
+        checkpoint(run, x, use_reentrant=False, context_fn=selective.contexts(["aten.exp"])).sum().backward()
+    assert len(made) == 2
+    assert (names.count("sin"), names.count("exp")) == (2, 1)
+    assert torch.equal(x.grad, torch.exp(torch.sin(x)) * (1 + torch.cos(x) * x))
+
+
+def test_between_forward_and_backward_only_products_and_the_input_lie_in_memory():
+    """Three times 4,096 elements: the input of the module, and the outputs of two layers."""
+    first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    made: list[Any] = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = operator(*args, **(kwargs or {}))
+            made.append(torch.multiprocessing.reductions.StorageWeakRef(out.untyped_storage()))
+            return out
+
+    x = torch.randn(64, 64).requires_grad_()
+    with Made():
+        out = checkpoint(
+            lambda x: second(F.gelu(first(torch.sin(x)))).cos(),
+            x,
+            use_reentrant=False,
+            context_fn=selective.contexts(FAMILIES),
+        )
+    weights = {each.untyped_storage()._cdata for each in (x, out, first.weight, second.weight)}
+    held = {ref.cdata for ref in made if not ref.expired()} - weights
+    assert len(held) == 2
+    out.sum().backward()
+    assert all(ref.expired() or ref.cdata in weights for ref in made)
