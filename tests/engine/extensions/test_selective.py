@@ -168,6 +168,20 @@ def test_no_product_is_computed_again_but_what_was_changed_in_place(run):
     assert count - once == CASES[run]
 
 
+def test_a_named_operator_s_output_that_is_written_behind_autograd_is_computed_again():
+    x = torch.ones(4).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        found = torch.exp(x)
+        found.data.mul_(2)
+        return torch.sin(found)
+
+    run(x).sum().backward()
+    expected, x.grad = x.grad, None
+    checkpoint(run, x, use_reentrant=False, context_fn=selective.contexts(["aten.exp"])).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
 def test_a_second_backward_computes_products_again(run):
     plain, _ = gradients(run, recomputes=False, times=2)

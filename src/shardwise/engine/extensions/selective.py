@@ -14,7 +14,6 @@ What was changed in place since it was computed is computed again, and so is wha
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -82,7 +81,7 @@ _FUNCTIONS = {getattr(home, name) for home in (torch, Tensor, F) for name in _NA
 _LINEAR = {F.linear, torch.addmm}
 _PLAIN = {Tensor, nn.Parameter, type(None)}
 #: The getter of ``Tensor.data``, behind which changes in place are not counted.
-_DATA = Tensor.data.__get__
+_DATA = vars(Tensor.__base__)["data"].__get__
 
 #: What operators call the probability with which they drop numbers.
 _RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
@@ -104,7 +103,8 @@ def contexts(saved: Iterable[str]) -> Callable[[], tuple[_Forward, _Again]]:
 
     def make() -> tuple[_Forward, _Again]:
         calls: list[_Linear | _Call] = []
-        return tuple(mode(chosen, calls, is_anywhere=is_anywhere, has_linear=has_linear) for mode in (_Forward, _Again))
+        where = {"is_anywhere": is_anywhere, "has_linear": has_linear}
+        return _Forward(chosen, calls, **where), _Again(chosen, calls, **where)
 
     return make
 
@@ -157,15 +157,13 @@ class _Mode(TorchFunctionMode):
         self._is_anywhere = is_anywhere
         self._has_linear = has_linear
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function in _FUNCTIONS or self._is_anywhere or isinstance(function, OpOverload | OpOverloadPacket):
-            is_linear = self._has_linear and function in _LINEAR and not kwargs and _are_plain(args)
-            return self._linear(function, args) if is_linear else self._call(function, args, kwargs or {})
-        if function == _DATA:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA:
             self._forget(args[0])
-        return function(*args, **(kwargs or {}))
+        if func in _FUNCTIONS or self._is_anywhere or isinstance(func, OpOverload | OpOverloadPacket):
+            is_linear = self._has_linear and func in _LINEAR and not kwargs and _are_plain(args)
+            return self._linear(func, args) if is_linear else self._call(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
     def _linear(self, function: Any, args: tuple[Any, ...]) -> Tensor:
         raise NotImplementedError
@@ -219,13 +217,16 @@ class _Again(_Mode):
             pack(args[place])
         if call.output and torch_private.version_of(call.output[0]) == call.version:
             return call.output.popleft().requires_grad_(call.needs_grad)
-        with saved_tensors_hooks(_drop, _drop):
+        with saved_tensors_hooks(_drop, _not_saved):
             return function(*args)
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = next(self._ahead)
         assert isinstance(call, _Call)
-        with _Give(self._chosen, call.outputs) if call.is_whole else contextlib.nullcontext():
+        if not call.is_whole:
+            return function(*args, **kwargs)
+        call.watched.clear()
+        with _Give(self._chosen, call.outputs):
             return function(*args, **kwargs)
 
 
@@ -266,6 +267,10 @@ def _drop(_: object) -> None:
     """Save nothing: what is computed again is not differentiated."""
 
 
+def _not_saved(_: object) -> Tensor:
+    raise AssertionError
+
+
 class _Keep(TorchDispatchMode):
     """Keeps what chosen operators give; nothing, if an operator of the call changes a tensor in place."""
 
@@ -275,14 +280,12 @@ class _Keep(TorchDispatchMode):
         self._changes = False
         self.outputs: deque[Any] = deque()
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = operator(*args, **(kwargs or {}))
-        if operator.overloadpacket.__name__.endswith("_"):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.endswith("_"):
             self._changes = True
             self.outputs.clear()
-        elif not self._changes and operator in self._chosen and not _draws(operator, args, kwargs or {}):
+        elif not self._changes and func in self._chosen and not _draws(func, args, kwargs or {}):
             self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
         return output
 
@@ -295,12 +298,10 @@ class _Give(TorchDispatchMode):
         self._chosen = chosen
         self._outputs = outputs
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if operator in self._chosen and not _draws(operator, args, kwargs or {}):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._chosen and not _draws(func, args, kwargs or {}):
             return self._outputs.popleft()
-        return operator(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _are_plain(args: Sequence[Any]) -> bool:
