@@ -195,7 +195,9 @@ def test_trl_fine_tunes_by_the_mixin_with_adapters_too(tmp_path: Path, is_adapte
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
     if is_adapted:
-        loaded = PeftModel.from_pretrained(build(), tmp_path / "shards" / "checkpoint-6")
+        checkpoint = tmp_path / "shards" / "checkpoint-6"
+        assert not list((checkpoint / "shardwise").glob("frozen-*"))  # the base would be as large as the model
+        loaded = PeftModel.from_pretrained(build(), checkpoint)
         held = {name.replace(".default", ""): value for name, value in loaded.state_dict().items() if "lora" in name}
         assert held
         assert all(torch.equal(value, state[name.replace("_A.", "_A.default.").replace("_B.", "_B.default.")])
@@ -232,7 +234,18 @@ def refuse_on_rank(folder: str) -> None:
     text = refusal(PlanError, ShardwiseTrainer, build(), args, plan=sw.ParallelPlan(tp=2))
     assert "tp=2: ShardwiseTrainer gives every rank samples of its own" in text
     trainer = ShardwiseTrainer(build(), args, train_dataset=Texts(8, 1))
-    assert "holds no shardwise/" in refusal(CheckpointError, trainer.train, resume_from_checkpoint=folder)
+    unfinished = "its save was not finished: it holds no trainer_state.json"
+    assert unfinished in refusal(CheckpointError, trainer.train, resume_from_checkpoint=folder)
+    weights = Path(folder) / "weights"
+    weights.mkdir(exist_ok=True)
+    (weights / "trainer_state.json").touch()
+    assert "holds no shardwise/" in refusal(CheckpointError, trainer.train, resume_from_checkpoint=str(weights))
+    best = TrainingArguments(
+        **settings(folder, 2) | {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}
+    )
+    assert "save_only_model=True leaves out shardwise/" in refusal(
+        PlanError, ShardwiseTrainer, build(), best, eval_dataset=Texts(8, 1)
+    )
     sharded = sw.parallelize(build(), "zero3")
     assert "there is a plan beside it" in refusal(PlanError, ShardwiseTrainer, sharded, args, plan="zero3")
     ShardwiseTrainer(sharded, args, train_dataset=Texts(8, 1)).train()

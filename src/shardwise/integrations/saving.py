@@ -13,7 +13,9 @@ from shardwise.api.save import Optimizers
 from shardwise.engine.storage.attachment import engine_of
 
 
-def save_over(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None) -> None:
+def save_over(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, *, frozen: bool = True
+) -> None:
     """As ``sw.save``; a checkpoint that is in the folder already stays as it is until the new one is complete.
 
     Collective:
@@ -24,7 +26,7 @@ def save_over(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimiz
     if world.rank == 0:
         shutil.rmtree(part, ignore_errors=True)
     world.barrier()
-    sw.save(part, model, optimizer)
+    sw.save(part, model, optimizer, frozen=frozen)
     if world.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)

@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 
 import shardwise as sw
 from shardwise.api.export import write_weights
@@ -196,7 +197,10 @@ class ShardwiseTrainerMixin(_Any):
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_over(Path(output_dir) / _FOLDER, self.model, _bare(self.optimizer))
+        is_adapted = hasattr(
+            self.model, "peft_config"
+        )  # the base comes from where the script has it, as in the trainer
+        save_over(Path(output_dir) / _FOLDER, self.model, _bare(self.optimizer), frozen=not is_adapted)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
@@ -247,6 +251,12 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 
 def _states(checkpoint: str) -> Path:
     folder = Path(checkpoint) / _FOLDER
+    if not (folder.parent / TRAINER_STATE_NAME).is_file():
+        raise sw.CheckpointError(
+            f"{checkpoint} is no checkpoint, or its save was not finished: it holds no {TRAINER_STATE_NAME}, which is"
+            " written last.\n  Resume from an earlier checkpoint-*, or remove this folder:"
+            " resume_from_checkpoint=True then finds the one before."
+        )
     if not folder.is_dir():
         raise sw.CheckpointError(
             f"{checkpoint} holds no {_FOLDER}/: it was saved by another trainer, or with save_only_model.\n"
@@ -257,6 +267,11 @@ def _states(checkpoint: str) -> Path:
 
 def _check(args: Any) -> None:
     check_alone("ShardwiseTrainer")
+    if args.save_only_model and args.load_best_model_at_end:
+        raise PlanError(
+            f"save_only_model=True leaves out {_FOLDER}/, from which load_best_model_at_end=True would load.\n"
+            "  Leave one of them out."
+        )
     if args.fp16:
         raise PlanError(
             "fp16=True: the trainer's loss scaler would skip a step on one rank alone.\n"
