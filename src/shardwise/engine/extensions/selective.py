@@ -306,7 +306,9 @@ class _Give(TorchDispatchMode):
 
 def _are_plain(args: Sequence[Any]) -> bool:
     """Whether a linear layer saves its arguments themselves: no subclass handles them, and autocast casts nothing."""
-    return all(type(each) in _PLAIN for each in args) and not torch.is_autocast_enabled(args[0].device.type)
+    first = args[0]
+    is_cast = not first.is_meta and torch.is_autocast_enabled(first.device.type)
+    return not is_cast and all(type(each) in _PLAIN for each in args)
 
 
 def _tensors(value: Any) -> list[Tensor]:
