@@ -28,6 +28,7 @@ BOUNDS = {
     "products": (0.3, 0.92),
     "attention": (0.1, 0.75),
     "elementwise": (0.6, 2.0),
+    "elementwise_eager": (0.6, 2.0),
     "scores": (3.0, 20.0),
     "fp8": (1.1, 1.9),
     "tp_hidden": (0.0, 0.9),
@@ -54,8 +55,8 @@ ATTENTION = {
     (False, "Hopper"): (0.55, 0.25),
     (False, "Blackwell"): (0.45, 0.25),
 }
-#: Today's PyTorch on Hopper has cuDNN's: measured by ``shardwise calibrate`` (bench/results/2026-11-27-gpu-2.md).
-OWN_ATTENTION = (0.45, 0.1)
+#: Today's PyTorch on Hopper: kernels of a step, each kind by itself (bench/results/2026-11-27-gpu-3.md).
+OWN_PRODUCTS, OWN_ATTENTION, OWN_ELEMENTWISE = (0.835, 0.05), (0.55, 0.05), (1.46, 0.05)
 #: The same of constants that all generations share: Galvatron (arXiv 2211.13878), nccl-tests and vTrain (planner.md).
 SHARED = {"slowdown": (1.15, 0.06), "link": (0.7, 0.15), "network": (0.75, 0.15), "fp8": (1.5, 0.15)}
 
@@ -123,15 +124,20 @@ class Constant:
 def constants(rows: Sequence[PublishedRow]) -> list[Constant]:
     """Everything that these rows can fit."""
     seen = sorted({(family(row.software), row.cluster.device.arch) for row in rows})
-    found = [Constant("products", names, arch, PRODUCTS[arch]) for names, arch in seen]
+    own = ("pytorch", "Hopper")
+    found = [
+        Constant("products", names, arch, OWN_PRODUCTS if (names[0], arch) == own else PRODUCTS[arch])
+        for names, arch in seen
+    ]
     kernels_of = sorted({(kernel(names), arch) for names, arch in seen if software.SOFTWARE[names[0]].attention})
-    priors = ATTENTION | {("pytorch", "Hopper"): OWN_ATTENTION}
+    priors = ATTENTION | {own: OWN_ATTENTION}
     found += [
         Constant("attention", names, arch, priors.get((names[0], arch)) or priors[names == FLASH, arch])
         for names, arch in kernels_of
     ]
     groups = sorted({names for names, _ in seen})
     found += [Constant("elementwise", names, None, (1.0, 0.3)) for names in groups]
+    found += [Constant("elementwise_eager", names, arch, OWN_ELEMENTWISE) for names, arch in seen if (names[0], arch) == own]
     plain = tuple(name for name, known in software.SOFTWARE.items() if not known.attention)
     found.append(Constant("scores", plain, None, (8.0, 0.3)))  # products written; softmax, dropout, read and written
     every = tuple(software.SOFTWARE)

@@ -22,7 +22,7 @@ from bench.predictions import (
 from bench.published import published_rows
 from shardwise import ConfigError, ParallelPlan
 from shardwise.cost.hardware import Cluster, find_gpu
-from shardwise.cost.kernels import alignment, product_seconds
+from shardwise.cost.kernels import alignment, attention_seconds, product_seconds, unit_seconds
 from shardwise.cost.links import axis_links
 from shardwise.cost.software import find_software
 from shardwise.cost.work import Product
@@ -31,9 +31,11 @@ from shardwise.planner import estimate
 from shardwise.planner.band import BANDS
 from shardwise.planner.estimate import Estimate
 from shardwise.planner.simulated import simulated
+from shardwise.planner.time import timing
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.spec.shape import ModelShape
+from shardwise.spec.shape.gpt import gpt_config
 
 SHAPE = ModelShape.from_config("llama-3-8b")
 CLUSTER = Cluster(gpu="H100-80GB-SXM", num_gpus=16)
@@ -94,9 +96,37 @@ def test_compiled_units_are_launched_faster():
     assert small_work(64, compile=True).step_time_s < 0.4 * small_work(64).step_time_s
 
 
-def test_recomputed_blocks_are_launched_once_more():
-    more = small_work(64, recompute="full").step_time_s - small_work(64).step_time_s
-    assert more == pytest.approx(24 * 52 * 16e-6, rel=1e-3)
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_blocks_cost_the_host_two_forwards_more(recompute):
+    more = small_work(64, recompute=recompute).step_time_s - small_work(64).step_time_s
+    assert more == pytest.approx(24 * 2 * 52 * 16e-6, rel=1e-3)
+
+
+#: Of a step on an H100, milliseconds of the kernels of products, of attention, and of the rest without the optimizer
+#: (bench/results/2026-11-27-gpu-3.md).
+KERNELS = {
+    "gpt2-medium": ({"seq_len": 1024, "vocab_size": 50304}, 32, (91.9, 20.0, 78.1)),
+    "gpt-1.3b": ({"seq_len": 1024, "vocab_size": 50304, "hidden": 2048}, 16, (173.5, 15.7, 65.6)),
+    "long": ({"seq_len": 8192, "vocab_size": 50304, "hidden": 2048, "num_layers": 12}, 2, (93.7, 46.9, 41.1)),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_each_kind_of_kernel_takes_what_it_took_on_an_h100(name):
+    """Not only their sum, in which errors cancel."""
+    overrides, batch, measured = KERNELS[name]
+    shape = ModelShape.from_config(gpt_config("gpt2-medium", **overrides))
+    workload = Workload(seq_len=overrides["seq_len"], global_batch=batch, micro_batch=batch)
+    found = timing(shape, ParallelPlan(tp=1, pp=1), Cluster(gpu="H100-80GB-SXM", num_gpus=1), workload)
+    gpu, software = found.cluster.device, found.software
+    products = attention = whole = 0.0
+    for work in found.works:
+        products += work.count * sum(sum(product_seconds(each, gpu, software, "bf16")) for each in work.products)
+        attention += work.count * sum(sum(attention_seconds(each, gpu, software, workload)) for each in work.attention)
+        spent = unit_seconds(work, gpu, software, workload)
+        whole += work.count * (spent.forward_s + spent.backward_s)
+    predicted = products, attention, whole - products - attention
+    assert [1e3 * seconds for seconds in predicted] == pytest.approx(measured, rel=0.08)
 
 
 @pytest.mark.parametrize("name", PLANS)

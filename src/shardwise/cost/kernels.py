@@ -94,7 +94,10 @@ def unit_seconds(work: UnitWork, gpu: Gpu, software: Software, workload: Workloa
         ahead, back = attention_seconds(attention, gpu, software, workload)
         forward += ahead
         backward += back
-    per_byte = software.elementwise / (_COPY * gpu.memory_bandwidth)
+    factor = software.elementwise
+    if not workload.compile:
+        factor = software.elementwise_eager.get(gpu.arch, factor)
+    per_byte = factor / (_COPY * gpu.memory_bandwidth)
     elementwise = work.forward_bytes * per_byte + _GAP_S * sum(part.num_kernels for part in work.parts)
     return UnitSeconds(
         forward_s=forward + elementwise,

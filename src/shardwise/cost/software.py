@@ -39,6 +39,7 @@ class Software:
         attention: The same of one kernel of attention, masked pairs not counted; empty: attention is products and
             element-wise work on scores.
         elementwise: Time of element-wise work over that of ``cost.part``'s bytes at 85% of the memory's bandwidth.
+        elementwise_eager: The same of eager kernels, by architecture, where they were measured by themselves.
         scores: Where attention is not one kernel: passes over the scores in forward.
         is_fused: Element-wise work is fused whatever the workload says.
         fp8: How much faster products are in fp8 than in bf16, scaling and casts included.
@@ -62,6 +63,7 @@ class Software:
     products: Mapping[str, float]
     attention: Mapping[str, float] = field(default_factory=dict)
     elementwise: float = 1.0
+    elementwise_eager: Mapping[str, float] = field(default_factory=dict)
     scores: float = 6.39
     is_fused: bool = False
     fp8: float = 1.65
@@ -79,12 +81,14 @@ class Software:
     selective_products: float = 0.0
 
 
+#: Hopper's are those of the kernels of seven models, each kind by itself (bench/results/2026-11-27-gpu-3.md).
 PYTORCH = Software(
     name="pytorch",
-    products={"Ampere": 0.804, "Hopper": 0.701, "Blackwell": 0.52, "Ada": 0.85},
-    attention={"Ampere": 0.413, "Hopper": 0.451},
+    products={"Ampere": 0.804, "Hopper": 0.835, "Blackwell": 0.52, "Ada": 0.85},
+    attention={"Ampere": 0.413, "Hopper": 0.55},
     launch_s=LAUNCH_S,
     elementwise=0.939,
+    elementwise_eager={"Hopper": 1.46},
     gradient_bytes=4,
 )
 #: By name: today's PyTorch with this library's engine. ``bench/software.py`` adds other frameworks' generations.

@@ -176,7 +176,7 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
     )
     if accounting.states is None:
         found = states(root, runs, rules)
-        update = _update_bytes(found, rules, sum(count * held_matrices(unit, rules) for count, unit in runs))
+        update = _MUON_BYTES * sum(count * held_matrices(unit, rules) for count, unit in runs)
     else:
         found, update = accounting.states(root, runs, rules)
     around = Around.of(shape, plan, workload)
@@ -212,18 +212,6 @@ def _before(embedding: UnitWork, shape: ModelShape) -> dict[str, float]:
 #: Bytes that ``sw.Muon`` holds at once, at most, for each element of a matrix that a rank updates: its rounded update,
 #: and what is sent, received and put together of it, in 16 bit each.
 _MUON_BYTES = 8
-
-
-def _update_bytes(found: States, rules: Rules, matrices: int) -> float:
-    """The memory of the optimizer's step in addition to its state.
-
-    The square roots of Adam's second moments, as torch updates all parameters at once (``foreach``) on a GPU; what Muon
-    exchanges.
-    """
-    if matrices:
-        return _MUON_BYTES * matrices
-    is_at_once = rules.device_type != "cpu" and rules.optimizer_tensors == 2 and not rules.in_backward
-    return found.footprint.optimizer / rules.optimizer_tensors if is_at_once else 0.0
 
 
 #: Classes of linear layers. Where a plan makes units of them, a block is gathered and reduced a layer at a time.

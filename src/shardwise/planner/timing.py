@@ -40,6 +40,11 @@ _ON_LINK = frozenset({"gather", "reduce", "replicate"})
 #: DDR4 or DDR5, shared by the eight ranks of a node.
 HOST_UPDATE = 20e9
 
+#: The host's time for a unit's forward and for its backward, over that of its forward without recomputation. With it
+#: torch's checkpoint packs and unpacks every saved tensor, in Python (16 blocks of Llama on an H100 whose host is late:
+#: 36 and 54 ms, recomputed 51 and 99, selectively 62 and 99; bench/results/2026-11-27-gpu-3.md).
+_LAUNCHES, _LAUNCHES_RECOMPUTED = (1.0, 2.0), (1.5, 3.5)
+
 #: Blocks of a long run that are simulated.
 _SIMULATED = 3
 
@@ -162,7 +167,7 @@ class Timing:
         back = self._exchanges(work, is_forward=False)
         gather, reduce, replicate = ((), (), ()) if self.is_waited_for else self._transfers(work)
         kept = self._kept_gathers(work) if self.plan.inner_size is not None else ()
-        launches = 1 + (recomputes == "full")
+        ahead_launches, back_launches = _LAUNCHES if recomputes == "none" else _LAUNCHES_RECOMPUTED
         offload = self._offload(work)
         return StepUnit(
             work.name,
@@ -174,8 +179,8 @@ class Timing:
             replicate=replicate,
             forward_exchanges=ahead,
             backward_exchanges=back + (ahead if recomputes == "full" else ()),
-            host_forward_s=spent.launch_s,
-            host_backward_s=spent.launch_s * (1 + launches),
+            host_forward_s=spent.launch_s * ahead_launches,
+            host_backward_s=spent.launch_s * back_launches,
             up_s=offload,
             down_s=offload,
             away_s=self._away_s(work, recomputes),
