@@ -126,7 +126,7 @@ def test_each_kind_of_kernel_takes_what_it_took_on_an_h100(name):
         spent = unit_seconds(work, gpu, software, workload)
         whole += work.count * (spent.forward_s + spent.backward_s)
     predicted = products, attention, whole - products - attention
-    assert [1e3 * seconds for seconds in predicted] == pytest.approx(measured, rel=0.08)
+    assert [1e3 * seconds for seconds in predicted] == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("name", PLANS)

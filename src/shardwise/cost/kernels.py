@@ -53,8 +53,8 @@ class ShapeFactors:
             GPU. Measured on an H100 (``bench/results/2026-11-27-gpu-2.md``); newer ones are taken to be alike.
     """
 
-    wave: float = 0.874
-    short: float = 102.0
+    wave: float = 0.827
+    short: float = 103.0
     aligned: tuple[float, float, float, float] = (0.95, 0.85, 0.75, 0.5)
     odd: Mapping[str, float] = field(default_factory=lambda: {"Hopper": 0.17, "Blackwell": 0.17})
 
