@@ -152,3 +152,12 @@ def test_a_faster_network_is_advised_only_where_the_waiting_is_on_it() -> None:
     assert len(advice("llama-3.2-1b", ParallelPlan(strategy="zero3"), 100)) == 1
     inside_a_node = ParallelPlan(strategy="zero3", ep=8)
     assert advice("qwen3-30b-a3b", inside_a_node, 3200) == []
+
+
+def test_an_update_of_adamw_holds_nothing_besides_its_states() -> None:
+    """As the fused one of ``train``: six blocks of Llama-3-8B, recomputed (bench/results/2026-11-27-gpu-3.md)."""
+    sizes = {"layers": 6, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000, "seq_len": 4096}
+    shape = ModelShape.decoder(**sizes, gated=True, tied=False)
+    work = Workload(seq_len=4096, global_batch=2, micro_batch=2, recompute="full")
+    made = estimate(shape, ParallelPlan(), Cluster(gpu="H100-80GB-SXM", num_gpus=1), work)
+    assert made.memory.allocated_bytes == pytest.approx(26.87e9, rel=0.01)
