@@ -139,7 +139,9 @@ def constants(rows: Sequence[PublishedRow]) -> list[Constant]:
     ]
     groups = sorted({names for names, _ in seen})
     found += [Constant("elementwise", names, None, (1.0, 0.3)) for names in groups]
-    found += [Constant("elementwise_eager", names, arch, OWN_ELEMENTWISE) for names, arch in seen if (names[0], arch) == own]
+    found += [
+        Constant("elementwise_eager", names, arch, OWN_ELEMENTWISE) for names, arch in seen if (names[0], arch) == own
+    ]
     plain = tuple(name for name, known in software.SOFTWARE.items() if not known.attention)
     found.append(Constant("scores", plain, None, (8.0, 0.3)))  # products written; softmax, dropout, read and written
     every = tuple(software.SOFTWARE)
