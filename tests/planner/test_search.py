@@ -74,7 +74,7 @@ def test_what_is_estimated_in_full_has_the_best_plan_and_the_best_of_each_kind_i
 
 #: Questions, and the title of the first plan that is right; docs/planning.md has where it has been run.
 FIRST_PLANS = [
-    ("llama-3-8b", Cluster(gpu="H100-80GB-SXM", num_gpus=8), Workload(seq_len=8192, global_batch=64), "zero3"),
+    ("llama-3-8b", Cluster(gpu="H100-80GB-SXM", num_gpus=8), Workload(seq_len=8192, global_batch=64), "zero3 chunked-loss"),
     ("llama-3-70b", Cluster(gpu="H100-80GB-SXM", num_gpus=256), Workload(seq_len=8192, global_batch=512), "hsdp 2x128"),
     (
         "llama-3-70b",
@@ -91,7 +91,7 @@ FIRST_PLANS = [
         "zero3",
     ),
     ("llama-3-8b", Cluster(gpu="H100-80GB-SXM", num_gpus=8), Workload(seq_len=131072, global_batch=8), "zero3 cp8"),
-    ("llama-3-70b", Cluster(gpu="MI300X", num_gpus=8), Workload(seq_len=8192, global_batch=64), "zero3"),
+    ("llama-3-70b", Cluster(gpu="MI300X", num_gpus=8), Workload(seq_len=8192, global_batch=64), "zero3 chunked-loss"),
     ("llama-2-7b", Cluster(gpu="L4", num_gpus=1), Workload(seq_len=2048, global_batch=16, lora_rank=16), "one GPU"),
     (
         "bert-base",
@@ -111,7 +111,7 @@ FIRST_PLANS = [
         Workload(seq_len=2048, global_batch=1024),
         "tp8 pp16 1f1b",
     ),
-    ("mixtral-8x7b", Cluster(gpu="H100-80GB-SXM", num_gpus=64), Workload(seq_len=4096, global_batch=256), "zero3 ep8"),
+    ("mixtral-8x7b", Cluster(gpu="H100-80GB-SXM", num_gpus=64), Workload(seq_len=4096, global_batch=256), "zero2 ep8"),
 ]
 
 
@@ -201,7 +201,7 @@ def test_the_recommended_plan_comes_first_then_what_fits_the_fastest_of_it_first
 def test_a_plan_that_fills_the_memory_is_recommended_only_where_none_leaves_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cluster, workload = Cluster(gpu="L4", num_gpus=1), Workload(seq_len=1024, global_batch=1)
+    cluster, workload = Cluster(gpu="L4", num_gpus=1), Workload(seq_len=1024, global_batch=1, chunked_loss=True)
     shape = find_shape("gpt2")
     fixed = {"micro_batch": 1, "recompute": "none", "offload_policy": "none", "in_backward": False}
     (roomy, *_) = search(shape, cluster, workload, **fixed)

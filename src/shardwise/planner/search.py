@@ -97,7 +97,9 @@ class _Search:
         """The result of :func:`search`."""
         found = self._explored()
         for resort, field in _RESORTS.items():
-            if any(made.fits for made, _ in found.values()) or (field and field in self.fixed):
+            is_first = resort == "offload"  # before what fits with nothing to spare is taken
+            enough = any(made.fits and not (is_first and made.is_tight) for made, _ in found.values())
+            if enough or (field and field in self.fixed):
                 continue
             self.resorts.add(resort)
             found = self._explored() or found
