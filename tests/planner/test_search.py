@@ -91,7 +91,7 @@ FIRST_PLANS = [
         "zero3",
     ),
     ("llama-3-8b", Cluster(gpu="H100-80GB-SXM", num_gpus=8), Workload(seq_len=131072, global_batch=8), "zero3 cp8"),
-    ("llama-3-70b", Cluster(gpu="MI300X", num_gpus=8), Workload(seq_len=8192, global_batch=64), "zero3 chunked-loss"),
+    ("llama-3-70b", Cluster(gpu="MI300X", num_gpus=8), Workload(seq_len=8192, global_batch=64), "zero3"),
     ("llama-2-7b", Cluster(gpu="L4", num_gpus=1), Workload(seq_len=2048, global_batch=16, lora_rank=16), "one GPU"),
     (
         "bert-base",
