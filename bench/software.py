@@ -15,6 +15,7 @@ _PYTORCH_2024 = replace(
     name="pytorch-2024",
     products={"Ampere": 0.804, "Hopper": 0.639, "Blackwell": 0.52},
     attention={"Ampere": 0.413, "Hopper": 0.219},
+    elementwise=0.965,
     elementwise_eager={},
 )
 

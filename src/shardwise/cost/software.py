@@ -87,7 +87,7 @@ PYTORCH = Software(
     products={"Ampere": 0.804, "Hopper": 0.803, "Blackwell": 0.52, "Ada": 0.85},
     attention={"Ampere": 0.413, "Hopper": 0.55},
     launch_s=LAUNCH_S,
-    elementwise=0.965,
+    elementwise=0.939,
     elementwise_eager={"Hopper": 1.46},
     gradient_bytes=4,
 )
