@@ -222,7 +222,7 @@ def test_a_measured_run_may_be_of_another_plan_batch_and_number_of_gpus(capsys: 
     ("given", "message"),
     [
         ("fast", "'fast' is no number of tokens/s, and no folder of a run"),
-        ("410000", "products and attention at 0.803 of the card's peak do not explain that"),
+        ("410000", "products and attention at 0.923 of the card's peak do not explain that"),
         ("4100", "those of all GPUs"),
         ("41000,micro_bach=1", "Did you mean 'micro_batch'?"),
         ("0", "tokens/s above 0"),
