@@ -74,7 +74,12 @@ def test_what_is_estimated_in_full_has_the_best_plan_and_the_best_of_each_kind_i
 
 #: Questions, and the title of the first plan that is right; docs/planning.md has where it has been run.
 FIRST_PLANS = [
-    ("llama-3-8b", Cluster(gpu="H100-80GB-SXM", num_gpus=8), Workload(seq_len=8192, global_batch=64), "zero3 chunked-loss"),
+    (
+        "llama-3-8b",
+        Cluster(gpu="H100-80GB-SXM", num_gpus=8),
+        Workload(seq_len=8192, global_batch=64),
+        "zero3 chunked-loss",
+    ),
     ("llama-3-70b", Cluster(gpu="H100-80GB-SXM", num_gpus=256), Workload(seq_len=8192, global_batch=512), "hsdp 2x128"),
     (
         "llama-3-70b",
