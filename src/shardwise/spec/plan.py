@@ -346,8 +346,8 @@ class ParallelPlan:
         if self.compile and self.recompute is not None and self.recompute.save:
             yield (
                 "compile=True with operators whose outputs are kept: a compiled unit no longer calls them one by one.\n"
-                "  Use activation_checkpointing='none', as the compiler computes again by itself what is cheap; or 'full',"
-                " or compile=False."
+                "  Use activation_checkpointing='none': the compiler computes again what is cheap. Or 'full', or"
+                " compile=False."
             )
         if self.activation_offload is not None and self.recompute is not None and self.recompute.save:
             yield (
