@@ -19,6 +19,8 @@ pytest.importorskip("datasets", reason="the hf extra is not installed")
 pytestmark = [
     pytest.mark.preload("transformers.models.llama.modeling_llama", "datasets", "peft"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # peft asks transformers
+    pytest.mark.filterwarnings("ignore:.*alpha_pattern keys:RuntimeWarning"),  # peft's own of a mixture's experts
+    pytest.mark.filterwarnings("ignore:.*rank_pattern keys:RuntimeWarning"),
 ]
 
 CONFIG = """
@@ -118,6 +120,49 @@ def test_a_run_s_adapter_is_saved_without_its_base_goes_on_and_answers_alike_eve
     )  # fmt: skip
     assert more[0][0] == 0, more
     assert all_losses(folder, "more")[0][0] < straight[0]
+
+
+def test_the_experts_of_a_mixture_are_adapted_alike_on_one_rank_and_two_and_refused_where_they_are_divided(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    mixture = MixtralConfig(vocab_size=len(tokenizer), **sizes, num_key_value_heads=2, num_local_experts=4)
+    MixtralForCausalLM(mixture).save_pretrained(folder / "mixtral")
+    tokenizer.save_pretrained(folder / "mixtral")
+    config = CONFIG.replace("hf: llama", "hf: mixtral").replace(", targets: [q_proj, v_proj, up_proj]", "")
+    one = train_here(folder, 1, ("--run-dir", "one"), config=config, before=cache_here)
+    two = train_here(folder, 2, ("--run-dir", "two"), config=config, before=cache_here)
+    assert [code for code, _ in one + two] == [0, 0], two
+    plain, spread = all_losses(folder, "one", "two")
+    assert spread == pytest.approx(plain, rel=2e-5)
+    assert plain[-2] < 0.98 * plain[0]
+
+    monkeypatch.chdir(folder)
+    assert main(["export", "two", "adapter"]) == 0
+    capsys.readouterr()
+    assert main(["generate", "two", "--tokens=12 7 9", "--max-new-tokens=8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)["tokens"]
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("mixtral"), "adapter")
+    assert any("experts.base_layer.lora_B" in name for name in adapted.state_dict())
+    ids = torch.tensor([[12, 7, 9]])
+    found = adapted.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    assert found[0, 3:].tolist() == answer
+    assert main(["export", "two", "merged", "--merge"]) == 78
+    assert "Merge it with peft" in capsys.readouterr().err
+    merged = adapted.merge_and_unload().generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    assert merged.tolist() == found.tolist()
+    for degree in ("tp", "ep"):
+        capsys.readouterr()
+        assert main(["validate", "run.yaml", "--nproc", "2", *sets(f"parallel.{degree}=2")]) == 78
+        said = capsys.readouterr().err
+        assert "peft adapts 'model.layers.0.mlp.experts.base_layer.base_layer.down_proj' as a tensor" in said
+        words = ["--nproc", "2", *sets(f"parallel.{degree}=2", "lora.targets=[q_proj, v_proj]")]
+        assert main(["validate", "run.yaml", *words]) == 0
 
 
 def test_a_base_in_16_bit_stays_so_and_may_be_held_as_int8(folder: Path) -> None:

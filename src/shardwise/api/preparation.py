@@ -13,6 +13,7 @@ from shardwise.engine.build import OwnedParameter
 from shardwise.engine.extensions import activation_offload, recompute
 from shardwise.engine.extensions.chunked_loss import check_chunked
 from shardwise.engine.extensions.precision import Policies
+from shardwise.engine.extensions.safety import parametrized_in_forward
 from shardwise.engine.extensions.wrap import assign_parameters, find_units
 from shardwise.engine.storage.attachment import attachment_of
 from shardwise.engine.storage.host import refuse_no_offload
@@ -101,6 +102,12 @@ def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None
     recomputed = recompute.find(model, units, plan.recompute)
     offloaded = activation_offload.find(model, units, plan.activation_offload, recomputed)
     check_chunked(model, plan)
+    if (plan.tp > 1 or plan.routes_tokens) and (adapted := sorted(parametrized_in_forward(model))):
+        raise PlanError(
+            f"peft adapts {adapted[0]!r} as a tensor, by a product as large as all of it, and tp and ep keep a part"
+            " of it on each rank.\n  Adapt linear layers alone (lora.targets=[q_proj, v_proj], or target_modules of peft's"
+            " LoraConfig), or set tp=1 and ep=1."
+        )
     if plan.tp > 1:
         find_cuts(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
     if plan.cp > 1:

@@ -140,7 +140,7 @@ def start(
         CoversAll(),
         safety.ForeignBackwards(),
         safety.SavedTensors(),  # after it nothing may refuse to begin a forward
-        safety.LostWrites(),
+        safety.LostWrites(root),
     ):
         engine.extras.add(observer)
     return engine

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.engine import engine as heart
@@ -121,14 +121,26 @@ class SavedTensors(Observer):
         engine.heal(group.unit)
 
 
+def parametrized_in_forward(root: nn.Module) -> set[str]:
+    """Names of the parameters that peft adapts as tensors, such as stacked experts and their routers.
+
+    Its ``ParamWrapper`` registers a parametrization of the parameter in each forward, and removes it. torch then calls
+    ``set_`` on the parameter with the parameter itself, which counts as a write and changes nothing.
+    """
+    paths = {id(module): path for path, module in root.named_modules()}
+    wrappers: list[Any] = [module for module in root.modules() if type(module).__name__ == "ParamWrapper"]
+    return {f"{paths[id(each.get_base_layer())]}.{each.parameter_name}" for each in wrappers}
+
+
 class LostWrites(Observer):
     """Refuses a forward that writes to parameters where the next gather would undo it.
 
     It looks until a forward that trains has ended, and again when a step is unlike those before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self._versions: list[list[int]] = []
+        self._set_to_themselves = parametrized_in_forward(root)
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
         """Remember how often each parameter that computes has been written."""
@@ -144,7 +156,8 @@ class LostWrites(Observer):
             for spec, full, old, new in zip(
                 group.layout.params, group.unsharded, versions, _versions_of(group), strict=True
             ):
-                if torch_private.storage_identity(full) != home or (is_lost and new != old):
+                is_written = new != old and spec.name not in self._set_to_themselves
+                if torch_private.storage_identity(full) != home or (is_lost and is_written):
                     engine.leave_frames()  # tells peers that negotiate the forward
                     engine.extras.wake()
                     raise StateError(
