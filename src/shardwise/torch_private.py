@@ -369,7 +369,8 @@ def wrapped_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
     """
     if not is_traceable_wrapper_subclass(tensor):
         return None
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    wrapped = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: each for name, each in wrapped.items() if isinstance(each, Tensor)}  # a DTensor adds its mesh
 
 
 def state_after_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], like: Tensor) -> dict[str, Any]:

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import shardwise as sw
 from shardwise.engine.extensions import selective
@@ -278,6 +281,23 @@ def test_what_a_block_changes_in_place_behind_its_products_is_changed_once():
         return model(sample(rank, step, 4, 8)).square().mean()
 
     compare_each(lambda: Chain(ChangesInPlace), loss, ("ddp", "zero3"), activation_checkpointing="selective")
+
+
+@on_ranks(1)
+def test_what_is_changed_in_place_in_a_distributed_tensor_is_changed_once():
+    mesh = init_device_mesh("cpu", (1,))
+    weight = nn.Parameter(distribute_tensor(sample(0, 0, 8, 8), mesh, [Shard(0)]))
+
+    def run(x: Tensor) -> Tensor:
+        whole = DTensor.from_local(torch.sin(x).unflatten(0, (2, -1)), mesh, [Replicate()])
+        return torch.tanh(F.linear(whole, weight).mul_(2)).full_tensor()
+
+    grads = []
+    for context_fn in (noop_context_fn, selective.contexts(["matmul"])):
+        x = sample(0, 1, 8, 8).requires_grad_()
+        checkpoint(run, x, use_reentrant=False, context_fn=context_fn).square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
 
 
 class DrawsTwice(Block):

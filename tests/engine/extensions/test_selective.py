@@ -125,6 +125,59 @@ def writes_behind_autograd(m: Weights, x: Tensor) -> Tensor:
     return torch.tanh(found) * x
 
 
+def writes_as_numpy(m: Weights, x: Tensor) -> Tensor:
+    found = m.outer(x)
+    found.detach().numpy()[...] *= 2
+    return torch.tanh(found) * x
+
+
+def writes_lists(m: Weights, x: Tensor) -> Tensor:
+    found = m.outer(x)
+    with torch.no_grad():
+        torch._foreach_mul_([found], 2.0)  # counts no change
+    return torch.tanh(found) * x
+
+
+def writes_into_what_it_made(m: Weights, x: Tensor) -> Tensor:
+    gate = torch.zeros(5, WIDTH)
+    with torch.no_grad():
+        torch.mm(x[0], m.outer.weight, out=gate)
+    return torch.tanh(m.outer(x)) * gate
+
+
+def writes_in_inference_mode(m: Weights, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        gate = m.outer(x).mul_(3)
+    return torch.tanh(m.outer(x)) * gate.clone()
+
+
+def writes_in_vmap(m: Weights, x: Tensor) -> Tensor:
+    return torch.tanh(torch.func.vmap(lambda row: torch.matmul(m.outer(row), m.outer.weight).mul_(3))(x)) * x
+
+
+def checkpoints_itself(m: Weights, x: Tensor) -> Tensor:
+    return torch.tanh(m.outer(checkpoint(lambda x: layers(m, x), torch.tanh(x), use_reentrant=False)))
+
+
+def differentiates_inside(m: Weights, x: Tensor) -> Tensor:
+    slope = torch.autograd.grad(m.outer(x).sin().sum(), x, retain_graph=True, materialize_grads=True)[0]
+    return torch.tanh(m.outer(x)) * slope
+
+
+def multiplies_by_its_conjugate(m: Weights, x: Tensor) -> Tensor:
+    value = torch.complex(x[0], m.inner(x)[0, :, :WIDTH]).sin()
+    return F.linear(value.conj(), value).abs().sum() + F.linear(value.conj().imag, value.real) @ x[0]
+
+
+def drops_in_attention(m: Weights, x: Tensor) -> Tensor:
+    m.attention.dropout = 0.5
+    return F.dropout(m.attention(x, x, x)[0], 0.5)
+
+
+def multiplies_a_chain(m: Weights, x: Tensor) -> Tensor:
+    return torch.linalg.multi_dot([x[0], m.outer.weight, m.inner.weight.T])[:, :WIDTH].sin()
+
+
 #: What is computed, and how many products are computed again: those that are changed in place.
 CASES = {
     layers: 0,
@@ -141,6 +194,16 @@ CASES = {
     adds_to_a_layer: 1,
     clips_a_layer: 1,
     writes_behind_autograd: 1,
+    writes_as_numpy: 1,
+    writes_lists: 1,
+    writes_into_what_it_made: 1,
+    writes_in_inference_mode: 1,
+    writes_in_vmap: 2,
+    checkpoints_itself: 0,
+    differentiates_inside: 2,  # the layer, and the gradient inside
+    multiplies_by_its_conjugate: 0,
+    drops_in_attention: 0,
+    multiplies_a_chain: 0,
 }
 
 
@@ -210,8 +273,12 @@ def test_outputs_of_named_operators_alone_are_kept():
     assert torch.equal(x.grad, torch.exp(torch.sin(x)) * (1 + torch.cos(x) * x))
 
 
-def test_between_forward_and_backward_only_products_and_the_input_lie_in_memory():
-    """Three times 4,096 elements: the input of the module, and the outputs of two layers."""
+@pytest.mark.parametrize("turns", [False, True])
+def test_between_forward_and_backward_only_products_and_the_input_lie_in_memory(turns):
+    """Three times 4,096 elements: the input of the module, and the outputs of two layers.
+
+    A layer makes a copy of an input that is turned, and saves that for backward.
+    """
     first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     made: list[Any] = []
 
@@ -222,10 +289,10 @@ def test_between_forward_and_backward_only_products_and_the_input_lie_in_memory(
                 made.append(torch.multiprocessing.reductions.StorageWeakRef(out.untyped_storage()))
             return out
 
-    x = torch.randn(64, 64).requires_grad_()
+    x = torch.randn(8, 8, 64).requires_grad_()
     with Made():
         out = checkpoint(
-            lambda x: second(F.gelu(first(torch.sin(x)))).cos(),
+            lambda x: second(F.gelu(first(torch.sin(x).transpose(0, int(turns))))).cos(),
             x,
             use_reentrant=False,
             context_fn=selective.contexts(FAMILIES),

@@ -9,12 +9,17 @@ compute a chosen operator is watched in one of two ways; all others pass.
   that it had saved for backward to the checkpoint, which asks for as many as in forward, in the same order.
 - Any other: its operators are looked at one by one, and the chosen ones are skipped in the recomputation.
 
-What was changed in place since it was computed is computed again, and so is what draws random numbers.
+An output that was changed in place since is computed again. So is what draws random numbers, what is computed inside
+of ``torch.func`` and ``torch.inference_mode``, which count no changes, and a layer through which the module itself
+calls ``torch.autograd.grad``.
+
+Limit: a kernel or a collective that writes an output behind torch's back, such as ``torch.distributed.all_reduce`` and
+kernels that are given a ``data_ptr``, is not noticed, as in torch's own: it would be applied twice.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -54,6 +59,8 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
 #: Functions of torch, of its tensors and of ``torch.nn.functional`` that compute operators of the families.
 _NAMES = (
     "linear",
+    "multi_dot",
+    "matrix_power",
     "addmm",
     "mm",
     "bmm",
@@ -75,13 +82,21 @@ _NAMES = (
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
 )
-_FUNCTIONS = {getattr(home, name) for home in (torch, Tensor, F) for name in _NAMES if hasattr(home, name)}
+_HOMES = (torch, Tensor, F, torch.linalg)
+_FUNCTIONS = {getattr(home, name) for home in _HOMES for name in _NAMES if hasattr(home, name)}
 
 #: Of them, linear layers: one product, whose output is theirs, and which saves for backward what it is given.
 _LINEAR = {F.linear, torch.addmm}
 _PLAIN = {Tensor, nn.Parameter, type(None)}
-#: The getter of ``Tensor.data``, behind which changes in place are not counted.
-_DATA = vars(Tensor.__base__)["data"].__get__
+#: Functions that change tensors in place without a count, or after which that can happen: the getter of
+#: ``Tensor.data``, and others.
+_UNCOUNTED = {
+    vars(Tensor.__base__)["data"].__get__,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    *(each for name, each in vars(torch).items() if name.startswith("_foreach_") and name.endswith("_")),
+}
 
 #: What operators call the probability with which they drop numbers.
 _RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
@@ -97,7 +112,7 @@ def contexts(saved: Iterable[str]) -> Callable[[], tuple[_Forward, _Again]]:
         PlanError: torch has no such operator.
     """
     names = set(saved)
-    chosen = frozenset(operator for name in names for operator in operators(name))
+    chosen = frozenset(each for name in names for each in operators(name) if not _written_by(each))
     is_anywhere = not names <= set(_FAMILIES)  # a call of any function may compute an operator that was named
     has_linear = "matmul" in names
 
@@ -113,13 +128,13 @@ class _Linear(NamedTuple):
     """A linear layer's call in forward.
 
     Attributes:
-        output: Its output; empty where the recomputation has it.
+        outputs: Its output; empty where the recomputation has it.
         version: The number of changes in place that autograd had counted of the output.
         saved: Places, among the arguments, of the tensors that it saved for backward, in order.
         needs_grad: Whether the output needed a gradient.
     """
 
-    output: deque[Tensor]
+    outputs: list[Tensor]
     version: int
     saved: list[int]
     needs_grad: bool
@@ -129,24 +144,28 @@ class _Call(NamedTuple):
     """Another call in forward.
 
     Attributes:
-        outputs: What its chosen operators gave; empty where the recomputation has it.
-        count: Their number.
+        outputs: What its chosen operators gave; ``None`` for what the call itself changed. Empty where the
+            recomputation has it.
         watched: Tensors in the same memory that the call returned, with their versions.
     """
 
-    outputs: deque[Any]
-    count: int
+    outputs: list[Any]
     watched: list[tuple[Tensor, int]]
 
     @property
     def is_whole(self) -> bool:
-        """Whether the outputs are all there, as they were computed."""
-        is_same = all(torch_private.version_of(each) == version for each, version in self.watched)
-        return 0 < self.count == len(self.outputs) and is_same
+        """Whether there are outputs, and all are as they were computed."""
+        return bool(self.outputs) and all(torch_private.version_of(each) == version for each, version in self.watched)
 
 
 class _Mode(TorchFunctionMode):
-    """Watches the calls of functions in which operators of ``chosen`` may be computed."""
+    """Watches the calls of functions in which operators of ``chosen`` may be computed.
+
+    Attributes:
+        hooks: The checkpoint's, on tensors that autograd saves.
+    """
+
+    _is_forward = False
 
     def __init__(
         self, chosen: frozenset[Any], calls: list[_Linear | _Call], *, is_anywhere: bool, has_linear: bool
@@ -157,13 +176,34 @@ class _Mode(TorchFunctionMode):
         self._is_anywhere = is_anywhere
         self._has_linear = has_linear
 
+    def __enter__(self) -> Self:
+        self.hooks = torch_private.saved_tensors_hooks_here()
+        return super().__enter__()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DATA:
-            self._forget(args[0])
-        if func in _FUNCTIONS or self._is_anywhere or isinstance(func, OpOverload | OpOverloadPacket):
-            is_linear = self._has_linear and func in _LINEAR and not kwargs and _are_plain(args)
-            return self._linear(func, args) if is_linear else self._call(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        if func in _UNCOUNTED:
+            self._forget(_memory(args))
+        is_watched = func in _FUNCTIONS or self._is_anywhere or isinstance(func, OpOverload | OpOverloadPacket)
+        if not is_watched or torch.is_inference_mode_enabled() or torch_private.is_transformed():
+            return func(*args, **(kwargs or {}))
+        if self._has_linear and func in _LINEAR and not kwargs and self._are_saved(args):
+            return self._linear(func, args)
+        return self._call(func, args, kwargs or {})
+
+    def _are_saved(self, args: Sequence[Any]) -> bool:
+        """Whether the checkpoint is given a linear layer's arguments themselves.
+
+        A subclass may handle them. Autocast casts them, and a layer copies inputs of three dimensions with gaps. Inside
+        of another checkpoint, or of hooks of the module's own, they are not this checkpoint's.
+        """
+        first = args[0]
+        is_cast = not first.is_meta and torch.is_autocast_enabled(first.device.type)
+        is_copied = first.dim() > 2 and not first.is_contiguous()
+        return (
+            not (is_cast or is_copied)
+            and all(type(each) in _PLAIN for each in args)
+            and torch_private.saved_tensors_hooks_here() == self.hooks
+        )
 
     def _linear(self, function: Any, args: tuple[Any, ...]) -> Tensor:
         raise NotImplementedError
@@ -171,34 +211,44 @@ class _Mode(TorchFunctionMode):
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def _forget(self, tensor: Tensor) -> None:
-        """Drop what is kept in the memory of a tensor: it is computed again."""
-        memory = torch_private.storage_identity(tensor)
+    def differentiated(self) -> None:
+        """Backward needs a linear layer's tensors. Inside of forward, recomputations will need the layer's graph."""
+        if self._is_forward:
+            for call in self._calls:
+                call.outputs.clear()
+
+    def _forget(self, memory: set[int]) -> None:
+        """Drop what is kept in memory: it is computed again."""
         for call in self._calls:
-            held = call.output if isinstance(call, _Linear) else call.outputs
-            if any(torch_private.storage_identity(each) == memory for each in _tensors(held)):
-                held.clear()
+            if memory & _memory(call.outputs):
+                call.outputs.clear()
 
 
 class _Forward(_Mode):
     """Around the module's forward."""
 
+    def __enter__(self) -> Self:
+        self._is_forward = True
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._is_forward = False
+        super().__exit__(*error)
+
     def _linear(self, function: Any, args: tuple[Any, ...]) -> Tensor:
-        saving = _Saving(args)
-        with saved_tensors_hooks(saving.pack, saving.unpack):
-            output = function(*args)
-        saving.args = ()  # autograd keeps the hooks
+        saving = _Saving(args, self)
+        output = saving.call(function)
         version = torch_private.version_of(output)
-        self._calls.append(_Linear(deque([output.detach()]), version, saving.places, output.requires_grad))
+        self._calls.append(_Linear([output.detach()], version, saving.places, output.requires_grad))
         return output
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _Keep(self._chosen) as keeping:
             output = function(*args, **kwargs)
-        memory = {torch_private.storage_identity(each) for each in _tensors(keeping.outputs)}
-        same = [each for each in _tensors(output) if torch_private.storage_identity(each) in memory] if memory else ()
-        watched = [(each.detach(), torch_private.version_of(each)) for each in same]
-        self._calls.append(_Call(keeping.outputs, len(keeping.outputs), watched))
+        memory = _memory(keeping.outputs)
+        found = [each for each in tree_leaves(output) if memory & _memory(each)] if memory else ()
+        watched = [(part.detach(), torch_private.version_of(part)) for each in found for part in _parts(each)]
+        self._calls.append(_Call(keeping.outputs, watched))
         return output
 
 
@@ -212,21 +262,23 @@ class _Again(_Mode):
     def _linear(self, function: Any, args: tuple[Any, ...]) -> Tensor:
         call = next(self._ahead)
         assert isinstance(call, _Linear)
-        pack, _ = torch_private.saved_tensors_hooks_here()
+        output = call.outputs.pop() if call.outputs else None
+        if output is None or torch_private.version_of(output) != call.version:
+            return _Saving(args, self).call(function)
+        pack, _ = self.hooks
         for place in call.saved:
             pack(args[place])
-        if call.output and torch_private.version_of(call.output[0]) == call.version:
-            return call.output.popleft().requires_grad_(call.needs_grad)
-        with saved_tensors_hooks(_drop, _not_saved):
-            return function(*args)
+        return output.requires_grad_(call.needs_grad)
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = next(self._ahead)
         assert isinstance(call, _Call)
-        if not call.is_whole:
-            return function(*args, **kwargs)
+        outputs = call.outputs[::-1] if call.is_whole else []
+        call.outputs.clear()
         call.watched.clear()
-        with _Give(self._chosen, call.outputs):
+        if not outputs:
+            return function(*args, **kwargs)
+        with _Give(self._chosen, outputs):
             return function(*args, **kwargs)
 
 
@@ -234,87 +286,99 @@ class _Saving:
     """Hooks on what a linear layer saves for backward: the checkpoint's, on the argument in whose memory it lies.
 
     Attributes:
-        args: The layer's arguments.
-        places: Places of those that the checkpoint was given, in order.
+        places: Places of the arguments that the checkpoint was given, in order.
     """
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
+    def __init__(self, args: tuple[Any, ...], mode: _Mode) -> None:
         self.places: list[int] = []
-        self._pack, self._unpack = torch_private.saved_tensors_hooks_here()
-        memory = [0 if each is None else torch_private.storage_identity(each) for each in args]
-        self._places = {each: place for place, each in reversed(list(enumerate(memory))) if each}
+        self._args = args
+        self._mode = mode
+        self._pack, self._unpack = mode.hooks
+        self._places = {_start(each): place for place, each in reversed(list(enumerate(args))) if each is not None}
+
+    def call(self, function: Any) -> Tensor:
+        with saved_tensors_hooks(self.pack, self.unpack):
+            output = function(*self._args)
+        self._args = ()  # autograd keeps the hooks
+        return output
 
     def pack(self, tensor: Tensor) -> Any:
-        """A tensor in no argument's memory, such as a copy with other strides, stays."""
-        place = self._places.get(torch_private.storage_identity(tensor))
+        """A tensor that is in no argument's memory stays."""
+        place = self._places.get(_start(tensor))
         if place is None:
             return tensor
         self.places.append(place)
-        given = self.args[place]
-        moved = tensor.storage_offset() - given.storage_offset()
-        return self._pack(given), tensor.size(), tensor.stride(), moved
+        return self._pack(self._args[place]), tensor.size(), tensor.stride()
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        held, size, stride, moved = packed
-        given = self._unpack(held)
-        return given.as_strided(size, stride, given.storage_offset() + moved)
-
-
-def _drop(_: object) -> None:
-    """Save nothing: what is computed again is not differentiated."""
-
-
-def _not_saved(_: object) -> Tensor:
-    raise AssertionError
+        self._mode.differentiated()
+        held, size, stride = packed
+        return self._unpack(held).as_strided(size, stride)
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps what chosen operators give; nothing, if an operator of the call changes a tensor in place."""
+    """Keeps what chosen operators give, but for what operators after them change in place."""
 
     def __init__(self, chosen: frozenset[Any]) -> None:
         super().__init__()
         self._chosen = chosen
-        self._changes = False
-        self.outputs: deque[Any] = deque()
+        self.outputs: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__.endswith("_"):
-            self._changes = True
-            self.outputs.clear()
-        elif not self._changes and func in self._chosen and not _draws(func, args, kwargs or {}):
+        if func in self._chosen and not _draws(func, args, kwargs or {}):
             self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
+        elif _written_by(func):
+            given = _given(func, args, kwargs or {})
+            memory = _memory([given.get(name) for name in _written_by(func)])
+            self.outputs = [None if memory & _memory(each) else each for each in self.outputs]
         return output
 
 
 class _Give(TorchDispatchMode):
-    """Gives in place of a chosen operator's output what was kept of it."""
+    """Gives in place of a chosen operator's output what was kept of it; the last of ``outputs`` is the first."""
 
-    def __init__(self, chosen: frozenset[Any], outputs: deque[Any]) -> None:
+    def __init__(self, chosen: frozenset[Any], outputs: list[Any]) -> None:
         super().__init__()
         self._chosen = chosen
         self._outputs = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._chosen and not _draws(func, args, kwargs or {}):
-            return self._outputs.popleft()
-        return func(*args, **(kwargs or {}))
+        kept = self._outputs.pop() if func in self._chosen and not _draws(func, args, kwargs or {}) else None
+        return func(*args, **(kwargs or {})) if kept is None else kept
 
 
-def _are_plain(args: Sequence[Any]) -> bool:
-    """Whether a linear layer saves its arguments themselves: no subclass handles them, and autocast casts nothing."""
-    first = args[0]
-    is_cast = not first.is_meta and torch.is_autocast_enabled(first.device.type)
-    return not is_cast and all(type(each) in _PLAIN for each in args)
+def _start(tensor: Tensor) -> tuple[int, int, bool, bool]:
+    """A tensor's first place in memory, and how its numbers are read."""
+    return torch_private.storage_identity(tensor), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [
-        each for each in tree_leaves(list(value) if isinstance(value, deque) else value) if isinstance(each, Tensor)
-    ]
+def _memory(value: Any) -> set[int]:
+    """The memory of all tensors of a value."""
+    found = [part for each in tree_leaves(value) if isinstance(each, Tensor) for part in _parts(each)]
+    return {torch_private.storage_identity(part) for part in found} - {0}
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """A tensor, and those that it wraps, such as the local tensor of a ``DTensor``."""
+    wrapped = torch_private.wrapped_tensors(tensor) or {}
+    return [tensor, *(part for each in wrapped.values() for part in _parts(each))]
+
+
+@functools.cache
+def _written_by(operator: Any) -> tuple[str, ...]:
+    """Names of the arguments that an operator changes in place."""
+    if not isinstance(operator, OpOverload):
+        return ()
+    return tuple(name for name, _, is_written in torch_private.schema_of(operator)[1] if is_written)
+
+
+def _given(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    names = [name for name, *_ in torch_private.schema_of(operator)[1]]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -323,9 +387,8 @@ def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
     A recomputation that skipped it would leave its numbers to the next operator that draws: other masks, and gradients
     that are wrong without an error.
     """
-    names = [name for name, *_ in torch_private.schema_of(operator)[1]]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    rates = [given.get(name, 0.0) for name in names if name in _RATES]
+    given = _given(operator, args, kwargs)
+    rates = [given.get(name, 0.0) for name, *_ in torch_private.schema_of(operator)[1] if name in _RATES]
     if rates:  # operators of others rarely have the tag
         return any(isinstance(rate, float) and rate > 0 for rate in rates)
     return torch.Tag.nondeterministic_seeded in operator.tags
