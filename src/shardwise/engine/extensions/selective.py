@@ -231,9 +231,9 @@ class _Forward(_Mode):
         self._is_forward = True
         return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         self._is_forward = False
-        super().__exit__(*error)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     def _linear(self, function: Any, args: tuple[Any, ...]) -> Tensor:
         saving = _Saving(args, self)
@@ -350,7 +350,7 @@ class _Give(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if kept is None else kept
 
 
-def _start(tensor: Tensor) -> tuple[int, int, bool, bool]:
+def _start(tensor: Tensor) -> tuple[object, ...]:
     """A tensor's first place in memory, and how its numbers are read."""
     return torch_private.storage_identity(tensor), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
