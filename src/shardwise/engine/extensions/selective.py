@@ -231,7 +231,7 @@ class _Forward(_Mode):
         self._is_forward = True
         return super().__enter__()
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         self._is_forward = False
         super().__exit__(exc_type, exc_val, exc_tb)
 
