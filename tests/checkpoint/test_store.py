@@ -109,7 +109,9 @@ def test_when_all_are_bad_each_is_listed(tmp_path):
 
 
 def test_nothing_there_and_unfinished_saves_are_told(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+    with pytest.raises(
+        CheckpointError, match=r"there is no checkpoint in .*\n  Name another run, or a step-\* folder\."
+    ):
         find_latest(tmp_path).require()
     unfinished = tmp_path / "checkpoints" / "step-00000010.tmp-0123456789abcdef"
     unfinished.mkdir(parents=True)

@@ -110,8 +110,8 @@ class Latest:
         if self.path is not None:
             raise CheckpointError(
                 f"the newest checkpoint of {self.root} cannot be used:{reasons}\n"
-                f"  The newest good one is {self.path.name}; it is used only when you say so"
-                " (--resume latest-good, or allow_older=True)."
+                f"  The newest good one is {self.path.name}; it is used only when you say so: name its folder, or say"
+                " --resume latest-good (allow_older=True in Python)."
             )
         if self.rejected:
             raise CheckpointError(
@@ -120,7 +120,7 @@ class Latest:
             )
         left = f" {len(self.unfinished)} unfinished saves were left there." if self.unfinished else ""
         raise CheckpointError(
-            f"there is no checkpoint in {self.root / CHECKPOINTS}.{left}\n  Start the run without --resume."
+            f"there is no checkpoint in {self.root / CHECKPOINTS}.{left}\n  Name another run, or a step-* folder."
         )
 
 
