@@ -327,6 +327,8 @@ def test_a_profile_is_drawn_where_there_is_one(tmp_path: Path) -> None:
 
 def test_the_pipeline_is_drawn(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run", pp=2, strategy="zero1"))
+    assert "strategy zero1 pp=2, 4 ranks" in page.text
+    assert "zero1 pp=2" in Page(compare_page([read_run(tmp_path / "run")])).text
     assert "Schedule 1f1b of 2 ranks and 4 microbatches: a rank is idle for 20.0% of the step." in page.text
     labels = [row["label"] for row in charts(page, "lanes")[-1]["rows"]]
     assert labels.count("F0") == labels.count("B3") == 2

@@ -133,6 +133,13 @@ class Run(Shown):
         return found if isinstance(found, dict) else {}
 
     @property
+    def plan_name(self) -> str:
+        """The strategy, and the degrees above one of the axes that divide a model; or nothing."""
+        strategy = self.summary.get("strategy") or self.parallel.get("strategy")
+        degrees = ((axis, self.parallel.get(axis)) for axis in ("tp", "pp", "cp", "ep"))
+        return " ".join([str(strategy or ""), *(f"{axis}={size}" for axis, size in degrees if size not in (None, 1))])
+
+    @property
     def model_name(self) -> str:
         """The model's name, or nothing."""
         model = self.config.get("model")
