@@ -156,6 +156,21 @@ has_rpc_agent: Callable[[], bool] = getattr(
 )
 
 
+def num_collectives() -> int:
+    """The number of collectives that this process has begun, but for those over groups that this library has opened.
+
+    Collectives over torch's own groups write tensors without a count of changes, and there is no hook on them.
+    """
+    from torch.distributed import distributed_c10d
+
+    found = 0
+    for group in distributed_c10d._world.pg_map if torch.distributed.is_available() else ():
+        if not group.group_name.startswith("shardwise/"):
+            with contextlib.suppress(RuntimeError):  # a backend that does not number them
+                found += group._get_sequence_number_for_group()
+    return found
+
+
 def version_of(tensor: Tensor) -> int:
     """The number of times that a tensor was written in place, as autograd counts; inference tensors have no count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -83,6 +83,12 @@ history: deque[Issued] = deque(maxlen=1024)
 #: Sequence number of the newest collective, by channel. Unlike the history it holds every channel.
 newest: dict[str, int] = {}
 
+
+def num_issued() -> int:
+    """The number of collectives that this process has issued."""
+    return sum(newest.values()) + len(newest)
+
+
 #: The collective that some thread is waiting for at the moment.
 waiting: Issued | None = None
 

@@ -319,8 +319,8 @@ class RecomputePolicy:
         every: n recomputes every n-th of those modules, beginning with the first.
         save: Operators whose outputs are kept, so that only the rest is recomputed: ``"matmul"``, ``"attention"``, or
             names of operators (``"aten.gelu"``, ``"my_library.my_op.default"``). Empty: everything is recomputed.
-            With ``save``, the modules must not let a collective (``torch.distributed.all_reduce``) or a kernel of
-            their own (Triton) overwrite such an output: it would be applied twice, and torch does not notice.
+            A module that itself calls collectives is recomputed as a whole, and so is an output that kernels outside
+            of torch (Triton's) are given: both may have overwritten it.
 
     Raises:
         PlanError: A value is none of these.

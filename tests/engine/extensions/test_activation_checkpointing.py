@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import types
 import warnings
 
 import pytest
@@ -300,6 +301,35 @@ def test_what_is_changed_in_place_in_a_distributed_tensor_is_changed_once():
     assert torch.equal(*grads)
 
 
+class SumOverRanks(torch.autograd.Function):
+    """Megatron's way out of a row-parallel layer: what the layer gave is summed up in place."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+class RowParallel(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(SumOverRanks.apply(self.up(x))))
+
+
+@on_ranks(2)
+def test_a_collective_that_writes_what_a_product_gave_is_not_applied_twice():
+    found = {}
+    for way in ("none", "selective"):
+        torch.manual_seed(0)
+        model = sw.parallelize(Chain(RowParallel), sw.ParallelPlan(strategy="ddp", activation_checkpointing=way))
+        model(sample(dist.get_rank(), 0)).square().mean().backward()
+        found[way] = [parameter.grad.clone() for parameter in model.parameters()]
+    assert all(map(torch.equal, *found.values()))
+
+
 class DrawsTwice(Block):
     """A drop-out, as attention has it, and behind it other random numbers."""
 
@@ -505,6 +535,10 @@ def refuse():
             sw.parallelize(model, sw.ParallelPlan(auto_wrap_policy="none", activation_checkpointing=way))
         assert "forward" not in model.blocks[0].__dict__
         assert not dist.is_initialized()
+    flexible = Chain()
+    flexible.config = types.SimpleNamespace(_attn_implementation="flex_attention")
+    with pytest.raises(sw.PlanError, match="attends by flex_attention"):
+        sw.parallelize(flexible, sw.ParallelPlan(activation_checkpointing="selective"))
     plan = sw.ParallelPlan(
         auto_wrap_policy=sw.wrap_by_class({Nested, Attention, Block}), activation_checkpointing="selective"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.extensions import selective
+from shardwise.spec.errors import StateError
 from shardwise.torch_private import TorchDispatchMode
 
 FAMILIES = ("matmul", "attention")
@@ -131,6 +133,13 @@ def writes_as_numpy(m: Weights, x: Tensor) -> Tensor:
     return torch.tanh(found) * x
 
 
+def writes_by_address(m: Weights, x: Tensor) -> Tensor:
+    """As a Triton kernel does."""
+    found = m.outer(x)
+    (ctypes.c_float * found.numel()).from_address(found.data_ptr())[0] = 3.0
+    return torch.tanh(found) * x
+
+
 def writes_lists(m: Weights, x: Tensor) -> Tensor:
     found = m.outer(x)
     with torch.no_grad():
@@ -195,6 +204,7 @@ CASES = {
     clips_a_layer: 1,
     writes_behind_autograd: 1,
     writes_as_numpy: 1,
+    writes_by_address: 1,
     writes_lists: 1,
     writes_into_what_it_made: 1,
     writes_in_inference_mode: 1,
@@ -312,3 +322,16 @@ def test_on_meta_as_a_dry_run_has_it_nothing_else_happens():
         run = selective.contexts(FAMILIES)
         checkpoint(lambda x: second(F.gelu(first(x))), x, use_reentrant=False, context_fn=run).sum().backward()
     assert products.count == 2 + 4
+
+
+def test_a_module_that_computes_other_products_in_its_recomputation_is_named():
+    weight = torch.ones(4, 4, requires_grad=True)
+    runs = []
+
+    def run(x: Tensor) -> Tensor:
+        runs.append(1)
+        return torch.tanh(F.linear(x, weight) if len(runs) == 1 else x @ weight)
+
+    out = checkpoint(run, torch.ones(2, 4), use_reentrant=False, context_fn=selective.contexts(FAMILIES))
+    with pytest.raises(StateError, match="computes other products in its recomputation than in forward"):
+        out.sum().backward()

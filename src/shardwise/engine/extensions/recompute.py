@@ -36,6 +36,12 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
         return {}
     found = choose_modules(model, units, policy.modules, policy.every, field="activation_checkpointing")
     _context_fn(policy)
+    if policy.save and any(_attends_flexibly(module) for module in model.modules()):
+        raise PlanError(
+            "activation_checkpointing keeps outputs of operators, but the model attends by flex_attention, which torch"
+            " compiles: watched, it would not be compiled.\n"
+            "  Use activation_checkpointing='full', or load the model with attn_implementation='sdpa'."
+        )
     for name in found if policy.save else ():
         inside = [unit for unit in units if unit.startswith(f"{name}.")]
         if inside:
@@ -45,6 +51,11 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
                 "  Name modules without units inside, or use 'full'."
             )
     return found
+
+
+def _attends_flexibly(module: nn.Module) -> bool:
+    """Whether a module is one of transformers whose attention is ``flex_attention``."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "flex_attention"
 
 
 def install(found: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> None:

@@ -11,17 +11,16 @@ compute a chosen operator is watched in one of two ways; all others pass.
 
 An output that was changed in place since is computed again. So is what draws random numbers, what is computed inside
 of ``torch.func`` and ``torch.inference_mode``, which count no changes, and a layer through which the module itself
-calls ``torch.autograd.grad``.
-
-Limit: a kernel or a collective that writes an output behind torch's back, such as ``torch.distributed.all_reduce`` and
-kernels that are given a ``data_ptr``, is not noticed, as in torch's own: it would be applied twice.
+calls ``torch.autograd.grad``. A module that calls collectives itself is computed again as a whole: they may write a
+kept output, as Megatron's row-parallel layer does, and count no change. So is an output whose ``data_ptr`` was asked
+for: a Triton kernel may have written it, as Liger's rotary embedding does.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +31,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise import torch_private
-from shardwise.spec.errors import PlanError
+from shardwise.comm import stall
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.torch_private import TorchDispatchMode
+
+_T = TypeVar("_T")
 
 #: Operators by family. Which of them an attention or a product becomes depends on device, dtype and torch's version.
 _FAMILIES: dict[str, tuple[str, ...]] = {
@@ -92,6 +94,7 @@ _PLAIN = {Tensor, nn.Parameter, type(None)}
 #: ``Tensor.data``, and others.
 _UNCOUNTED = {
     vars(Tensor.__base__)["data"].__get__,
+    Tensor.data_ptr,
     Tensor.numpy,
     Tensor.__array__,
     Tensor.__dlpack__,
@@ -214,8 +217,12 @@ class _Mode(TorchFunctionMode):
     def differentiated(self) -> None:
         """Backward needs a linear layer's tensors. Inside of forward, recomputations will need the layer's graph."""
         if self._is_forward:
-            for call in self._calls:
-                call.outputs.clear()
+            self._drop()
+
+    def _drop(self) -> None:
+        """Drop what is kept of all calls so far."""
+        for call in self._calls:
+            call.outputs.clear()
 
     def _forget(self, memory: set[int]) -> None:
         """Drop what is kept in memory: it is computed again."""
@@ -229,11 +236,15 @@ class _Forward(_Mode):
 
     def __enter__(self) -> Self:
         self._is_forward = True
+        self._begun = torch_private.num_collectives(), stall.num_issued()
         return super().__enter__()
 
     def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
         self._is_forward = False
         super().__exit__(exc_type, exc_val, exc_tb)
+        of_others, ours = self._begun
+        if torch_private.num_collectives() != of_others and stall.num_issued() == ours:
+            self._drop()
 
     def _linear(self, function: Any, args: tuple[Any, ...]) -> Tensor:
         saving = _Saving(args, self)
@@ -259,9 +270,17 @@ class _Again(_Mode):
         self._ahead = iter(self._calls)
         return super().__enter__()
 
+    def _next(self, kind: type[_T]) -> _T:
+        call = next(self._ahead, None)
+        if isinstance(call, kind):
+            return call
+        raise StateError(
+            "a module under activation_checkpointing='selective' computes other products in its recomputation than in"
+            " forward.\n  Make its forward depend on its inputs and parameters alone, or set 'none'."
+        )
+
     def _linear(self, function: Any, args: tuple[Any, ...]) -> Tensor:
-        call = next(self._ahead)
-        assert isinstance(call, _Linear)
+        call = self._next(_Linear)
         output = call.outputs.pop() if call.outputs else None
         if output is None or torch_private.version_of(output) != call.version:
             return _Saving(args, self).call(function)
@@ -271,8 +290,7 @@ class _Again(_Mode):
         return output.requires_grad_(call.needs_grad)
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = next(self._ahead)
-        assert isinstance(call, _Call)
+        call = self._next(_Call)
         outputs = call.outputs[::-1] if call.is_whole else []
         call.outputs.clear()
         call.watched.clear()
