@@ -167,7 +167,7 @@ def num_collectives() -> int:
     for group in distributed_c10d._world.pg_map if torch.distributed.is_available() else ():
         if not group.group_name.startswith("shardwise/"):
             with contextlib.suppress(RuntimeError):  # a backend that does not number them
-                found += group._get_sequence_number_for_group()
+                found += group._get_sequence_number_for_group()  # pyrefly: ignore
     return found
 
 
