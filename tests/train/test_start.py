@@ -160,13 +160,18 @@ def test_one_task_of_slurm_starts_the_ranks_that_nproc_names(monkeypatch: pytest
     assert started == [2]
 
 
-def test_after_nan_the_next_command_has_a_lower_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_nan_the_next_command_has_a_lower_rate_and_after_a_refusal_the_cause_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr("shardwise.launch.elastic.launch", lambda *_args, **given: told.update(given) or 80)
     words = ["run.yaml", "--nproc", "2", "--set", "optimizer.lr=30", "--set=train.steps=5", "--set=optimizer.lr=20"]
     assert main(["train", *words, "--run-dir", "run"]) == 80
     assert "optimizer.lr=20 --resume" in told["next_words"]
     assert "lr=20" not in told["next_words_after"][80]
+    assert told["next_words"].startswith("continue with `")
+    for code in (1, 78):
+        assert told["next_words_after"][code] == f"correct the cause, then {told['next_words']}"
     (command,) = re.findall("`shardwise (.*)`", told["next_words_after"][80])
     expected = ["run.yaml", "--nproc", "2", "--set=train.steps=5", "--set", "optimizer.lr=2", "--resume"]
     assert shlex.split(command) == ["train", "--run-dir=run", *expected]

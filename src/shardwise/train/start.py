@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.storage import place_of, storage_of
-from shardwise.spec.errors import ConfigError, MeshError, NonFiniteError, PlanError
+from shardwise.spec.errors import ConfigError, MeshError, NonFiniteError, PlanError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.run_files import CONFIG, LOGS
 from shardwise.spec.text import printable
@@ -139,6 +139,7 @@ def launch_training(
         if spec_file is not None:
             call = f"sw.train(config, spec, run_dir={str(directory)!r}, resume=True)"
             again, lower = f"continue with `{call}`", f"continue with a lower rate, by `{call}`"
+        refused = dict.fromkeys((ShardwiseError.exit_code, ConfigError.exit_code), f"correct the cause, then {again}")
         return launch(
             "shardwise",
             words,
@@ -149,7 +150,7 @@ def launch_training(
             grace_s=resolved.config.train.grace_s,
             restarts_from=lambda: _restart_point(directory, resume, to),
             next_words=again,
-            next_words_after={NonFiniteError.exit_code: lower},
+            next_words_after={NonFiniteError.exit_code: lower, **refused},
         )
     finally:
         lock.release()
