@@ -268,6 +268,12 @@ def test_numbers_that_are_none_and_numbers_beyond_all_measure_make_a_page(tmp_pa
 
 
 def test_losses_that_are_no_numbers_break_the_line(tmp_path: Path) -> None:
+    lost = write_run(tmp_path / "lost", exit_code=81, reason="dp_shard/0/gather #3 failed: [pair.cc:537] Read error")
+    text = page_of(lost).text
+    assert (
+        "Ended with exit code 81 after step 60: another rank was lost, as rank 0 saw in dp_shard/0/gather #3." in text
+    )
+    assert "pair.cc" not in text
     folder = write_run(tmp_path / "run", exit_code=80, reason="step 41: the loss is nan")
     lines = records(folder)
     for line in lines[10:13]:
