@@ -164,7 +164,7 @@ def num_collectives() -> int:
     from torch.distributed import distributed_c10d
 
     found = 0
-    for group in distributed_c10d._world.pg_map if torch.distributed.is_available() else ():
+    for group in distributed_c10d._world.pg_map:
         if not group.group_name.startswith("shardwise/"):
             with contextlib.suppress(RuntimeError):  # a backend that does not number them
                 found += group._get_sequence_number_for_group()  # pyrefly: ignore

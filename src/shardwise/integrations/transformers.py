@@ -197,9 +197,7 @@ class ShardwiseTrainerMixin(_Any):
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        is_adapted = hasattr(
-            self.model, "peft_config"
-        )  # the base comes from where the script has it, as in the trainer
+        is_adapted = hasattr(self.model, "peft_config")  # its frozen base is loaded by the script, not from here
         save_over(Path(output_dir) / _FOLDER, self.model, _bare(self.optimizer), frozen=not is_adapted)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)

@@ -1,7 +1,7 @@
 """Selective recomputation: the outputs of chosen operators are kept in forward, and given again in the recomputation.
 
 torch's ``create_selective_checkpoint_contexts`` sends every operator of the module through Python, in forward and in
-the recomputation: four times the host's time of a step without recomputation (`bench/results/2026-11-27-gpu-3.md`).
+the recomputation, so that a GPU waits for its host (``bench/results/2026-11-27-gpu-3.md``).
 Here torch's checkpoint runs the module, and a function mode looks at its calls of torch's functions. A call that can
 compute a chosen operator is watched in one of two ways; all others pass.
 
