@@ -78,6 +78,31 @@ def test_the_demo_says_why_it_does_not_compare() -> None:
     assert line.startswith("not compared with one process: zero3: mp_policy rounds numbers")
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["train.micro_batch_size=60"], "3 steps of 60 samples need 180, and the data has 140"),
+        (["data.streaming=true", "data.source=a.jsonl"], "streamed text has no samples by number"),
+    ],
+)
+def test_the_demo_says_which_data_it_does_not_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], said: str
+) -> None:
+    import torch
+
+    from shardwise.train.config.resolve import data_of, resolve
+    from shardwise.train.config.sections import read_config
+    from shardwise.train.proof import parity_line
+
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a few words " * 750)
+    Path("a.jsonl").write_text('{"text": "a few words"}\n' * 750)
+    source = {"source": "a.txt", "eval_source": "a.txt", "seq_len": 64}
+    resolved = resolve(read_config(None, settings, base={"data": source}, title="t"), 1)
+    line = parity_line(resolved, data_of(resolved), torch.device("cpu"))
+    assert line == f"not compared with one process: parity: {said}{line.partition(said)[2]}"
+
+
 def test_replicas_of_one_process_are_compared_in_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

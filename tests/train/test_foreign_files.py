@@ -39,6 +39,7 @@ LIMITS = {"_ROW_BYTES": 2000, "_LIST_BYTES": 4000, "_CSV_BYTES": 1000}
         ("b.csv", 'text,b\na,1\n"b\xff",1\n', "b.csv:3 cannot be read: it is not CSV .*0xff"),
         ("b.jsonl", '{"text": "a"}\n\n{"text": "b\xff"}\n', "b.jsonl:3 cannot be read: it is not JSON .*0xff"),
         ("c.jsonl", '{"text": "a"}\n{"text": \n', "c.jsonl:2 cannot be read: it is not JSON"),
+        ("e.jsonl", '{"text": "\\ud83d\\ude42"}\n{"text": "\\ud83d"}\n', "e.jsonl:2 cannot be read: it has half a"),
         ("d.jsonl", '{"text": "a"}\n42\n', "d.jsonl:2 cannot be read: it is no JSON object"),
         ("d.json", '[{"text": "a"},\n"b"]', "d.json: row 1 cannot be read: it is no JSON object"),
         ("cut.jsonl.gz", '{"text": "a"}\n' * 2, "cut.jsonl.gz:3 cannot be read: Compressed file ended before"),

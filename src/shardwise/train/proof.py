@@ -98,7 +98,11 @@ def compare_with_one_process(
                 "parity: the spec reads an iterable; the comparison needs whole global batches.\n"
                 "  Give a data set with len and items."
             )
-
+    if resolved.source.streams is not None:
+        raise PlanError(
+            "parity: streamed text has no samples by number, which the comparison takes.\n"
+            "  Add --set data.streaming=false."
+        )
     if (needed := num_steps * size) > (held := data.train.num_samples):
         raise DataError(
             f"parity: {num_steps} steps of {size} samples need {needed:,}, and the data has {held:,}.\n"
@@ -165,9 +169,9 @@ def parity_line(resolved: RunConfig, data: Data, device: torch.device) -> str:
     strategy = resolved.config.parallel.strategy
     try:
         check_exact(resolved.plan, strategy)
-    except PlanError as error:
+        report = compare_with_one_process(resolved, data, device, strategies=[strategy], num_steps=PARITY_STEPS)
+    except (PlanError, DataError) as error:
         return f"not compared with one process: {str(error).splitlines()[0]}"
-    report = compare_with_one_process(resolved, data, device, strategies=[strategy], num_steps=PARITY_STEPS)
     row = report.rows[0]
     ranks = f"{row.steps} steps on {row.world_size} rank{'s' if row.world_size != 1 else ''}"
     if row.is_bitwise:

@@ -49,7 +49,7 @@ def text_of(place: str, row: Mapping[str, Any], column: str) -> str:
     if not isinstance(text, str):
         raise DataError(
             f"{place} has no text in column {printable(column)}: {printable(type(text).__name__)}.\n"
-            "  Correct the row, or name another column: data.column=..."
+            "  Correct the row, or name another column: data.column=..., --column of `shardwise data tokenize`."
         )
     return text
 
@@ -129,11 +129,16 @@ def _parsed(text: bytes | bytearray, place: str, most: int) -> Any:
     if len(text) > most:
         raise _unreadable(place, f"it is longer than {most:,} bytes")
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise _unreadable(place, "it is nested too deep") from None
+    except UnicodeEncodeError:
+        raise _unreadable(place, "it has half a character (\\ud800 to \\udfff without its other half)") from None
     except ValueError as error:
         raise _unreadable(place, f"it is not JSON ({first_line(error)})") from None
+    return value
 
 
 def _csv(file: Path) -> Rows:
