@@ -62,6 +62,10 @@ def test_a_folder_that_is_named_is_taken_as_it_is(tmp_path: Path) -> None:
         rundir.choose("x", tmp_path / "a", is_resuming=False)
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         rundir.choose("x", tmp_path / "b", is_resuming=True)
+    (tmp_path / "b" / "logs").mkdir(parents=True)  # of ranks that ended before the run: they were told --resume
+    assert rundir.choose("x", tmp_path / "b", is_resuming=True, wanted="latest") == tmp_path / "b"
+    with pytest.raises(CheckpointError, match="holds no run to resume"):
+        rundir.choose("x", tmp_path / "b", is_resuming=True, wanted="step-00000001")
 
 
 def test_a_checkpoint_of_another_run_is_told_from_no_run(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def choose(
         upload_to: Where the run's checkpoints are copied to. A run that is resumed from there needs no folder here.
     """
     if given is not None:
-        if is_resuming and not holds_run(given) and not is_stored(wanted, upload_to):
+        is_lost = wanted in NEWEST and (given / LOGS).is_dir()  # of a start that ended before the run had begun
+        if is_resuming and not (holds_run(given) or is_lost or is_stored(wanted, upload_to)):
             raise CheckpointError(f"{printable(given)} holds no run to resume{_advice(wanted)}")
         if not is_resuming and holds_run(given):
             raise ConfigError(
