@@ -7,11 +7,11 @@ import json
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise.cli import main
 from shardwise.cli.app import VERBS, fill_in_resume
 
@@ -47,7 +47,7 @@ def test_help_of_every_verb_shows_an_example(capsys: pytest.CaptureFixture[str],
 
 def test_the_version_is_printed_without_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "--version")
-    assert (code, out, err) == (0, f"shardwise {metadata.version('shardwise')}\n", "")
+    assert (code, out, err) == (0, f"shardwise {shardwise.__version__}\n", "")
 
 
 def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

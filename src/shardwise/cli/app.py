@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from shardwise import __version__
 from shardwise.cli.output import CONFIG_ENDINGS
 from shardwise.launch.exit_codes import show_error
 from shardwise.spec.errors import ShardwiseError
@@ -107,7 +108,5 @@ def _version_option(
 
 
 def _show_version() -> None:
-    from importlib.metadata import version as installed
-
-    typer.echo(f"shardwise {installed('shardwise')}")
+    typer.echo(f"shardwise {__version__}")
     raise typer.Exit
