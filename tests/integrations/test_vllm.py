@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -42,6 +43,18 @@ class Broken:
         raise OSError(f"no way for {tensor.numel()} elements from {src}")
 
 
+class BrokenByRefusal(Broken):
+    """Fails when the server has refused meanwhile, as a group does that waits for the workers until a time-out."""
+
+    begun, refused = threading.Event(), threading.Event()
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        self.begun.set()
+        assert self.refused.wait(10)
+        time.sleep(0.1)  # until the answer was read
+        super().broadcast(tensor, src)
+
+
 def no_group(*_args: object) -> Broken:
     raise OSError("nobody came")
 
@@ -62,6 +75,7 @@ class Server(ThreadingHTTPServer):
     def answer(self, path: str, body: Any) -> dict[str, Any]:
         self.calls.append(path)
         if path == self.refuses:
+            assert not self.is_idle or BrokenByRefusal.begun.wait(10)
             raise ValueError("out of memory")
         if self.is_idle:
             return {"world_size": 1}
@@ -95,6 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.end_headers()
         self.wfile.write(json.dumps(said).encode())
+        if code == 500 and self.server.is_idle:
+            BrokenByRefusal.refused.set()
 
     do_GET = do_POST  # noqa: N815 - the name that the base class calls
 
@@ -133,8 +149,12 @@ def send_on_rank(plan: sw.ParallelPlan, port: int) -> None:
     assert "update_weights: 500" in refusal(StateError, sync.send, model)  # on both ranks
     assert server is None or server.calls == _ROUND[:3]  # it stays paused
     if server is not None:
-        server.is_idle, server.refuses = True, ""
+        server.is_idle = True
+    refusing = WeightSync(to, BrokenByRefusal, address="127.0.0.1", port=port)
+    assert "update_weights: 500" in refusal(StateError, refusing.send, model)  # not what came of it
+    if server is not None:
         server.calls.clear()
+        server.refuses = ""
     broken = WeightSync(to, Broken, address="127.0.0.1", port=port)
     assert "no way for" in refusal(StateError, broken.send, model)
     assert server is None or server.calls[2:] == _ROUND[:3]

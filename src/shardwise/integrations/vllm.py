@@ -131,9 +131,9 @@ class WeightSync:
                     self._group.broadcast(value.contiguous(), src=0)
                 except Exception as raised:  # noqa: BLE001 - whatever the caller's group raises
                     error = StateError(f"{self._to}: a broadcast to its workers failed: {raised}\n{_RESTART}")
-            if update is not None and error is None:
+            if update is not None and (error is None or (update.done() and update.exception())):
                 try:
-                    update.result()  # the workers have every tensor
+                    update.result()  # the workers have every tensor, or the server says why a broadcast failed
                     self._ask("finish_weight_update", {} if version is None else {"weight_version": version})
                     self._ask("resume")
                 except StateError as raised:
