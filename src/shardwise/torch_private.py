@@ -117,6 +117,17 @@ def break_graph() -> None:
     torch._dynamo.graph_break()
 
 
+def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep ``torch.compile`` from a function, and from what it calls, where a graph was broken around its call.
+
+    ``torch.compiler.disable`` would load the compiler, which takes seconds.
+    """
+    compiler: Any = torch._C._dynamo.eval_frame
+    skip = compiler._FrameAction.SKIP
+    compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    return function
+
+
 def empty_subclass(cls: type[Tensor], like: Tensor) -> Any:
     """A tensor of a subclass that has ``__torch_dispatch__``, with the shape, dtype and device of ``like``: no memory.
 

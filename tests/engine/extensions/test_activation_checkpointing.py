@@ -275,7 +275,6 @@ class ChangesInPlace(nn.Module):
         return x + weights.flatten(0, 1) + torch.tanh(flat)
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch is older than 2.13, and it is refused")
 @on_ranks(2)
 def test_what_a_block_changes_in_place_behind_its_products_is_changed_once():
     def loss(model: nn.Module, rank: int, step: int) -> Tensor:
