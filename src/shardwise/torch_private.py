@@ -250,6 +250,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def version(tensor: Tensor) -> int:
+    """How often torch has seen the tensor written; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The module's own children, live. ``named_children`` leaves out one that is registered twice."""
     return module._modules

@@ -28,6 +28,18 @@ class OtherBlock(Block):
     pass
 
 
+class Layer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Block()
+
+
+class Stage(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+
 class Holder(nn.Module):
     """Holds others and is never called: it has no forward."""
 
@@ -83,6 +95,15 @@ def test_auto_takes_what_a_transformers_model_names():
     assert names(model) == ["body.layers.0", "body.layers.1", "body.layers.2"]
     model._no_split_modules = ["NotThere"]  # then it looks for itself
     assert names(model) == ["body.layers.0", "body.layers.1", "body.layers.2"]
+
+
+def test_what_a_transformers_model_names_inside_of_what_it_names_is_one_unit():
+    model = Model(body=Model(layers=chain(Layer)))  # as MBart and Mamba have it
+    model._no_split_modules = ["Layer", "Block"]
+    assert names(model) == ["body.layers.0", "body.layers.1", "body.layers.2"]
+    model = Model(tower=Layer(), stages=chain(Stage, 2))  # as ConvNeXt has it
+    model._no_split_modules = ["Layer", "Stage"]
+    assert names(model) == ["tower", "stages.0.layers.0", "stages.0.layers.1", "stages.1.layers.0", "stages.1.layers.1"]
 
 
 def test_auto_finds_chains_at_any_depth_and_in_several_places():

@@ -264,7 +264,7 @@ class Gradient:
             return True
         with torch_private.without_torch_function():
             for shard in self.group.shards:
-                if shard.grad is not None:
+                if torch_private.grad.__get__(shard) is not None:  # not by way of Shard.grad, on a hot path
                     return True
         return False
 

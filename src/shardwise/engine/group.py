@@ -312,6 +312,8 @@ class Group:
         for shard, view in zip(self.shards, self.views, strict=True):
             shard.data = view
         self._pointers = [view.data_ptr() for view in self.views]
+        # These have no address: what changes with another ``.data`` is their dtype.
+        self._empty = [shard for shard, pointer in zip(self.shards, self._pointers, strict=True) if not pointer]
 
     @torch_private.on_plain_tensors
     def follow_trained(self) -> None:
@@ -325,10 +327,8 @@ class Group:
     def follow_shards(self) -> None:
         """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``."""
         self.follow_trained()
-        if (
-            [shard.data_ptr() for shard in self.shards] == self._pointers
-            and all(self._pointers)  # an empty shard has no address: its dtype is looked at below
-        ):
+        has_dtypes = [shard.dtype for shard in self._empty].count(self.dtype) == len(self._empty)
+        if has_dtypes and [shard.data_ptr() for shard in self.shards] == self._pointers:
             return  # as in every step but few
         for index, (shard, pointer) in enumerate(zip(self.shards, self._pointers, strict=True)):
             if self.form.is_shown or (shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype)):

@@ -124,6 +124,48 @@ def test_batch_norms_count_a_batch_once() -> None:
 # -- collectives
 
 
+class Counting(Block):
+    """Its output depends on running statistics, which it replaces, writes, and writes where torch does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("hidden", torch.zeros(()))
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            self.largest = 0.5 * self.largest + y.abs().max()
+            self.mean.lerp_(y.mean(), 0.5)
+            self.hidden.data.add_(y.mean())
+            self.num_calls += 1
+        return y * torch.tanh(self.largest.detach() + self.mean.clone() + self.hidden.clone() + self.num_calls.float())
+
+
+def two_microbatches(model: nn.Module, rank: int, step: int) -> None:
+    loss = sum(plain_loss(model, rank, 10 * step + microbatch) for microbatch in range(2))
+    loss.backward()
+
+
+def counted(way: str) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    model = sw.parallelize(Chain(Counting), strategy="zero3", activation_checkpointing=way)
+    for step in range(2):
+        two_microbatches(model, 0, step)
+    return [p.grad.clone() for p in model.parameters()], [buffer.clone() for buffer in model.buffers()]
+
+
+@on_ranks(1)
+def test_statistics_of_any_module_are_those_of_one_run_and_the_second_run_sees_what_the_first_saw() -> None:
+    once = counted("none")
+    for way in ("full", "selective"):
+        for mine, theirs in zip(counted(way), once, strict=True):
+            assert len(mine) == len(theirs)
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), way
+
+
 def trace_of(model: nn.Module, *, steps: int = 2) -> tuple[list[tuple[str, str, int, str]], bool]:
     """What the last of some steps sent, and whether that was the prediction."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -3,24 +3,23 @@
 What is wrapped is the module's ``forward``, not the module: names and classes stay, and the hooks around it (gathers,
 casts, tickets) run once. When backward reaches the module's outputs its ticket has brought the unit's parameters back;
 the recomputation finds them there. It gathers only the units inside the module (:func:`enclosing`), which stay until
-their own backward. Running statistics of batch norms are those of one run, as is dropout.
+their own backward. Buffers that a forward writes (running statistics) are those of one run, as is dropout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from shardwise import torch_private
 from shardwise.engine.extensions import selective
 from shardwise.engine.extensions.wrap import find_units
 from shardwise.spec.errors import PlanError, StateError
@@ -120,8 +119,7 @@ _TWICE = {
 class _Recomputed(Replacement):
     def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
         super().__init__(module)
-        norms = [weakref.ref(m) for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        self._context_fn = functools.partial(_keeping_statistics, norms, context_fn) if norms else context_fn
+        self._context_fn = _Buffers(module, context_fn) if next(module.buffers(), None) is not None else context_fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -162,31 +160,90 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return tuple(keep(value) for value in args), kept
 
 
-class _Statistics(contextlib.ExitStack):
-    """Around a recomputation: what batch norms have counted is afterwards what it was."""
+class _Buffers:
+    """A module's buffers around its calls and their recomputations.
 
-    def __init__(self, norms: Sequence[weakref.ref[_NormBase]], inner: AbstractContextManager[Any]) -> None:
-        super().__init__()
-        self._norms = norms
-        self._inner = inner
+    A recomputation finds what its call found, and afterwards they hold what they held before it. So statistics and
+    counters (of batch norms, quantizers, routers) are those of one run, and what depends on them is the same again.
+    """
 
-    def __enter__(self) -> Self:
-        buffers = [buffer for ref in self._norms if (norm := ref()) is not None for buffer in norm.buffers()]
-        self.callback(_restore, [(buffer, buffer.clone()) for buffer in buffers])
-        self.enter_context(self._inner)
-        return self
+    def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
+        modules = [m for m in module.modules() if torch_private.buffers_of(m)]
+        self._holders = [torch_private.buffers_of(m) for m in modules]
+        norms = [index for index, m in enumerate(modules) if isinstance(m, _NormBase)]
+        self._counted = {(index, name) for index in norms for name in self._holders[index]}  # torch does not see it
+        self._context_fn = context_fn
+        self._written: set[tuple[int, str]] | None = None  # by calls so far; unknown before the first
+
+    def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of a call and of its recomputation."""
+        forward, again = self._context_fn()
+        found: list[_Found] = []
+        return self._watching(forward, found), _returning(again, found)
+
+    @contextlib.contextmanager
+    def _watching(self, inner: AbstractContextManager[Any], found: list[_Found]) -> Iterator[None]:
+        held = {
+            (index, name): _Found(holder, name, buffer, is_copied=self._is_copied(index, name, buffer))
+            for index, holder in enumerate(self._holders)
+            for name, buffer in holder.items()
+            if buffer is not None
+        }
+        with inner:
+            yield
+        is_first, known = self._written is None, self._written or self._counted
+        self._written = {place for place, at in held.items() if place in known or at.is_written(compares=is_first)}
+        found.extend(held[place] for place in self._written)
+
+    def _is_copied(self, index: int, name: str, buffer: Tensor) -> bool:
+        if buffer.is_inference():
+            return False
+        if self._written is None:
+            return buffer.numel() <= 2**20  # what is larger is a mask or a cache
+        return (index, name) in self._written
 
 
-def _restore(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for buffer, copy in copies:
-        buffer.copy_(copy)
+class _Found:
+    """A buffer as a call has found it."""
+
+    def __init__(self, holder: dict[str, Tensor | None], name: str, buffer: Tensor, *, is_copied: bool) -> None:
+        self.holder, self.name, self.buffer = holder, name, buffer
+        self.content = buffer.detach().clone() if is_copied else None
+        self._version = torch_private.version(buffer)
+
+    def is_written(self, *, compares: bool) -> bool:
+        """Whether the call has replaced the buffer or written into it.
+
+        Args:
+            compares: Compare the content too, which waits for the device: torch does not see writes to ``.data``.
+        """
+        if self.holder.get(self.name) is not self.buffer or torch_private.version(self.buffer) != self._version:
+            return True
+        return compares and not (self.content is None or self.buffer.is_meta or torch.equal(self.content, self.buffer))
+
+    def put(self) -> None:
+        """Put the buffer back, with its content."""
+        self.holder[self.name] = self.buffer
+        if self.content is not None:
+            with torch.no_grad():
+                self.buffer.copy_(self.content)
 
 
-def _keeping_statistics(
-    norms: Sequence[weakref.ref[_NormBase]], context_fn: _ContextFn
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    forward, again = context_fn()
-    return forward, _Statistics(norms, again)
+@contextlib.contextmanager
+def _returning(inner: AbstractContextManager[Any], found: Sequence[_Found]) -> Iterator[None]:
+    now = [
+        _Found(held.holder, held.name, buffer, is_copied=not buffer.is_inference())
+        for held in found
+        if (buffer := held.holder.get(held.name)) is not None
+    ]
+    for held in found:
+        held.put()
+    try:
+        with inner:
+            yield
+    finally:
+        for held in now:
+            held.put()
 
 
 def _context_fn(policy: RecomputePolicy) -> _ContextFn:

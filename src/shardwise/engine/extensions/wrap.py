@@ -150,10 +150,17 @@ def _automatic(model: nn.Module) -> dict[str, nn.Module]:
     if names:
         found = {name: m for name, m in _candidates(model).items() if type(m).__name__ in set(names)}
         if found:
-            return found
+            return _without_nesting(model, found)
     found = {}
     _collect_chains(model, "", found)
     return found
+
+
+def _without_nesting(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Drop an attention named beside its layer (MBart), and a stage named beside the chain of its layers (ConvNeXt)."""
+    outer = {name: {above for above in _above(name.rpartition(".")[0]) if above in found} for name in found}
+    holders = set[str]().union(*(outer[name] for name in found if chain_of(model, name) is not None))
+    return {name: m for name, m in found.items() if name not in holders and outer[name] <= holders}
 
 
 def _collect_chains(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
