@@ -76,6 +76,7 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
         ([str(tmp_path / run), "--prompt=" + "x" * 999, "--nproc=2"], 78, "prompt 0 has 999 tokens, and there are"),
         ([str(tmp_path / run), "--tokens=1 256"], 78, "token 1 is 256, the model knows 0 to 255"),
         ([str(tmp_path / run), "--tokens=a"], 78, "expected numbers"),
+        ([str(tmp_path / run), "--prompt=a\udcff"], 78, "--prompt is not UTF-8"),  # a byte that the shell passes on
         ([str(tmp_path / run), *PROMPTS, "--stream"], 78, "several prompts"),
         ([str(tmp_path / run), PROMPTS[0], "--top-k=3"], 78, "no meaning at temperature=0"),
         ([str(tmp_path / run), PROMPTS[0], "--set=optimizer.lr=1"], 78, "Set fields of parallel only"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer |
     """Ids of each prompt, texts first; and the tokenizer, where there are texts."""
     if not asked.texts and not asked.ids:
         raise ConfigError("there is no prompt.\n  Give --prompt TEXT, or --tokens '12 7 9'.")
+    if re.search("[\ud800-\udfff]", "".join(asked.texts)):
+        raise ConfigError("--prompt is not UTF-8.\n  Write it in UTF-8, or its ids as --tokens '12 7 9'.")
     tokenizer = trained.tokenizer() if asked.texts else None
     if tokenizer is None:
         rows = []
