@@ -315,6 +315,17 @@ def test_the_width_that_is_named_is_the_one_whose_padding_was_estimated() -> Non
     assert "model.vocab_size" not in text
 
 
+def test_convolutions_in_fp32_use_tf32_where_the_gpu_has_it() -> None:
+    def speed(gpu: str) -> float:
+        """How many times as fast as a matrix product of the same sizes."""
+        one, other = (Product(1 << 16, 576, 4096, is_convolution=is_one) for is_one in (True, False))
+        fast, slow = (sum(product_seconds(each, find_gpu(gpu), PYTORCH, "fp32")) for each in (one, other))
+        return slow / fast
+
+    assert speed("A100-80GB-SXM") == pytest.approx(156 / 19.5, rel=0.02)
+    assert speed("V100-32GB-SXM2") == speed("MI300X") == 1
+
+
 def test_a_convolution_s_field_is_not_aligned_as_the_rows_of_a_matrix() -> None:
     h100 = find_gpu("H100-80GB-SXM")
     field, matrix = (Product(1 << 16, 147, 4096, is_convolution=is_one) for is_one in (True, False))

@@ -14,6 +14,7 @@ from shardwise.cli.plan import find_subject, this_gpu
 from shardwise.cost.hardware import GIB
 from shardwise.launch.elastic import num_workers
 from shardwise.launch.process import num_gpus
+from shardwise.planner.screen import count
 from shardwise.spec.errors import ConfigError
 from shardwise.train.predicted.budget import find_device
 from tests.report.folders import write_run
@@ -202,6 +203,43 @@ def test_a_measured_run_is_the_first_plan_and_moves_the_times_of_all(capsys: pyt
     assert saved[0]["step_time_s"] > 1.2 * before[0]["step_time_s"]
 
 
+def test_a_measured_run_that_names_its_strategy_has_no_axis_that_it_does_not_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran = "--measured", "18000,strategy=zero3,micro_batch=1,recompute=full"
+    slow = [*FIRST[:1], "--gpus", "16", *FIRST[3:], "--network", "100"]
+    assert " pp2 " in as_json(capsys, *slow, "--strategy", "zero3")["plans"][0]["title"]
+    assert " a step of zero3 (1x4, recompute full), " in as_json(capsys, *slow, *ran)["measured"]["lines"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["llama-3-8b", "--gpus", "4", "--gpu", "L40S", "--seq", "4096", "--global-batch", "33"],
+            "33 sequences cannot be divided over 4 GPUs, so each plan has another axis than data parallelism;",
+        ),
+        (
+            ["deepseek-v3", "--gpus", "2048", "--gpu", "H200-141GB-SXM"],
+            "Only data parallelism is known to work for deepseek_v3 models: tp, pp, cp and ep are not tried.",
+        ),
+        (["gpt2", "--gpus", "1", "--gpu", "L4", "--global-batch", "1"], "a step: 1 sequence of 1,024 tokens,"),
+        (
+            ["gpt2", "--gpus", "1", "--gpu", "L4", "--precision", "fp32"],
+            "in fp32 matrix products take 4 times as long as in bf16: try --precision bf16",
+        ),
+    ],
+)
+def test_the_page_says_what_a_reader_may_miss(
+    capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert sentence in " ".join(run(capsys, *words)[1].split())
+
+
+def test_a_number_that_rounds_to_the_next_unit_is_said_in_it() -> None:
+    assert [count(number) for number in (999_885_952, 999_400_000, 8.03e9)] == ["1B", "999M", "8.03B"]
+
+
 def test_a_measured_run_may_be_of_another_plan_batch_and_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     other = [*FIRST[:1], "--gpus", "16", *FIRST[3:], "--strategy", "zero3", "--fix", "cp=1", "--tp", "1", "--pp", "1"]
     found = as_json(capsys, *other, "--measured", "41000,gpus=8,micro_batch=1,recompute=selective")
@@ -314,6 +352,8 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
         (["gpt2", "--gpu", "L4", "--tp", "5"], "is legal with tp=5"),
         (["gpt2", "--gpu", "L4", "--gpus", "0"], "--gpus 0: expected a number above 0"),
         (["gpt2", "--gpu", "A100"], "A100 is one of A100-40GB-SXM, A100-80GB-SXM"),
+        (["gpt2", "--gpu", "A100-40GB-PCIe"], "Did you mean 'A100-40GB-SXM'?"),
+        (["gpt2", "--gpu", "H200"], "Did you mean 'H200-141GB-SXM'?"),
         (["gpt2", "--gpu", "L4", "--fix", "recompute=4"], "the search tries none, selective, full"),
         (["gpt2", "--gpu", "L4", "--lora", "0"], "--lora 0: expected a rank of at least 1"),
         (["gpt2", "--gpu", "L4", "--lora", "8", "--out", "p.yaml"], "adapters into Hugging Face models"),

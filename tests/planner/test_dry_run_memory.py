@@ -43,6 +43,7 @@ CASES = [
     (FEW_WORDS, {"strategy": "zero1", "pp": 2, "pipeline": "1f1b"}, 4, 4, "bf16"),
     ({**FEW_WORDS, "num_layers": 8}, {"strategy": "zero3", "pp": 2, "pipeline": "interleaved-1f1b"}, 4, 4, "bf16"),
     ({**FEW_WORDS, "num_experts": 4}, {"strategy": "zero3", "ep": 2}, 2, 1, "bf16"),
+    ({**FEW_WORDS, "num_experts": 8}, {"strategy": "zero3", "ep": 8}, 2, 2, "bf16"),
 ]
 
 

@@ -90,6 +90,7 @@ def test_a_network_that_was_not_given_is_named_with_the_time_at_half_of_it() -> 
         ("llama-3-8b", "H100-80GB-SXM", 8, {"lora_rank": 8}, "LoRA"),
         ("mixtral-8x7b", "H100-80GB-SXM", 8, {}, "mixtures of experts"),
         ("llama-3-8b", "RTX4090", 8, {}, "cards without links"),
+        ("llama-3-8b", "H100-80GB-SXM", 8, {"seq_len": 1}, "samples that are no sequences"),
     ],
 )
 def test_the_band_is_that_of_the_runs_own_kind(name: str, gpu: str, num_gpus: int, more: dict[str, int], kind: str):

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from shardwise.planner import Cluster, Workload
+from shardwise.planner import Cluster, Workload, fit
 from shardwise.planner.fit import first_fit, largest, remedies, scaled
 from shardwise.spec.shape import ModelShape
 
@@ -73,3 +73,10 @@ def test_the_next_larger_model_does_not_fit() -> None:
     larger = scaled(ModelShape.from_config("gpt-175b"), found.plan.shape.stacks[0][1].attention.heads + 1)
     fixed = {"strategy": "zero3", "tp": 1, "pp": 1, "cp": 1, "recompute": "none", "in_backward": False, **DEVICE_ONLY}
     assert first_fit(larger, cluster, work, fixed) is None
+
+
+def test_no_cluster_larger_than_any_that_trains_one_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(fit, "first_fit", lambda shape, cluster, workload, fixed: tried.append(cluster.num_gpus))
+    assert remedies(SHAPE, dataclasses.replace(SMALL, num_gpus=1024), WORK, {}) == []
+    assert max(tried) == fit.MOST_GPUS == 1 << 15

@@ -49,7 +49,8 @@ def _run(text: str, first: Estimate, workload: Workload, fixed: dict[str, Any]) 
     if not given and not others:
         return first, tokens_per_s
     cluster = replace(first.cluster, num_gpus=others.pop("num_gpus", first.cluster.num_gpus))
-    return search(first.shape, cluster, replace(workload, **others), **{**fixed, **given})[0], tokens_per_s
+    axes = dict.fromkeys(("tp", "pp", "cp", "ep"), 1) if "strategy" in given else {}  # as in a plan that names none
+    return search(first.shape, cluster, replace(workload, **others), **{**axes, **fixed, **given})[0], tokens_per_s
 
 
 def read_fixed(given: list[str], others: Container[str] = ()) -> dict[str, Any]:

@@ -129,12 +129,12 @@ def find_gpu(name: str) -> Gpu:
         return _calibrated(path, path.stat().st_mtime_ns if path.exists() else 0)
     gpu = _named(name.lower())
     if gpu is None:
-        meant = [known for known in gpus() if re.split(r"[-_ ]", known.lower())[0] == name.lower()]
-        hint = (
-            f" {name} is one of {', '.join(meant)}: name the one that is meant."
-            if meant
-            else did_you_mean(name.upper(), gpus())
-        ) or f" Known are: {', '.join(gpus())}."
+        model = re.match(r"[a-z]+\d+", name.lower())
+        alike = [known for known in gpus() if model and re.split(r"[-_ ]", known.lower())[0] == model[0]]
+        if len(alike) > 1 and model and model[0] == name.lower():
+            hint = f" {name} is one of {', '.join(alike)}: name the one that is meant."
+        else:
+            hint = did_you_mean(name.upper(), alike or gpus()) or f" Known are: {', '.join(gpus())}."
         raise ConfigError(
             f"gpu={name!r} is not known.\n {hint}\n  `shardwise calibrate` writes the figures of this machine to a"
             " file that can be given instead."

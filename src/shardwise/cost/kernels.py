@@ -120,7 +120,9 @@ def product_seconds(product: Product, gpu: Gpu, software: Software, precision: s
     rows there are does not.
     """
     rows, inner, columns = product.rows, product.inner, product.columns
-    arch = "" if precision == "fp32" or product.is_convolution else gpu.arch
+    if precision == "fp32" and product.is_convolution and "tf32" in gpu.peaks and not gpu.arch.startswith("CDNA"):
+        precision = "tf32"  # cuDNN's convolutions use it by default (torch.backends.cudnn.allow_tf32)
+    arch = "" if precision in {"fp32", "tf32"} or product.is_convolution else gpu.arch
     on = _On(gpu, software, precision, alignment(inner, arch) * alignment(columns, arch))
     forward = on.product_s(rows, inner, columns)
     backward = on.product_s(rows, columns, inner)

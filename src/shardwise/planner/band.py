@@ -37,6 +37,6 @@ def regime(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Wo
         return "cards without links"
     if workload.seq_len > _LONG:
         return "long context"
-    if workload.micro_batch * workload.seq_len < _LITTLE * plan.cp * plan.tp:
-        return "little work per GPU"
+    if workload.seq_len == 1 or workload.micro_batch * workload.seq_len < _LITTLE * plan.cp * plan.tp:
+        return "little work per GPU" if workload.seq_len > 1 else "samples that are no sequences"
     return "dense, one node" if cluster.num_gpus <= cluster.gpus_per_node else "dense, many nodes"

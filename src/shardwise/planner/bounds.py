@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import item_bytes, model_work
@@ -16,6 +18,7 @@ from shardwise.planner.device import BESIDE
 from shardwise.planner.legal import Layout
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import offload_policy
 from shardwise.spec.shape import Experts, ModelShape
 
 
@@ -27,13 +30,16 @@ class MemoryBound:
     rank holds.
     """
 
-    def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload) -> None:
+    def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> None:
         self._shape, self._workload = shape, workload
         self._item = item_bytes(workload)
+        self._frozen_item = 1 if fixed.get("quantize_frozen") == "int8" else self._item
+        self._gradient_item = 2.0 if "mp_policy" in fixed else 4.0  # it may reduce in 16 bit
+        self._is_on_host = offload_policy(fixed.get("offload_policy") or "none") is not None
         self._is_gpu = cluster.device.device_type != "cpu"
         self._num_layers = max(shape.num_layers, 1)
         self._work: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._held: dict[tuple[object, ...], float] = {}
+        self._held: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def __call__(self, candidate: Candidate) -> float:
         """The bound."""
@@ -48,14 +54,21 @@ class MemoryBound:
             *(candidate.layout, candidate.strategy, candidate.accumulation == 1),
             *(candidate.offload, candidate.in_backward, candidate.releases_units),
         )
-        states = self._held.get(key)
-        if states is None:
-            states = self._states(candidate) if self._workload.lora_rank is None else self._frozen(candidate)
-            self._held[key] = states
-        held = states + unit + inputs
+        if key not in self._held:
+            is_lora = self._workload.lora_rank is not None
+            self._held[key] = (self._frozen(candidate), 0.0, 0.0) if is_lora else self._states(candidate)
+        state, gradient, whole = self._held[key]
+        held = state + whole + unit + inputs
+        if candidate.accumulation > (1 if candidate.layout.pp == 1 else candidate.layout.pp * candidate.virtual_stages):
+            held += gradient
+        else:  # no sums of earlier microbatches are there while most activations are
+            held = max(held, state + gradient + whole * (not row.shards_parameters))
         if not self._is_gpu:
             return held
         return (1 + BESIDE.fragments) * held + BESIDE.workspace + BESIDE.context + BESIDE.communicator
+
+    def _offloads(self, candidate: Candidate) -> bool:
+        return self._is_on_host or candidate.offload != "none"
 
     def _frozen(self, candidate: Candidate) -> float:
         """Bytes of the blocks' frozen parameters, of which adapters train none."""
@@ -63,29 +76,32 @@ class MemoryBound:
         count = self._shape.num_parameters - self._shape.embedding - self._shape.head
         count /= layout.tp * layout.pp * layout.ep
         if is_whole(candidate):
-            return count * self._item
-        is_held = row.shards_parameters and candidate.offload == "none"
-        return count * self._item / (layout.dp_shard * layout.cp) if is_held else 0.0
+            return count * self._frozen_item
+        is_held = row.shards_parameters and not self._offloads(candidate)
+        return count * self._frozen_item / (layout.dp_shard * layout.cp) if is_held else 0.0
 
-    def _states(self, candidate: Candidate) -> float:
+    def _states(self, candidate: Candidate) -> tuple[float, float, float]:
+        """Bytes of masters and optimizer state, of gradients, and of parameters in the products' dtype."""
         row, layout = PRESETS[candidate.strategy], candidate.layout
         experts = expert_parameters(self._shape)
         dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
         routed = experts / (layout.tp * layout.pp * layout.ep)
         shard = layout.dp_shard * layout.cp
         state = 4.0 * (1 + self._workload.matrix_tensors)  # master, moments
-        gradient = 0.0 if candidate.in_backward else 4.0
-        if candidate.offload != "none":
+        gradient = 0.0 if candidate.in_backward else self._gradient_item
+        offloads = self._offloads(candidate)
+        if offloads:
             state = gradient = 0.0
-        has_copy = self._item == 2 or row.shards_parameters or candidate.offload != "none"
+        has_copy = self._item == 2 or row.shards_parameters or offloads
         whole = float(self._item) if is_whole(candidate) and has_copy else 0.0
         is_once = candidate.accumulation == 1 and layout.pp == 1  # no sum of gradients outlives a unit's backward
         is_pooled = row.pools_gradients or (is_once and row.shards_optimizer)
-        held = 0.0
-        for count, ranks in ((dense, shard), (routed, shard / layout.ep)):
-            own = ranks if row.shards_optimizer else 1.0
-            held += count * (state / own + gradient / (ranks if is_pooled else 1.0) + whole)
-        return held
+        both = (dense, shard), (routed, shard / layout.ep)
+        return (
+            sum(count * state / (ranks if row.shards_optimizer else 1.0) for count, ranks in both),
+            sum(count * gradient / (ranks if is_pooled else 1.0) for count, ranks in both),
+            (dense + routed) * whole,
+        )
 
     def _live(self, candidate: Candidate) -> tuple[float, float]:
         """Parameters of the largest layer, which may be a unit, and bytes that a rank's blocks keep for backward."""

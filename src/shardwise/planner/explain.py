@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from shardwise.cost.hardware import GIB
 from shardwise.planner.band import BANDS, regime
 from shardwise.planner.candidate import divisors, kind_of
+from shardwise.planner.legal import DATA_PARALLEL_ONLY, support_of
 from shardwise.planner.memory import estimate_memory, has_layers, num_microbatches
 from shardwise.planner.planned import MARGIN, Made, Planned, fastest_of
 from shardwise.spec.granularity import round_up
@@ -88,7 +89,8 @@ def table_rows(plans: Sequence[Made], most: int = 12) -> list[Made]:
 
 def misfits(rows: Sequence[Planned]) -> str:
     """The rows of a table that do not fit, and what they need, in one sentence; "" where all fit."""
-    shown = [f"{title(made)} {made.memory.device_bytes / GIB:,.0f}" for made in rows if not made.fits]
+    held = [(title(made), made.memory.device_bytes / GIB) for made in rows if not made.fits]
+    shown = [f"{name} {size:,.{size < 100:d}f}" for name, size in held]
     return f"Too much for a GPU, with all memory saved, in GiB: {', '.join(shown)}." if shown else ""
 
 
@@ -135,12 +137,26 @@ def why(made: Planned) -> list[str]:
     """The bounds of the plan's time, what would shorten it, how far it is known, and what memory leaves room for."""
     return [
         time_in_words(made),
+        *left_out(made),
         *_remedies_of_time(made),
         *odd_sizes(made),
         *_assumed_network(made),
         trust(made),
         *headroom(made),
     ]
+
+
+def left_out(made: Planned) -> Iterator[str]:
+    """Plans that people may miss: other axes, where the engine has none for the model; data parallelism alone."""
+    batch, gpus = made.workload.global_batch, made.cluster.num_gpus
+    if gpus > 1 and support_of(made.shape) is DATA_PARALLEL_ONLY:
+        kind = f"{made.shape.family} models" if made.shape.family else "this model"
+        yield f"Only data parallelism is known to work for {kind}: tp, pp, cp and ep are not tried."
+    if batch > gpus and batch % gpus:
+        yield (
+            f"{batch:,} sequences cannot be divided over {gpus:,} GPUs, so each plan has another axis than data"
+            f" parallelism; {batch // gpus * gpus:,} or {-(-batch // gpus) * gpus:,} can."
+        )
 
 
 def trust(made: Planned) -> str:

@@ -15,8 +15,8 @@ from shardwise.planner.memory import estimate_memory
 from shardwise.planner.planned import Largest, Remedy, needed_bytes, usable_bytes
 from shardwise.spec.shape import Attention, Block, Experts, Mlp, ModelShape
 
-#: GPUs that are tried at most, as a multiple of those asked for.
-MOST_TIMES = 1024
+#: GPUs that are tried at most: twice those of the largest published run (Llama 3, 16,384).
+MOST_GPUS = 1 << 15
 
 #: Layouts that are tried before a cluster counts as too small.
 _MOST_TRIED = 400
@@ -28,7 +28,7 @@ def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Ma
     The candidates that hold the least are tried first, with all memory saved.
     """
     held, capacity = check_fixed(fixed), usable_bytes(cluster)
-    least_bytes = MemoryBound(shape, cluster, workload)
+    least_bytes = MemoryBound(shape, cluster, workload, held)
     found = []
     for base in bases(shape, cluster, workload, held):
         choices = savings(base, workload, held)
@@ -74,17 +74,17 @@ def _more_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: M
         batch = dataclasses.replace(workload, global_batch=times * workload.global_batch)
         return first_fit(shape, larger, batch, fixed)
 
-    times = 2
-    while times <= MOST_TIMES and (made := attempt(times)) is None:
+    times, made = 1, None
+    while made is None:
         times *= 2
-    if times > MOST_TIMES:
-        return None
+        if times * cluster.num_gpus > MOST_GPUS:
+            return None
+        made = attempt(times)
     few, enough = times // 2, times
     while enough - few > 1:
         middle = (few + enough) // 2
         tried = attempt(middle)
         few, enough, made = (few, middle, tried) if tried is not None else (middle, enough, made)
-    assert made is not None
     return Remedy(f"{enough * cluster.num_gpus} GPUs instead of {cluster.num_gpus}", made)
 
 

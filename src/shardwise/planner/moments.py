@@ -118,7 +118,7 @@ class Rank:
         # Sums of earlier microbatches: in buffers of their own, in pooled ones, or in .grad.
         done = pooled = 0.0
         if has_sums:
-            done = self._over_units("shard") if way == "sharded" else self._over_units("sums")
+            done = self._over_units("sums") + (self._over_units("shard") if way == "sharded" else 0.0)
             pooled = self._over_units("buffer") if way == "unsharded" else 0.0
 
         def kept(unit: Unit, count: int) -> tuple[float, float]:

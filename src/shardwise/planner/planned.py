@@ -120,9 +120,10 @@ class Planned:
 
     @property
     def mfu(self) -> float | None:
-        """Share of the dense peak of the products' dtype; ``None`` where the peak is not known."""
+        """Share of the dense peak of the products' dtype; ``None`` where that is not known, or passed by TF32's."""
         peak = self.cluster.device.peaks.get(self.workload.precision)
-        return self.tflops_per_gpu * 1e12 / peak if peak else None
+        share = self.tflops_per_gpu * 1e12 / peak if peak else None
+        return None if share is None or share > 1 else share
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from shardwise.spec.placement import PRESETS
 #: Each axis besides data parallelism: another communicator, another thing that can be set wrongly.
 AXIS = 0.08
 
-#: The same of ``ep``, with which mixtures are usually run; of a mixture without it; and of every axis where adapters
-#: alone are trained, as the libraries for that (PEFT, TRL, Axolotl) divide data only.
+#: The same of ``ep`` over all GPUs of a node, as mixtures are usually run; of a mixture without it, and in between the
+#: nearer the more experts a rank has to gather; and of every axis where adapters alone are trained, as the libraries
+#: for that (PEFT, TRL, Axolotl) divide data only.
 _EXPERTS, _WHOLE_EXPERTS, _ADAPTERS = 0.02, 0.08, 0.3
 
 #: ``cp`` with fewer tokens a rank than this: the ring's kernels are short, and its messages hard to hide.
@@ -60,8 +61,10 @@ def risk(candidate: Candidate, cluster: Cluster, workload: Workload, *, is_mixtu
     """The share of the step time by which a plan may be slower than predicted; memory is not asked."""
     layout, is_pipeline = candidate.layout, candidate.layout.pp > 1
     axis = AXIS if workload.lora_rank is None else _ADAPTERS
-    found = axis * sum(size > 1 for size in (layout.tp, layout.pp, layout.cp)) + _EXPERTS * (layout.ep > 1)
-    found += _WHOLE_EXPERTS * (is_mixture and layout.ep == 1 and cluster.num_gpus > 1)
+    found = axis * sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
+    if is_mixture and cluster.num_gpus > 1:
+        node = max(2, min(cluster.gpus_per_node, cluster.num_gpus))
+        found += _WHOLE_EXPERTS + (_EXPERTS - _WHOLE_EXPERTS) * min(math.log(layout.ep, node), 1.0)
     found += _SCHEDULES.get(candidate.schedule, 0.0) + _IN_BACKWARD * candidate.in_backward
     found += _CHUNKED * candidate.chunks_loss
     found += _FEW * (layout.cp > 1 and workload.seq_len < _MANY_TOKENS * layout.cp)

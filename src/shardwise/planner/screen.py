@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.cost.hardware import GIB, Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.explain import gib, misfits, recommendation, seconds, table_rows, title, why
+from shardwise.planner.explain import gib, left_out, misfits, recommendation, seconds, table_rows, title, why
 from shardwise.planner.memory import num_microbatches
 from shardwise.planner.planned import Largest, Planned, Remedy, fastest_of
 from shardwise.spec.plan import ParallelPlan
@@ -36,14 +36,21 @@ def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str
         if shape.num_active_parameters != shape.num_parameters
         else ""
     )
-    batch = f"{workload.global_batch:,} sequences of {workload.seq_len:,} tokens"
+    kind = "sample" if workload.seq_len == 1 else "sequence"
+    batch = f"{workload.global_batch:,} {kind}{'s' * (workload.global_batch > 1)}"
+    batch += f" of {workload.seq_len:,} tokens" if workload.seq_len > 1 else ""
     device, precision = cluster.device, workload.precision
-    slow = f"{device.name} has no units for {precision}, which takes as long as fp32: try --precision fp16"
+    hint = ""
+    if "fp16" in device.peaks and precision not in device.peaks:
+        hint = f"{device.name} has no units for {precision}, which takes as long as fp32: try --precision fp16"
+    elif precision == "fp32" and "bf16" in device.peaks:
+        more = device.peaks["bf16"] / device.peaks["fp32"]
+        hint = f"in fp32 matrix products take {more:.0f} times as long as in bf16: try --precision bf16"
     return [
         f"{shape.name}, {count(shape.num_parameters)} parameters{active}",
         f"on {where}",
         f"a step: {batch}, {precision}, {_trained(workload)}",
-        *([slow] if "fp16" in device.peaks and precision not in device.peaks else []),
+        *filter(None, [hint]),
     ]
 
 
@@ -55,7 +62,7 @@ def _trained(workload: Workload) -> str:
 def count(number: float) -> str:
     """A number of parameters: ``8.03B``."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if number >= size:
+        if number >= 0.9995 * size:  # three digits would round to a thousand of the next smaller unit
             return f"{number / size:.3g}{unit}"
     return f"{number:,.0f}"
 
@@ -138,7 +145,10 @@ def reasons(plans: Sequence[Planned], found: Sequence[Remedy] | None = None) -> 
         lines += [f"memory of plan 1 on the fullest GPU, in GiB of {capacity}", *memory_bars(best), ""]
         chosen = [recommendation(plans)] if len(plans) > 1 else []
         return [*lines, *_wrapped([*chosen, *why(best), *filter(None, [misfits(table_rows(plans))])])]
-    lines += [*_wrapped([f"Nothing fits. Nearest is {title(best)}: {best.reason}."]), *memory_bars(best)]
+    lines += [
+        *_wrapped([f"Nothing fits. Nearest is {title(best)}: {best.reason}.", *left_out(best)]),
+        *memory_bars(best),
+    ]
     if found is None:
         return lines
     lines += ["", "It fits with" if found else "Neither more GPUs nor shorter sequences were found to help."]

@@ -19,7 +19,7 @@ from shardwise.planner.bounds import MemoryBound, expert_parameters
 from shardwise.planner.candidate import Candidate, bases, check_fixed, kind_of, saves_less, savings
 from shardwise.planner.estimate import Estimate, Plans, estimate
 from shardwise.planner.legal import can_chunk, why_none
-from shardwise.planner.memory import estimate_memory
+from shardwise.planner.memory import MemoryEstimate, estimate_memory
 from shardwise.planner.planned import needed_bytes, usable_bytes
 from shardwise.planner.risk import fullness, order, risk
 from shardwise.planner.rough import RoughTime
@@ -87,7 +87,7 @@ class _Search:
             self.resorts.add("activations")
         if fixed.get("backward_prefetch") == 0:
             self.resorts.add("late")
-        self.least_bytes = MemoryBound(shape, cluster, workload)
+        self.least_bytes = MemoryBound(shape, cluster, workload, fixed)
         self.rough_s = RoughTime(shape, cluster, workload, fixed)
         self._limits: dict[Candidate, tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
         self._bytes: dict[Candidate, float] = {}
@@ -143,27 +143,30 @@ class _Search:
             is_tight = not self._fits(candidate, usable_bytes(self.cluster))
             if is_tight and (roomy or not self._fits(candidate, capacity)):
                 continue
-            made = self._estimate(candidate)
-            share = self._risk(candidate) + fullness(made.memory.device_bytes / capacity)
-            found[candidate] = made, made.step_time_s * (1 + share)
+            found[candidate] = self._judged(candidate)
             if not is_tight:
                 alike.append(candidate)
                 roomy.append(rough)
         kinds = {kind_of(candidate) for candidate in found}
-        return found | {c: (self._estimate(c), 0.0) for kind, c in smallest.items() if kind not in kinds}
+        left = [min(least, key=self._device_bytes) for kind, least in smallest.items() if kind not in kinds]
+        return found | {candidate: self._judged(candidate) for candidate in left}
 
-    def _ranked(self) -> tuple[list[tuple[float, Candidate]], dict[str, Candidate]]:
-        """The plans that may fit, by rough time and risk, and the smallest of each kind."""
+    def _ranked(self) -> tuple[list[tuple[float, Candidate]], dict[str, list[Candidate]]]:
+        """The plans that may fit, by rough time and risk; the smallest of each kind, with one microbatch and more."""
         found: list[tuple[float, Candidate]] = []
-        smallest: dict[str, tuple[float, Candidate]] = {}
+        smallest: dict[tuple[str, bool], tuple[tuple[float, int], Candidate]] = {}
         for candidate in self._candidates():
-            least, kind = self.least_bytes(candidate), kind_of(candidate)
-            if kind not in smallest or least <= smallest[kind][0]:
-                smallest[kind] = least, candidate
+            least, kind = self.least_bytes(candidate), (kind_of(candidate), candidate.accumulation == 1)
+            size = least, candidate.micro_batch
+            if kind not in smallest or size <= smallest[kind][0]:
+                smallest[kind] = size, candidate
             if least <= self.cluster.device.memory_bytes:
                 found.append((self.rough_s(candidate) * (1 + self._risk(candidate)), candidate))
         found.sort(key=lambda item: item[0])
-        return found, {kind: candidate for kind, (_, candidate) in smallest.items()}
+        of_kinds: dict[str, list[Candidate]] = {}
+        for (kind, _), (_, candidate) in smallest.items():
+            of_kinds.setdefault(kind, []).append(candidate)
+        return found, of_kinds
 
     def _candidates(self) -> Iterator[Candidate]:
         """The candidates to try now: without what :data:`_RESORTS` are for, or with it."""
@@ -200,9 +203,19 @@ class _Search:
         known = risk(candidate, self.cluster, self.workload, is_mixture=self.is_mixture)
         return known + self.rough_s.network_risk(candidate)
 
-    def _estimate(self, candidate: Candidate) -> Estimate:
+    def _judged(self, candidate: Candidate) -> tuple[Estimate, float]:
+        """The plan in full, and its cost: the step time with its risk."""
         plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
-        return estimate(self.shape, plan, self.cluster, workload)
+        made = estimate(self.shape, plan, self.cluster, workload)
+        full = fullness(made.memory.device_bytes / self.cluster.device.memory_bytes)
+        return made, made.step_time_s * (1 + self._risk(candidate) + full)
+
+    def _memory(self, candidate: Candidate) -> MemoryEstimate:
+        plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
+        return estimate_memory(self.shape, plan, self.cluster, workload)
+
+    def _device_bytes(self, candidate: Candidate) -> int:
+        return self._memory(candidate).device_bytes
 
     def _fits(self, candidate: Candidate, capacity: float) -> bool:
         """Whether memory suffices. A larger microbatch holds no less, so not all of them are asked for."""
@@ -216,9 +229,7 @@ class _Search:
         if any(other <= micro and held > capacity for other, held in failing):
             return False
         if candidate not in self._bytes:
-            plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
-            memory = estimate_memory(self.shape, plan, self.cluster, workload)
-            self._bytes[candidate] = needed_bytes(memory, self.cluster)
+            self._bytes[candidate] = needed_bytes(self._memory(candidate), self.cluster)
             fitting.append((micro, self._bytes[candidate]))
             failing.append((micro, self._bytes[candidate]))
         return self._bytes[candidate] <= capacity

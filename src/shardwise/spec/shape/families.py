@@ -37,7 +37,8 @@ def from_config(config: Config, name: str = "") -> ModelShape:
         hint = did_you_mean(family, FAMILIES) or f" Known are: {', '.join(FAMILIES)}."
         raise ConfigError(
             f"model_type={family!r}: its shape is not known.\n "
-            f"{hint} Any other model: pass it to sw.trace_model(), which runs it on meta tensors."
+            f"{hint}\n  Any other model: name a TrainSpec that makes it with `shardwise plan --spec`, or pass it to"
+            " sw.trace_model(), which runs it on meta tensors."
         )
     try:
         return FAMILIES[family](config, name or family)
