@@ -88,7 +88,7 @@ class Part(Tensor):
             return self.detach()
 
     @classmethod
-    @torch_private.never_compiled  # torch 2.11 takes what it compiled for one ``func`` for another's
+    @torch_private.never_compiled  # torch takes what it compiled for one ``func`` for that of another
     def __torch_function__(
         cls,
         func: Callable[..., Any],
