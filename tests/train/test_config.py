@@ -187,6 +187,12 @@ def test_options_that_would_be_ignored_are_errors(tmp_path: Path) -> None:
     assert "exclude each other" in mistakes(tmp_path, GOOD, "model.preset=gpt-tiny", "model.hf=x")
 
 
+def test_a_mistake_is_not_laid_on_another_key_of_its_section() -> None:
+    base = {"schedule": {"min_lr_ratio": 0.1}}
+    with pytest.raises(ConfigError, match=r"  the demo: schedule\.min_lr_ratio: .* take it out, or set it to null"):
+        resolve(read_config(None, ["schedule.name=constant"], base=base, title="the demo"), 1)
+
+
 def test_a_folder_takes_the_place_of_the_file_s_preset(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256}))
     found = resolved(tmp_path, GOOD + "model: {preset: gpt-tiny}\n", f"model.hf={tmp_path}").config.model

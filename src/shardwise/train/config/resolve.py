@@ -707,7 +707,7 @@ def _check_schedule(raw: RawConfig) -> None:
     section, steps = raw.config.schedule, raw.config.train.steps
     decay = section.num_decay_steps(steps)
     if section.name == "constant" and section.min_lr_ratio is not None:
-        raw.fail("schedule", "min_lr_ratio", "a constant schedule has no end rate; take it out")
+        raw.fail("schedule", "min_lr_ratio", "a constant schedule has no end rate; take it out, or set it to null")
     if section.name != "warmup-stable-decay" and section.decay_steps is not None:
         raw.fail("schedule", "decay_steps", f"a {section.name} schedule has no decay_steps; take it out")
     if section.warmup_steps > steps:

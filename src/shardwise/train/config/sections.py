@@ -444,7 +444,9 @@ class RawConfig:
 
     def fail_at(self, path: tuple[str, ...], message: str) -> None:
         """Record a mistake where ``path`` (or the nearest thing that holds it) was written."""
-        places = self.document.where
+        places = dict(self.document.where)
+        if len(path) > 1 and places.get(path[:1], "").startswith("--set ") and places[path[:1]] != f"--set {path[0]}":
+            del places[path[:1]]  # where another key of the section was set
         at = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), self.title)
         names_key = path[0] in Config.model_fields and not at.startswith("--set")
         self.mistakes[f"{at}: {'.'.join(path)}" if names_key else at, message] = None
