@@ -358,7 +358,9 @@ def test_a_mixture_that_is_trained_with_a_loss_of_its_routers_continues_rows_of_
         output_router_logits=True,
     )  # fmt: skip
     model = MixtralForCausalLM(config).eval()
-    assert sw.generate(model, PROMPTS, max_new_tokens=NEW) == [own_generate(model, prompt)[0] for prompt in PROMPTS]
+    found = sw.generate(model, PROMPTS, max_new_tokens=NEW)
+    model.config.output_router_logits = False  # transformers' own cannot do it with them before 5.23
+    assert found == [own_generate(model, prompt)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)

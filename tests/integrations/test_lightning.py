@@ -110,3 +110,37 @@ def test_what_the_strategy_cannot_do_is_refused() -> None:
     assert "bf16-true" in text
     trainer = lightning.Trainer(strategy=ShardwiseStrategy(), precision="bf16-mixed", **given)
     assert trainer.precision == "bf16-mixed"
+
+
+def normalize(folder: str, world: int, strategy: Any, **given: Any) -> Any:
+    """Fit a module with a batch norm, whose last checkpoint is a link."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    module = build()
+    module.body[1] = nn.BatchNorm1d(16)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, use_distributed_sampler=False, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[ModelCheckpoint(folder, save_last="link")],
+        sync_batchnorm=world > 1,
+    )  # fmt: skip
+    trainer.fit(module, loader(world, 8), **given)
+    return module
+
+
+def normalize_on_rank(folder: str) -> list[Any]:
+    from shardwise.integrations.lightning import ShardwiseStrategy
+
+    module = normalize(folder, 2, ShardwiseStrategy("zero3"))
+    resumed = normalize(folder, 2, ShardwiseStrategy("zero3"), ckpt_path=f"{folder}/last.ckpt")
+    return [module.losses, sw.full_state_dict(module), sw.full_state_dict(resumed)]
+
+
+def test_batch_norms_are_synchronized_and_a_linked_checkpoint_is_resumed(tmp_path: Path) -> None:
+    plain = normalize(str(tmp_path / "plain"), 1, "auto")
+    ranks = run_on_ranks(normalize_on_rank, 2, str(tmp_path / "shards"), timeout_s=100)
+    assert [(a + b) / 2 for a, b in zip(ranks[0][0], ranks[1][0], strict=True)] == pytest.approx(plain.losses, rel=1e-5)
+    assert (tmp_path / "shards" / "last.ckpt").is_symlink()
+    variance = "body.1.running_var"
+    torch.testing.assert_close(ranks[0][1][variance], plain.state_dict()[variance], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(ranks[0][2][name], value) for name, value in ranks[0][1].items())

@@ -363,3 +363,101 @@ def test_the_number_of_labels_is_noted_where_it_stands_in_a_list_or_has_a_name()
         count.uses = []
         assert type(use(count)) is Tensor
         assert len(count.uses) == 1
+
+
+class Held(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Pictures, sounds or tokens with labels; the last batch of two ranks is short, but for sounds."""
+
+    def __init__(self, kind: str) -> None:
+        generator = torch.Generator().manual_seed(3)
+        inputs = {"pixel_values": torch.randn(7, 3, 32, 32, generator=generator)}
+        self.labels = torch.randint(0, 3, (7, 32, 32), generator=generator)
+        self.labels[:4, 8:] = self.labels[4:, :8] = 255
+        if kind == "photos":
+            self.labels = torch.tensor([0, 1, 2, 0, 1, 2, 0])
+        if kind == "sounds":
+            inputs = {"input_values": torch.randn(8, 800, generator=generator)}
+            self.labels = torch.randint(1, 9, (8, 3), generator=generator)
+            self.labels[:4, 1:] = -100
+        elif kind == "own":  # the first sample, which fills the last batch, is as the last one
+            inputs = {"input_ids": torch.tensor([1, 2, 3, 4, 5, 6, 1])[:, None].expand(7, 6)}
+            self.labels = torch.tensor([0, 1, 2, 0, 1, 2, 0])
+        ((self.name, self.inputs),) = inputs.items()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {self.name: self.inputs[index], "labels": self.labels[index]}
+
+
+def build_held(kind: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if kind in ("pictures", "photos"):
+        lists = {"depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "num_attention_heads": [1, 2]}
+        more = {"patch_sizes": [3, 3], "strides": [2, 2], "mlp_ratios": [2, 2], "num_labels": 3}
+        config = transformers.SegformerConfig(num_encoder_blocks=2, decoder_hidden_size=16, **lists, **more)
+        name = "SegformerForSemanticSegmentation" if kind == "pictures" else "SegformerForImageClassification"
+        return getattr(transformers, name)(config)
+    if kind == "sounds":
+        sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        filters = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}
+        more = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "ctc_loss_reduction": "mean"}
+        return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**sizes, **filters, **more, pad_token_id=0))
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, intermediate_size=32))
+
+
+def hold_out(folder: str, world: int, kind: str, plan: str | None) -> float:
+    from transformers import Trainer, TrainingArguments
+
+    from shardwise.integrations.transformers import ShardwiseTrainerMixin
+
+    class Own(Trainer):
+        """A loss that takes every label for a class."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_given: Any) -> Any:
+            classes = nn.functional.one_hot(inputs["labels"], 3)
+            outputs = model(input_ids=inputs["input_ids"])
+            loss = -(classes * outputs.logits.log_softmax(-1)).sum(-1).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    plain = Own if kind == "own" else Trainer
+    chosen = plain if plan is None else type("Sharded", (ShardwiseTrainerMixin, plain), {})
+    given = {} if plan is None else {"plan": plan}
+    args = TrainingArguments(**settings(folder, world) | {"per_device_eval_batch_size": 8 if plan is None else 2})
+    trainer = chosen(model=build_held(kind), args=args, eval_dataset=Held(kind), **given)
+    return trainer.evaluate()["eval_loss"]
+
+
+def hold_out_on_rank(folder: str, kinds: list[str]) -> list[float]:
+    return [hold_out(folder, 2, kind, "zero3") for kind in kinds]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_held_out_losses_that_do_not_leave_out_minus_100_are_right_too(tmp_path: Path) -> None:
+    kinds = ["pictures", "photos", "sounds", "own"]
+    found = run_on_ranks(hold_out_on_rank, 2, str(tmp_path), kinds, timeout_s=100)[0]
+    expected = [hold_out(str(tmp_path), 1, kind, None) for kind in kinds]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def begin_on_rank(folder: str) -> list[Log]:
+    from transformers import TrainingArguments
+
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    args = TrainingArguments(**settings(folder, 2) | {"max_steps": 1})
+    found = []
+    for given in ({"model": build()}, {"model_init": build}):
+        trainer = ShardwiseTrainer(args=args, train_dataset=Texts(8, 1), plan="zero3", **given)
+        trainer.train()
+        found.append(logged(trainer))
+    return found
+
+
+def test_a_model_that_the_trainer_builds_is_sharded_too(tmp_path: Path) -> None:
+    built, given = run_on_ranks(begin_on_rank, 2, str(tmp_path), timeout_s=100)[0]
+    assert built == given

@@ -114,6 +114,8 @@ class ShardwiseStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         if attachment_of(self.model) is None:
             self.model_to_device()
+            if self._layer_sync:  # the trainer's sync_batchnorm=True
+                sw.convert_sync_batchnorm(self.model)
             sw.parallelize(self.model, self.plan)
             for name in _STEPS:
                 sw.register_fsdp_forward_method(self.model, name)
@@ -170,7 +172,8 @@ class ShardwiseStrategy(DDPStrategy):
         weights_only: bool | None = None,  # noqa: FBT001  lightning's form
     ) -> dict[str, Any]:
         """Read the file; shards are read from the folder beside it, where there is one."""
-        self._read_from = folder if (folder := _beside(checkpoint_path)).is_dir() else None
+        folder = _beside(os.path.realpath(checkpoint_path))  # ModelCheckpoint(save_last="link") links the file alone
+        self._read_from = folder if folder.is_dir() else None
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002  lightning's form

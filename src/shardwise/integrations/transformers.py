@@ -92,6 +92,7 @@ class ShardwiseTrainerMixin(_Any):
                 "  Install transformers 5.23 or newer (the extra shardwise[integrations])."
             )
         self._counted: Tensor | None = None  # while held-out losses are taken: their sum, and of how many labels
+        self._plan: ParallelPlan | None = None  # of models that model_init builds from now on
         super().__init__(*args, **kwargs)
         _check(self.args)
         given, came_in_shards = ParallelPlan(), attachment_of(self.model) is not None
@@ -99,6 +100,7 @@ class ShardwiseTrainerMixin(_Any):
             given = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
             check_samples(given, "ShardwiseTrainer")
             sw.parallelize(self.model.to(self.args.device), given)
+            self._plan = given
         elif plan is not None:
             raise PlanError("the model is parallelized already, and there is a plan beside it.\n  Leave out plan=.")
         check_axes(self.model, "ShardwiseTrainer")
@@ -113,6 +115,11 @@ class ShardwiseTrainerMixin(_Any):
         # So it takes models that it must neither wrap nor move; of the model itself the public name has no setter.
         self.is_distributed_loading_by_transformers = True
         self.place_model_on_device = False
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As the trainer's, which builds a model when it is made and another one when it begins to train."""
+        model = super().call_model_init(trial)
+        return model if self._plan is None else sw.parallelize(model.to(self.args.device), self._plan)
 
     # -- where the trainer would move, wrap or reduce
 
@@ -154,15 +161,30 @@ class ShardwiseTrainerMixin(_Any):
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the trainer's, and the labels are counted that the loss is the mean of."""
         labels = inputs.get(self.label_names[0]) if len(self.label_names) == 1 else None
-        if self._counted is None or not isinstance(labels, Tensor) or labels.is_floating_point():
+        left_out = self._left_out(labels)
+        if self._counted is None or left_out is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
         labels = labels.clone()
-        labels[self._num_real(len(labels)) :] = _LEFT_OUT
+        labels[self._num_real(len(labels)) :] = left_out
         found = super().prediction_step(model, {**inputs, self.label_names[0]: labels}, *args, **kwargs)
-        count = int((labels[..., 1:] if self._loss_shifts_labels else labels).ne(_LEFT_OUT).sum())
+        count = int((labels[..., 1:] if self._loss_shifts_labels else labels).ne(left_out).sum())
         if found[0] is not None and count:
             self._counted += torch.stack([found[0].double() * count, found[0].new_tensor(count).double()])
         return found
+
+    def _left_out(self, labels: Any) -> int | None:
+        """The label that the loss leaves out; ``None`` of a loss that may be no mean over the other labels."""
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return None
+        if any(type(module).__name__.endswith("ForCTC") for module in self.model.modules()):
+            return None
+        # A loss of one's own for classes may have no label to leave out; of tokens, the data have some.
+        (owner, *_) = (kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+        if labels.ndim == 1 and (owner is not _Counting or self.compute_loss_func is not None):
+            return None
+        if labels.ndim == 3:  # classes of a picture's points
+            return getattr(getattr(self.model, "config", None), "semantic_loss_ignore_index", _LEFT_OUT)
+        return _LEFT_OUT
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The count of a training step; held-out losses are means over this rank's labels (:meth:`prediction_step`)."""
