@@ -348,12 +348,15 @@ def alone(folder: str) -> list[str]:
     tried(name="a", values={"loss": torch.zeros(2)})
     tried(name="b", values={"mfu": 1.0})
     tried(name="c", scheduler=types.SimpleNamespace(state_dict=lambda: {"a": object()}, load_state_dict=None))
-    with sw.Run(Path(folder) / "short", model=model, optimizer=optimizer, steps=9, log={"tensorboard": False}) as run:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as text,
+        sw.Run(Path(folder) / "short", model=model, optimizer=optimizer, steps=9, log={"tensorboard": False}) as run,
+    ):
         for step in run.steps():
             run.log(loss=1.0)
             if step == 1:
                 run.stop("enough")
-    said.append(run.summary["reason"])
+    said.append(text.getvalue())
     return said
 
 
@@ -430,7 +433,7 @@ def test_what_is_wrong_is_said_with_what_to_do(tmp_path: Path) -> None:
             "run.log(loss=...): expected a number or a tensor of one element, got a tensor of shape [2]",
             "run.log(mfu=...): the record has this already",
             "sw.Run(scheduler=...): state_dict() cannot be kept: it.a is a object",
-            "enough",
+            "finished 2 steps: enough",
         ),
         strict=True,
     ):

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.launch import heartbeat
+from shardwise.spec.run_files import LOGS
 
 WIDTH, LEFT, RIGHT = 32, 12, 20
 
@@ -91,7 +93,9 @@ class Note(sw.Callback):
         run.progress.say(f"told: {sorted(values)} at {run.step}")
 
     def on_save(self, run: Any) -> None:
-        run.progress.say(f"told: saved {run.step}")
+        if run.control.is_first:
+            beat = heartbeat.read(run.directory / LOGS, 0)  # which says what is safe if this raises
+            run.progress.say(f"told: saved {beat and beat.saved_step}")
 
     def on_end(self, run: Any) -> None:
         run.progress.say("told: end")

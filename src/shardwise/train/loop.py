@@ -24,7 +24,7 @@ from shardwise.api.save import drop_save
 from shardwise.checkpoint.storage import Url, place_of
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.part import plain_of
-from shardwise.launch import fault
+from shardwise.launch import fault, heartbeat
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
 from shardwise.launch.stop_request import exit_code
@@ -554,6 +554,7 @@ class Loop:
             message = f"step {self.done.step}  {best}, kept in {printable(self.directory / BEST)}"
         if message:
             self.progress.say(message)
+        heartbeat.enter("step", saved_step=self.saves.saved_step)  # what is safe, if a callback raises
         for callback in () if is_best else self.callbacks:
             callback.on_save(self)
 

@@ -115,6 +115,8 @@ def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
     ends = threading.Event()
     with contextlib.suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
+        if world.source != "launcher":
+            heartbeat.end()  # of an earlier run of this process
         heart = heartbeat.begin(logs, world.rank)
         heart.ask(stall.where)
         if world.source != "launcher":

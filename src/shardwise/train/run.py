@@ -225,7 +225,7 @@ class Run:
             raise SystemExit(_left_with(error, self._world)) from error
         if kind is None and loop.outcome.exit_code:
             raise SystemExit(loop.outcome.exit_code)
-        if kind is None and loop.step == self._config.train.steps:
+        if kind is None and (loop.step == self._config.train.steps or loop.must_end):
             loop.conclude()
 
     @contextlib.contextmanager
