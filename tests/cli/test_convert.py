@@ -308,6 +308,25 @@ def test_a_deepspeed_file_that_accelerate_names_is_converted_with_it(tmp_path: P
     assert found["train"] == {"micro_batch_size": 3, "clip_grad_norm": None}
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "made"),
+    [
+        ("WarmupLR", {}, (1e-3, 1000, True)),
+        ("WarmupDecayLR", {"warmup_num_steps": 5, "warmup_max_lr": 0.2, "warmup_type": "log"}, (0.2, 5, True)),
+        ("WarmupCosineLR", {"warmup_type": "linear"}, (0.1, 1000, False)),
+    ],
+)
+def test_deepspeed_s_schedule_has_its_own_defaults_and_the_form_of_its_warm_up_is_told(
+    tmp_path: Path, kind: str, params: dict[str, Any], made: tuple[float, int, bool]
+) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    given = {"train_batch_size": 8, "optimizer": optimizer, "scheduler": {"type": kind, "params": params}}
+    (tmp_path / "ds.json").write_text(json.dumps(given))
+    text = converted(tmp_path / "ds.json")
+    found = yaml.load(text, yaml.CSafeLoader)
+    assert (found["optimizer"]["lr"], found["schedule"]["warmup_steps"], "by the logarithm" in text) == made
+
+
 def test_options_that_do_not_combine_here_are_left_out_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text("[training]\ncompile = true\n[parallelism]\ncontext_parallel_degree = 2\n")
     text = converted(tmp_path / "t.toml")

@@ -237,11 +237,26 @@ def _finish_deepspeed(made: Conversion) -> None:
     train = [f"train.{key}" for key in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")]
     if all(key in made.made for key in train):
         made.drop(train[2], "micro batch x accumulation x ranks")
+    _finish_schedule(made)
     lowest = {"linear": 0.0, "cosine": 0.0001}.get(made.made.get("schedule.name", ""))
     if lowest is not None and "schedule.min_lr_ratio" not in made.made:
         made.put("schedule.min_lr_ratio", lowest, "DeepSpeed's default")
     if lowest is None:
         made.drop("schedule.min_lr_ratio", "the schedule has no end rate")
+
+
+def _finish_schedule(made: Conversion) -> None:
+    """What DeepSpeed's schedules do where nothing is said: 1,000 steps of warm-up, by the logarithm, to 0.001."""
+    params, name = "scheduler.params.", made.made.get("schedule.name")
+    if name is None:
+        return
+    if params + "warmup_num_steps" not in made.given:
+        made.put("schedule.warmup_steps", 1000, "DeepSpeed's default")
+    if name != "cosine" and params + "warmup_max_lr" not in made.given:
+        made.put("optimizer.lr", 1e-3, "DeepSpeed's default of warmup_max_lr, whatever optimizer.params.lr is")
+    if "schedule.warmup_steps" in made.made and made.given.get(params + "warmup_type") != "linear":
+        reason = "linear, where DeepSpeed's rate rises by the logarithm unless warmup_type is linear"
+        made.put("schedule.warmup_steps", made.made["schedule.warmup_steps"], reason)
 
 
 def _finish_torchtitan(made: Conversion) -> None:
