@@ -101,14 +101,17 @@ def test_how_often_the_held_out_loss_is_taken_may_differ_and_is_told() -> None:
 
 
 def test_everything_else_is_refused_in_a_table() -> None:
+    saved = {**SAVED, "train": {**SAVED["train"], "global_batch_size": 16}}
     with pytest.raises(ConfigError) as caught:
-        check_config(SAVED, changed(optimizer={"lr": 1.0}, train={"seed": 3, "global_batch_size": 64, "steps": 9}))
+        check_config(saved, changed(optimizer={"lr": 1.0}, train={"seed": 3, "global_batch_size": 64, "steps": 9}))
     text = str(caught.value)
     assert caught.value.exit_code == 78
     assert "optimizer.lr             0.0003       1.0" in text
     assert "train.seed" in text
     assert "train.global_batch_size" in text
     assert "train.steps  " not in text
+    # What a file says of its microbatches makes another global batch on another number of ranks.
+    assert "(--set train.global_batch_size=16 --set train.gradient_accumulation_steps=null), or start" in text
     for key in ("train.steps", "parallel", "train.micro_batch_size", "optimizer.flat", "optimizer.in_backward"):
         assert key in text.splitlines()[-1]
 

@@ -171,10 +171,12 @@ def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str
     if wrong:
         rows = [("key", "the run has", "now"), *((key, _shown(old), _shown(new)) for key, old, new in wrong)]
         table = "\n".join(f"  {line}" for line in aligned(rows, words=range(3)))
+        batch = next((old for key, old, _ in wrong if key == "train.global_batch_size"), None)
+        accumulated = f" (--set train.global_batch_size={batch} --set train.gradient_accumulation_steps=null)"
         raise ConfigError(
             f"the configuration is not that of the run:\n{table}\n"
             f"  Only {', '.join(_FREE)} may differ, and {', '.join(_ON_REQUEST)} where --set asks for it (--set"
-            " optimizer.lr=1e-4). Restore the others, or start a new run."
+            f" optimizer.lr=1e-4). Restore the others{accumulated if batch else ''}, or start a new run."
         )
     told = [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_SAID, *requested))]
     bends = config.schedule.name != "constant"
