@@ -145,7 +145,7 @@ QUESTIONS = (
         4096,
         128,
         "a pipeline between nodes, ZeRO-1",
-        "zero1 pp2 .*",
+        "zero1 pp[24] .*",
         "methods",
         gbits=100,
     ),

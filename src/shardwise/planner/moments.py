@@ -79,9 +79,12 @@ class Rank:
         if self.rules.accumulation is None:
             yield from self._backward(held=1, has_sums=False)
         elif self.stage.held < self.num_microbatches:
-            yield from self._backward(held=self.stage.held, has_sums=True)
+            yield from self._backward(held=self.stage.held, has_sums=True, is_middle=self.num_microbatches > 2)
         else:  # all forwards come first: with most activations there are no sums yet
             yield from self._backward(held=self.stage.held, has_sums=False)
+            if self.num_microbatches > 2:
+                second = self._backward(held=self.stage.held - 1, has_sums=True, is_middle=True)
+                yield from ((f"second microbatch, {name}", held) for name, held in second)
             yield from ((f"last microbatch, {name}", held) for name, held in self._backward(held=1, has_sums=True))
         sums = self._over_units("sums") + self._over_units("shard")
         update = self._moment(0.0, sums, 0.0, 0.0)
@@ -98,15 +101,21 @@ class Rank:
         own = sum(part.count * getattr(part.unit, field) for part in self.parts)
         return own + getattr(self.states.root, field)
 
-    def _backward(self, *, held: float, has_sums: bool) -> Iterator[tuple[str, Bytes]]:  # noqa: PLR0915 - a step from its beginning to its end
+    def _backward(  # noqa: PLR0915 - a step from its beginning to its end
+        self, *, held: float, has_sums: bool, is_middle: bool = False
+    ) -> Iterator[tuple[str, Bytes]]:
         """A forward and its backward, with ``held`` microbatches at the beginning of the backward.
 
         Args:
             held: Microbatches, this one included.
             has_sums: Earlier microbatches have left their gradients.
+            is_middle: It is neither the first nor the last. A pipeline that keeps its units gathered then adds up the
+                gradients of a stage when the backward of all of it is over.
         """
         parts, root, rules = self.parts, self.states.root, self.rules
         shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
+        is_late = is_middle and is_pipeline and not (shards or self.is_constant)
+        late, most_late = 0.0, is_late * (self._over_units("gradients") - root.gradients) / self.stage.num_stages
         saved = self.before_bytes + sum(part.count * part.kept for part in parts)
         saved += self.head.kept if self.head else 0.0
         sent = self.stage.num_stages * parts[-1].saved.output if held > 1 and parts else 0.0
@@ -116,7 +125,7 @@ class Rank:
         every = self._over_units("gathered") - root.gathered
         inner = self._over_units("inner")
         # Sums of earlier microbatches: in buffers of their own, in pooled ones, or in .grad.
-        done = pooled = 0.0
+        done, pooled = self._over_units("stays"), 0.0
         if has_sums:
             done = self._over_units("sums") + (self._over_units("shard") if way == "sharded" else 0.0)
             pooled = self._over_units("buffer") if way == "unsharded" else 0.0
@@ -127,8 +136,8 @@ class Rank:
                 shard = unit.shard if way == "defer_replicate" else 0
                 return count * shard, 0.0
             if way == "unsharded":
-                return count * unit.sums, count * unit.buffer
-            return count * (unit.sums + unit.shard), 0.0
+                return count * (unit.sums - unit.stays), count * unit.buffer
+            return count * (unit.sums - unit.stays + unit.shard), 0.0
 
         last = parts[-1] if parts else None
         live = root.gathered + (last.unit.gathered if shards and last else every) + inner
@@ -160,6 +169,7 @@ class Rank:
                 left = below - behind * part.kept  # of this unit and those before it
                 left += beside - part.kept  # now without this one's own, but with what comes back for the next
                 gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))
+                gradients += max(min(late + behind * unit.gradients, most_late - unit.gradients), 0.0)
                 name = f"backward of block {place + index}"
                 still = every if is_pipeline else every - behind * unit.gathered
                 gathered = root.gathered + (unit.gathered + prefetched if shards else still) + inner
@@ -179,7 +189,7 @@ class Rank:
                     f"{name}, gradients collected",
                     self._moment(
                         gathered,
-                        gradients + unit.gradients + (0.0 if has_sums else unit.sums),
+                        gradients + unit.gradients + (0.0 if has_sums else unit.sums - unit.stays),
                         buffers,
                         left + output,
                     ),
@@ -188,9 +198,10 @@ class Rank:
             more, buffers = kept(unit, part.count)
             done, pooled = done + more, pooled + buffers
             num_behind += part.count
+            late += part.count * unit.gradients
             every -= 0.0 if is_pipeline else part.count * unit.gathered
         buffer = 0.0 if has_sums and way == "unsharded" else root.buffer
-        gradients = done + root.gradients + (0.0 if has_sums else root.sums)
+        gradients = done + min(late, most_late) + root.gradients + (0.0 if has_sums else root.sums - root.stays)
         gathered = root.gathered + every if is_pipeline else 0.0
         yield from self._before_units(done, pooled, others)
         yield "backward of the root", self._moment(gathered, gradients, pooled + buffer, others)

@@ -133,6 +133,7 @@ class Unit:
         sums: Bytes of a full-size gradient buffer of its own.
         inner: Bytes that it keeps gathered over an inner group of ranks from forward to backward.
         buffer: Bytes of the pooled full-size buffer that its gradients are reduced in; 0: none.
+        stays: Bytes of ``sums`` that stay from step to step, as ``.grad`` is elsewhere.
     """
 
     count: int
@@ -143,6 +144,7 @@ class Unit:
     sums: int
     inner: int
     buffer: int
+    stays: int = 0
 
 
 @dataclass(frozen=True)
@@ -373,7 +375,7 @@ def _plus(held: Footprint, more: Footprint, fewer: Footprint, count: int) -> Foo
 
 
 def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, depth: int) -> Unit:
-    gathered = gradients = shard = sums = inner = buffer = 0
+    gathered = gradients = shard = sums = inner = buffer = stays = 0
     for group in _groups(parameters, rules, unit=depth):
         if not (group.is_resident or group.is_alone):
             gathered += group.gather_item_bytes * group.layout.numel
@@ -385,4 +387,5 @@ def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, dept
         full = group.reduce_item_bytes * group.reduce_layout.numel
         buffer += full if group.pools_gradients else 0
         sums += 0 if group.pools_gradients else full
-    return Unit(count, blocks, gathered, gradients, shard, sums, inner, buffer)
+        stays += full if group.is_reduced_apart and not group.pools_gradients else 0
+    return Unit(count, blocks, gathered, gradients, shard, sums, inner, buffer, stays)
