@@ -34,6 +34,7 @@ pytestmark = pytest.mark.preload(
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.vit.modeling_vit",
 )
 
 CPU = torch.device("cpu")
@@ -51,11 +52,14 @@ def folder_of(name: str, folder: Path) -> str:
         config = hf.GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes)
     elif name == "mixtral":
         config = hf.MixtralConfig(**SIZES, num_key_value_heads=2, vocab_size=64, num_local_experts=2)
+    elif name == "vit":
+        config = hf.ViTConfig(**SIZES, image_size=16, patch_size=8)
     path = folder / name
     if name == "unread":
         config.save_pretrained(path)
         return str(path)
-    kind = hf.LlamaModel if "base" in name else hf.AutoModelForCausalLM._model_mapping[type(config)]
+    kinds = {"llama-base": hf.LlamaModel, "vit": hf.ViTForImageClassification}
+    kind = kinds.get(name) or hf.AutoModelForCausalLM._model_mapping[type(config)]
     model = kind(config)
     if "half" in name:
         model = model.to(torch.bfloat16)
@@ -157,12 +161,13 @@ def test_what_transformers_rearranges_is_loaded_whole_and_a_line_says_so(tmp_pat
 
 def from_both(folders: list[str]) -> list[bool]:
     """For each folder, whether rank 0 gathers from shards what transformers loads whole."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
     found = []
     for folder in folders:
         model = sw.from_pretrained(folder, strategy="zero3")
-        got, plain = sw.full_state_dict(model), AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+        kind = AutoModelForImageClassification if folder.endswith("vit") else AutoModelForCausalLM
+        got, plain = sw.full_state_dict(model), kind.from_pretrained(folder, dtype="auto").state_dict()
         assert sum(own(each).numel() for each in model.parameters()) < 0.6 * sum(
             each.numel() for each in plain.values()
         )
@@ -175,10 +180,13 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_a_loop_of_ones_own_loads_a_folder_into_shards(tmp_path: Path) -> None:
-    folders_ = [folder_of(name, tmp_path) for name in ("llama-sharded-tied", "llama-half", "mixtral")]
-    assert run_on_ranks(from_both, 2, folders_) == [[True] * 3] * 2
+    folders_ = [folder_of(name, tmp_path) for name in ("llama-sharded-tied", "llama-half", "mixtral", "vit")]
+    assert run_on_ranks(from_both, 2, folders_) == [[True] * 4] * 2
     with pytest.raises(ConfigError, match=r"the model in .*nowhere cannot be loaded: no readable"):
         sw.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "vit" / "config.json").write_text('{"model_type": "vit", "architectures": ["Trainer"]}')
+    with pytest.raises(ConfigError, match="this version of transformers has no model 'Trainer'"):
+        sw.from_pretrained(tmp_path / "vit")
 
 
 def test_missing_weights_are_drawn_as_transformers_draws_them(tmp_path: Path, capfd) -> None:

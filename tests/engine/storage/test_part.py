@@ -192,6 +192,11 @@ def test_a_tensor_that_a_part_would_be_broadcast_into_is_refused_before_it_is_wr
         assert not average.any()
 
 
+def test_an_embedding_whose_shape_of_the_part_torch_refuses_is_refused_as_a_part():
+    with pytest.raises(StateError, match=r"num_embeddings: .* is this rank's part"):
+        torch.nn.functional.embedding(torch.tensor([0]), parts()[0], padding_idx=4)
+
+
 def test_what_goes_wrong_for_other_reasons_than_shapes_stays_what_it_was(monkeypatch):
     gradient, _ = parts()
     with pytest.raises(RuntimeError, match="can't be cast") as found:

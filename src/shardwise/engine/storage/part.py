@@ -103,9 +103,10 @@ class Part(Tensor):
             torch_private.break_graph()
         try:
             return _way_of(func)(func, args, kwargs or {})
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             part = next((each for each in tensors_in((args, kwargs or {})) if isinstance(each, Part)), None)
-            if type(error) is not RuntimeError or part is None or not re.search("size|shape|elements|dim", str(error)):
+            is_torchs = type(error) in (RuntimeError, AssertionError)
+            if not is_torchs or part is None or not re.search("size|shape|elements|dim|embeddings", str(error)):
                 raise
             held = f"{_what(part)} is this rank's part {list(part.shape)} here"
             raise StateError(f"{error}: {held}.\n  {_where_it_is_whole(part)}") from error

@@ -17,7 +17,7 @@ from shardwise.train.task import ANSWER, CAUSAL, CLASS, MASKED, Task
 
 _OWN_LOOP = (
     "`shardwise train` trains language models and classifiers of texts; train it in a loop of your own with"
-    " sw.parallelize"
+    " sw.from_pretrained"
 )
 #: Model types whose language-modelling head sees the tokens that it is to predict unless ``is_decoder`` is set.
 _ENCODERS = {
@@ -74,6 +74,23 @@ class LanguageModel:
 
 def read_language_model(folder: Path) -> LanguageModel:
     """The facts in the ``config.json`` of a folder; a NotTrainedError where its model cannot be trained."""
+    held, path = _read(folder), folder / "config.json"
+    try:
+        task, vocab = _task(held), held.get("vocab_size")
+    except NotTrainedError as error:
+        raise NotTrainedError(f"{path}: {error}") from None
+    if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
+        raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {_OWN_LOOP}")
+    positions = held.get("max_position_embeddings", held.get("n_positions"))
+    return LanguageModel(vocab, positions if isinstance(positions, int) and positions > 0 else None, task)
+
+
+def read_architecture(folder: Path) -> str:
+    """The name of a model's class by the ``config.json`` of its folder, whatever its task."""
+    return _architecture(_read(folder))
+
+
+def _read(folder: Path) -> dict[str, Any]:
     check_weights(folder)
     path = folder / "config.json"
     try:
@@ -86,12 +103,6 @@ def read_language_model(folder: Path) -> LanguageModel:
         raise NotTrainedError(f"{path} is not JSON: {error}") from None
     if not isinstance(held, dict):
         raise NotTrainedError(f"{path} is not a configuration: expected a mapping")
-    try:
-        task, vocab = _task(held), held.get("vocab_size")
-    except NotTrainedError as error:
-        raise NotTrainedError(f"{path}: {error}") from None
-    if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
-        raise NotTrainedError(f"{path}: it names no vocab_size: not a language model; {_OWN_LOOP}")
     if not str(held.get("model_type")).isprintable():
         raise NotTrainedError(f"{path}: model_type is {printable(held['model_type'])!r}, which is no name")
     if "auto_map" in held:
@@ -99,14 +110,17 @@ def read_language_model(folder: Path) -> LanguageModel:
     for key, value in held.items():
         if key in _COUNTS and isinstance(value, int) and not 1 <= value <= _MOST_COUNTED:
             raise NotTrainedError(f"{path}: {key} is {value:,}, expected 1 to {_MOST_COUNTED:,}")
-    positions = held.get("max_position_embeddings", held.get("n_positions"))
-    return LanguageModel(vocab, positions if isinstance(positions, int) and positions > 0 else None, task)
+    return held
+
+
+def _architecture(held: dict[str, Any]) -> str:
+    kinds = held.get("architectures")
+    return str(kinds[0]) if isinstance(kinds, list) and kinds else str(held.get("model_type", "the model"))
 
 
 def _task(held: dict[str, Any]) -> Task:
     """The task of a folder's model, by its configuration."""
-    kinds = held.get("architectures")
-    name = str(kinds[0]) if isinstance(kinds, list) and kinds else str(held.get("model_type", "the model"))
+    name = _architecture(held)
     if name.endswith("ForSequenceClassification"):
         labels = held.get("label2id")
         return Task(CLASS, labels if isinstance(labels, dict) else {})

@@ -6,6 +6,7 @@ names (merged or split tensors, new weights for those that are missing) is left 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.hub import local_folder
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import first_line, printable
-from shardwise.train.config.hf import NotTrainedError, read_language_model
+from shardwise.train.config.hf import NotTrainedError, read_architecture, read_language_model
 from shardwise.train.task import ANSWER, CLASS, MASKED, NEXT
 from shardwise.weights.init.deferred import deferred_init
 
@@ -48,9 +49,9 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
     current device.
 
     Args:
-        folder: Holds ``config.json`` and ``*.safetensors`` of a language model (next token, masked, sequence to
-            sequence or classification); without weights they are drawn, the same on every rank. Also the name of a
-            model on the Hugging Face hub that ``hf download`` has fetched.
+        folder: Holds ``config.json`` and ``*.safetensors`` of a model of transformers, whatever its task; without
+            weights they are drawn, the same on every rank. Also the name of a model on the Hugging Face hub that
+            ``hf download`` has fetched.
         plan: As ``sw.parallelize`` takes it.
         **fields: As ``sw.parallelize`` takes them.
 
@@ -90,7 +91,7 @@ def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
         if reads_weights and any(folder.glob("*.safetensors")):
             return kind.from_pretrained(folder, use_safetensors=True, dtype="auto", **_OPTIONS)
         config = _read_config(folder)
-        return kind.from_config(config, trust_remote_code=False, dtype=_dtype(config, WeightFiles.open(folder)))
+        return _from_config(kind, config, _dtype(config, WeightFiles.open(folder)))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if isinstance(error, ShardwiseError):
             raise
@@ -106,7 +107,7 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
         config = _read_config(folder)
         dtype = _dtype(config, files)
         if files is None:
-            return deferred_init(lambda: kind.from_config(config, trust_remote_code=False, dtype=dtype)), None
+            return deferred_init(lambda: _from_config(kind, config, dtype)), None
         _check_plain(folder, config)
         model = deferred_init(lambda: _untied(kind, config, dtype))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -127,12 +128,15 @@ def _auto_model(folder: Path) -> Any:
     except ImportError:
         raise ConfigError("a Hugging Face folder needs the transformers package.\n  Install shardwise[hf].") from None
     try:
-        task = read_language_model(folder).task
+        name = read_architecture(folder)
+        with contextlib.suppress(NotTrainedError):  # of another task: images, speech, several at once
+            return getattr(transformers, f"AutoModelFor{CLASSES[read_language_model(folder).task.name]}")
+        kind, reason = getattr(transformers, name, None), f"this version of transformers has no model {name!r}"
     except NotTrainedError as error:
-        raise ConfigError(
-            f"the model in {printable(folder)} cannot be loaded: {error}.\n  Name another folder."
-        ) from None
-    return getattr(transformers, f"AutoModelFor{CLASSES[task.name]}")
+        kind, reason = None, str(error)
+    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+        return kind
+    raise ConfigError(f"the model in {printable(folder)} cannot be loaded: {reason}.\n  Name another folder.")
 
 
 def _read_config(folder: Path) -> Any:
@@ -172,7 +176,13 @@ def _untied(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import initialization  # pyrefly: ignore[missing-import]
 
     with initialization.no_init_weights(), initialization.no_tie_weights():
+        return _from_config(kind, config, dtype)
+
+
+def _from_config(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    if hasattr(kind, "from_config"):  # an Auto class
         return kind.from_config(config, trust_remote_code=False, dtype=dtype)
+    return kind._from_config(config, dtype=dtype)  # noqa: SLF001 - what from_config calls
 
 
 def _name(model: Any, files: WeightFiles, dtype: torch.dtype) -> WeightFiles:
