@@ -26,8 +26,15 @@ def parts_of(value: object) -> Iterable[object] | None:
     if isinstance(value, (tuple, list, set)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        return [held for _, held in _fields_of(value)]
     return None
+
+
+def _fields_of(value: Any) -> Iterator[tuple[dataclasses.Field[Any], object]]:
+    """The fields that a data class holds, read past its class, which may refuse (configurations of transformers)."""
+    held = getattr(value, "__dict__", {})
+    for field in dataclasses.fields(value):
+        yield field, held[field.name] if field.name in held else getattr(value, field.name, None)
 
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -39,8 +46,7 @@ def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return _replace_in_mapping(value, change)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = _changed(held, change)
+        changed = _changed({field.name: held for field, held in _fields_of(value) if field.init}, change)
         return dataclasses.replace(value, **changed) if changed else value
     return value
 
