@@ -162,7 +162,7 @@ class ShardwiseTrainerMixin(_Any):
         """As the trainer's, and the labels are counted that the loss is the mean of."""
         labels = inputs.get(self.label_names[0]) if len(self.label_names) == 1 else None
         left_out = self._left_out(labels)
-        if self._counted is None or left_out is None:
+        if self._counted is None or labels is None or left_out is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
         labels = labels.clone()
         labels[self._num_real(len(labels)) :] = left_out
