@@ -160,7 +160,7 @@ class ShardwiseTrainerMixin(_Any):
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the trainer's, and the labels are counted that the loss is the mean of."""
-        labels = inputs.get(self.label_names[0]) if len(self.label_names) == 1 else None
+        labels: Any = inputs.get(self.label_names[0]) if len(self.label_names) == 1 else None
         left_out = self._left_out(labels)
         if self._counted is None or labels is None or left_out is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
