@@ -166,6 +166,55 @@ def test_statistics_of_any_module_are_those_of_one_run_and_the_second_run_sees_w
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), way
 
 
+class Late(Block):
+    """Buffers that come and go, that training alone writes, that are large, and that are its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.register_buffer("num_calls", torch.zeros(5000))
+        self.register_buffer("many", torch.ones(2**20 + 1))
+        self.register_buffer("scale", torch.full((), 2.0))
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            self.mean = y.mean() if self.mean is None else 0.5 * self.mean + y.mean()
+            self.many.mul_(1.5)
+            if self.training:
+                self.num_calls += 1
+            if not hasattr(self, "extra"):
+                self.register_buffer("extra", torch.zeros(()))
+            self.extra += 1
+        y = y * torch.tanh(self.mean.detach() + self.num_calls[0].clone() + self.many[0].clone() + self.extra.clone())
+        if hasattr(self, "scale"):
+            y = y * self.scale
+            del self.scale
+        self.last = y + self.last.mean().detach()
+        return self.last
+
+
+def late(way: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = sw.parallelize(Chain(Late), strategy="zero3", activation_checkpointing=way)
+    for step in range(3):
+        model.train(step > 0)
+        two_microbatches(model, 0, step)
+    loss = plain_loss(model, 0, 4)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()], {name: b.detach().clone() for name, b in model.named_buffers()}
+
+
+@on_ranks(1)
+def test_a_second_run_finds_whatever_buffers_the_first_found_as_often_as_it_is_run() -> None:
+    (gradients, buffers), (same_gradients, same_buffers) = late("none"), late("full")
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same_gradients, strict=True))
+    assert {name: torch.equal(b, same_buffers[name]) for name, b in buffers.items()} == dict.fromkeys(buffers, True)
+    assert buffers.keys() == same_buffers.keys()
+
+
 def trace_of(model: nn.Module, *, steps: int = 2) -> tuple[list[tuple[str, str, int, str]], bool]:
     """What the last of some steps sent, and whether that was the prediction."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ _TWICE = {
 class _Recomputed(Replacement):
     def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
         super().__init__(module)
-        self._context_fn = _Buffers(module, context_fn) if next(module.buffers(), None) is not None else context_fn
+        self._context_fn = _Buffers(module, context_fn) if _has_buffers(module) else context_fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -131,6 +132,10 @@ class _Recomputed(Replacement):
             return self.own(*positional, **keywords)
 
         return checkpoint(run, kwargs, *args, use_reentrant=False, context_fn=self._context_fn)
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return any(torch_private.buffers_of(m) for m in module.modules())
 
 
 def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -168,48 +173,56 @@ class _Buffers:
     """
 
     def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
-        modules = [m for m in module.modules() if torch_private.buffers_of(m)]
+        modules = list(module.modules())
+        self._module = weakref.ref(module)
         self._holders = [torch_private.buffers_of(m) for m in modules]
         norms = [index for index, m in enumerate(modules) if isinstance(m, _NormBase)]
         self._counted = {(index, name) for index in norms for name in self._holders[index]}  # torch does not see it
         self._context_fn = context_fn
-        self._written: set[tuple[int, str]] | None = None  # by calls so far; unknown before the first
+        self._written: dict[bool, set[tuple[int, str]]] = {}  # by calls so far, in training and in evaluation
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of a call and of its recomputation."""
         forward, again = self._context_fn()
         found: list[_Found] = []
-        return self._watching(forward, found), _returning(again, found)
+        return self._watching(forward, found), _Returning(again, found)
 
     @contextlib.contextmanager
     def _watching(self, inner: AbstractContextManager[Any], found: list[_Found]) -> Iterator[None]:
+        mode = getattr(self._module(), "training", True)
+        is_first, known = mode not in self._written, self._written.get(mode, self._counted)
         held = {
-            (index, name): _Found(holder, name, buffer, is_copied=self._is_copied(index, name, buffer))
+            (index, name): _Found(holder, name, buffer, is_copied=(index, name) in known or _is_small(buffer, is_first))
             for index, holder in enumerate(self._holders)
             for name, buffer in holder.items()
-            if buffer is not None
         }
         with inner:
             yield
-        is_first, known = self._written is None, self._written or self._counted
-        self._written = {place for place, at in held.items() if place in known or at.is_written(compares=is_first)}
-        found.extend(held[place] for place in self._written)
+        for index, holder in enumerate(self._holders):
+            held |= {(index, name): _Found(holder, name, _ABSENT) for name in holder if (index, name) not in held}
+        written = {place for place, at in held.items() if at.is_written(compares=is_first)} | known
+        self._written[mode] = written
+        found.extend(at for place, at in held.items() if place in written)
 
-    def _is_copied(self, index: int, name: str, buffer: Tensor) -> bool:
-        if buffer.is_inference():
-            return False
-        if self._written is None:
-            return buffer.numel() <= 2**20  # what is larger is a mask or a cache
-        return (index, name) in self._written
+
+def _is_small(buffer: Tensor | None, is_first: bool) -> bool:  # noqa: FBT001
+    """Whether a buffer is copied that no call is known to have written; large integers are masks, or weights."""
+    if buffer is None:
+        return False
+    return buffer.numel() <= 2**12 or (is_first and (buffer.numel() <= 2**20 or buffer.is_floating_point()))
+
+
+_ABSENT = object()
 
 
 class _Found:
-    """A buffer as a call has found it."""
+    """A place of a buffer as a call has found it: a tensor and its content, ``None``, or not there."""
 
-    def __init__(self, holder: dict[str, Tensor | None], name: str, buffer: Tensor, *, is_copied: bool) -> None:
+    def __init__(self, holder: dict[str, Tensor | None], name: str, buffer: Any, *, is_copied: bool = False) -> None:
         self.holder, self.name, self.buffer = holder, name, buffer
+        is_copied = is_copied and isinstance(buffer, Tensor) and not buffer.is_inference()
         self.content = buffer.detach().clone() if is_copied else None
-        self._version = torch_private.version(buffer)
+        self._version = torch_private.version(buffer) if isinstance(buffer, Tensor) else 0
 
     def is_written(self, *, compares: bool) -> bool:
         """Whether the call has replaced the buffer or written into it.
@@ -217,33 +230,41 @@ class _Found:
         Args:
             compares: Compare the content too, which waits for the device: torch does not see writes to ``.data``.
         """
-        if self.holder.get(self.name) is not self.buffer or torch_private.version(self.buffer) != self._version:
+        is_replaced = self.holder.get(self.name, _ABSENT) is not self.buffer
+        if not isinstance(self.buffer, Tensor) or torch_private.version(self.buffer) != self._version:
+            return is_replaced or isinstance(self.buffer, Tensor)
+        if is_replaced:
+            self.content = None  # writing the same again would count as a change to what others have kept
             return True
         return compares and not (self.content is None or self.buffer.is_meta or torch.equal(self.content, self.buffer))
 
     def put(self) -> None:
         """Put the buffer back, with its content."""
+        if self.buffer is _ABSENT:
+            self.holder.pop(self.name, None)
+            return
         self.holder[self.name] = self.buffer
         if self.content is not None:
             with torch.no_grad():
                 self.buffer.copy_(self.content)
 
 
-@contextlib.contextmanager
-def _returning(inner: AbstractContextManager[Any], found: Sequence[_Found]) -> Iterator[None]:
-    now = [
-        _Found(held.holder, held.name, buffer, is_copied=not buffer.is_inference())
-        for held in found
-        if (buffer := held.holder.get(held.name)) is not None
-    ]
-    for held in found:
-        held.put()
-    try:
-        with inner:
-            yield
-    finally:
-        for held in now:
+class _Returning(contextlib.ExitStack):
+    """Around a recomputation, of which there may be several: of a graph that is kept."""
+
+    def __init__(self, inner: AbstractContextManager[Any], found: Sequence[_Found]) -> None:
+        super().__init__()
+        self._inner, self._found = inner, found
+
+    def __enter__(self) -> Self:
+        in_place = {id(held.buffer) for held in self._found if held.content is not None}
+        for held in self._found:
+            buffer = held.holder.get(held.name, _ABSENT)
+            self.callback(_Found(held.holder, held.name, buffer, is_copied=id(buffer) in in_place).put)
+        for held in self._found:
             held.put()
+        self.enter_context(self._inner)
+        return self
 
 
 def _context_fn(policy: RecomputePolicy) -> _ContextFn:
