@@ -32,6 +32,7 @@ from tests.train.train_here import train_well
 pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytestmark = pytest.mark.preload(
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gptj.modeling_gptj",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.vit.modeling_vit",
@@ -52,6 +53,8 @@ def folder_of(name: str, folder: Path) -> str:
         config = hf.GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes)
     elif name == "mixtral":
         config = hf.MixtralConfig(**SIZES, num_key_value_heads=2, vocab_size=64, num_local_experts=2)
+    elif name == "gptj-half":
+        config = hf.GPTJConfig(n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=32, vocab_size=64)
     elif name == "vit":
         config = hf.ViTConfig(**SIZES, image_size=16, patch_size=8)
     path = folder / name
@@ -130,6 +133,12 @@ def test_values_are_those_of_the_whole_model_under_every_plan(name: str, tmp_pat
     plans = PLANS if name != "llama-base-tied" else PLANS[:1]
     for rank in run_on_ranks(differing, 4, folder_of(name, tmp_path), plans, timeout_s=200):
         assert [wrong for wrong, _ in rank] == [[] for _ in plans]
+
+
+def test_buffers_that_no_file_has_are_computed_as_transformers_computes_them(tmp_path: Path) -> None:
+    """GPT-J's table of positions is of fp32 in a model of bf16."""
+    for rank in run_on_ranks(differing, 2, folder_of("gptj-half", tmp_path), PLANS[:1]):
+        assert rank[0][0] == []
 
 
 def test_each_rank_reads_its_share_of_the_files_and_no_more(tmp_path: Path) -> None:

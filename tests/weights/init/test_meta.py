@@ -56,6 +56,10 @@ class Mixed(nn.Module):
         self.half = nn.Linear(6, 6).to(torch.bfloat16)
         self.register_buffer("positions", torch.arange(6).float() * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
         self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(6) / 6), persistent=False)
+        torch.set_default_dtype(torch.bfloat16)  # as transformers builds a model of that dtype
+        self.register_buffer("mask", torch.tril(torch.ones(3, 3)) / 3, persistent=False)
+        self.small = nn.Linear(6, 6)
+        torch.set_default_dtype(torch.float32)
 
 
 class Reads(nn.Module):

@@ -176,7 +176,12 @@ def _untied(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import initialization  # pyrefly: ignore[missing-import]
 
     with initialization.no_init_weights(), initialization.no_tie_weights():
-        return _from_config(kind, config, dtype)
+        model: Any = _from_config(kind, config, dtype)
+    # Buffers that no file has are computed in fp32 whatever the model's dtype, by the modules' own initialisation.
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # noqa: SLF001 - by which transformers passes over what files have
+    model.initialize_weights()
+    return model
 
 
 def _from_config(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:

@@ -46,6 +46,7 @@ class _Operation:
     writes: set[int]
     generator: torch.Generator | None  # of a random operation
     state: Tensor | None = None  # in which it finds the generator
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)  # of what names no dtype
 
     def run(self, resolve: Callable[[Tensor], Tensor]) -> list[Any]:
         """Run it for real on the CPU; returns the outputs, flat."""
@@ -55,8 +56,13 @@ class _Operation:
                 return resolve(value) if value.is_meta else value.clone()
             return _on_cpu(value)
 
-        with torch.no_grad():
-            return list(tree_iter(self.function(*tree_map(real, self.args), **tree_map(real, self.kwargs))))
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(self.default)
+        try:
+            with torch.no_grad():
+                return list(tree_iter(self.function(*tree_map(real, self.args), **tree_map(real, self.kwargs))))
+        finally:
+            torch.set_default_dtype(now)
 
 
 @dataclass
