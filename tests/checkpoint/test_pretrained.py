@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from shardwise.testing import run_on_ranks, streams
 from shardwise.train.config.resolve import RunConfig, resolve
 from shardwise.train.config.sections import read_config
 from shardwise.train.model.build import build_model, defer_model
+from shardwise.train.model.pretrained import deferred_from_folder
 from shardwise.train.predicted.memory import peak_of_tensors
 from shardwise.train.saves.random_state import seed_all
 from tests.common.own import own
@@ -196,6 +199,36 @@ def test_a_loop_of_ones_own_loads_a_folder_into_shards(tmp_path: Path) -> None:
     (tmp_path / "vit" / "config.json").write_text('{"model_type": "vit", "architectures": ["Trainer"]}')
     with pytest.raises(ConfigError, match="this version of transformers has no model 'Trainer'"):
         sw.from_pretrained(tmp_path / "vit")
+
+
+@pytest.mark.parametrize("name", ["BartForQuestionAnswering", "T5EncoderModel"])
+def test_a_head_for_another_task_and_half_a_model_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
+    import transformers as hf
+
+    kind = getattr(hf, name)
+    sizes = {"d_model": 16, "vocab_size": 64, "encoder_layers": 1, "decoder_layers": 1, "num_layers": 1, "num_heads": 2}
+    plain = kind(kind.config_class(**sizes, encoder_attention_heads=2, decoder_attention_heads=2))
+    plain.save_pretrained(tmp_path)
+    model, files = deferred_from_folder(tmp_path, of_any_task=True)
+    assert (type(model), files is None) == (kind, False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"patch_size": 0},
+        {"hidden_size": "wide"},
+        {"dtype": "nothing"},
+        {"architectures": ["CLIPModel"]},
+        {"architectures": ["ViTPreTrainedModel"]},
+        {"model_type": "clip", "architectures": ["CLIPModel"], "text_config": {"num_hidden_layers": 10**8}},
+    ],
+)
+def test_a_configuration_that_cannot_be_built_is_refused_by_name(wrong: dict[str, Any], tmp_path: Path) -> None:
+    held = {"model_type": "vit", "architectures": ["ViTModel"], **SIZES, **wrong}
+    (tmp_path / "config.json").write_text(json.dumps(held))
+    with pytest.raises(ConfigError, match=f"the model in {re.escape(str(tmp_path))} cannot be loaded"):
+        deferred_from_folder(tmp_path, of_any_task=True)
 
 
 def test_missing_weights_are_drawn_as_transformers_draws_them(tmp_path: Path, capfd) -> None:

@@ -304,6 +304,7 @@ def test_reading_a_configuration_loads_no_torch() -> None:
             "another task",
         ),
         ({"model_type": "bert", "architectures": ["BertForQuestionAnswering"]}, "is made for another task"),
+        ({"is_encoder_decoder": True, "architectures": ["BartForQuestionAnswering"]}, "is made for another task"),
         ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "examples/finetune_vit.py"),
         ({"model_type": "vit", "vocab_size": None}, "names no vocab_size: not a language model; .*a loop of your own"),
     ],

@@ -107,7 +107,8 @@ def _read(folder: Path) -> dict[str, Any]:
         raise NotTrainedError(f"{path}: model_type is {printable(held['model_type'])!r}, which is no name")
     if "auto_map" in held:
         raise NotTrainedError(f"{path}: it has an auto_map: the model needs code of its own, which is never run")
-    for key, value in held.items():
+    parts = [held, *(value for value in held.values() if isinstance(value, dict))]  # of text, of vision
+    for key, value in (item for part in parts for item in part.items()):
         if key in _COUNTS and isinstance(value, int) and not 1 <= value <= _MOST_COUNTED:
             raise NotTrainedError(f"{path}: {key} is {value:,}, expected 1 to {_MOST_COUNTED:,}")
     return held
@@ -124,9 +125,10 @@ def _task(held: dict[str, Any]) -> Task:
     if name.endswith("ForSequenceClassification"):
         labels = held.get("label2id")
         return Task(CLASS, labels if isinstance(labels, dict) else {})
-    if held.get("is_encoder_decoder") is True and "num_mel_bins" not in held:  # those of speech
-        return Task(ANSWER)
     other = re.search("For(?!CausalLM|MaskedLM)[A-Z]", name) is not None
+    answers = held.get("is_encoder_decoder") is True and "num_mel_bins" not in held  # those of speech
+    if answers and (not other or name.endswith("ForConditionalGeneration")):
+        return Task(ANSWER)
     if not other and (
         name.endswith("ForMaskedLM") or (held.get("model_type") in _ENCODERS and held.get("is_decoder") is not True)
     ):

@@ -6,7 +6,6 @@ names (merged or split tensors, new weights for those that are missing) is left 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from pathlib import Path
@@ -69,11 +68,11 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
     path = local_folder(os.fspath(folder))
     generator = torch.get_rng_state()
     try:
-        model, files = deferred_from_folder(path)
+        model, files = deferred_from_folder(path, of_any_task=True)
     except NotNamedError as error:
         tell_whole(str(path), error)
         torch.set_rng_state(generator)
-        model, files = model_from_folder(path), None
+        model, files = model_from_folder(path, of_any_task=True), None
         if torch.cuda.is_available():
             model = model.to(torch.device("cuda", torch.cuda.current_device()))
     return parallelize(model, plan, init=files, **fields)
@@ -84,23 +83,23 @@ def tell_whole(name: str, error: Exception) -> None:
     tell_once(f"every rank loads {printable(name)} whole, since {printable(str(error).splitlines()[0])}")
 
 
-def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
+def model_from_folder(folder: Path, *, reads_weights: bool = True, of_any_task: bool = False) -> nn.Module:
     """A Hugging Face model, whole: with the folder's weights; drawn where it has none or not ``reads_weights``."""
-    kind = _auto_model(folder)
+    kind = _kind(folder, of_any_task=of_any_task)
     try:
         if reads_weights and any(folder.glob("*.safetensors")):
             return kind.from_pretrained(folder, use_safetensors=True, dtype="auto", **_OPTIONS)
         config = _read_config(folder)
         return _from_config(kind, config, _dtype(config, WeightFiles.open(folder)))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, ShardwiseError):
-            raise
+    except ShardwiseError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever transformers raises at a configuration that it cannot use
         raise _refusal(folder, error) from None
 
 
-def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
+def deferred_from_folder(folder: Path, *, of_any_task: bool = False) -> tuple[nn.Module, WeightFiles | None]:
     """A Hugging Face model on meta and the files of its weights, for ``sw.parallelize(init=)``; without them drawn."""
-    kind, files = _auto_model(folder), WeightFiles.open(folder)
+    kind, files = _kind(folder, of_any_task=of_any_task), WeightFiles.open(folder)
     if files is None and any(folder.glob("*.safetensors")):
         raise NotNamedError("its files have other names than model.safetensors")
     try:
@@ -110,7 +109,9 @@ def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
             return deferred_init(lambda: _from_config(kind, config, dtype)), None
         _check_plain(folder, config)
         model = deferred_init(lambda: _untied(kind, config, dtype))
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (ShardwiseError, NotNamedError):
+        raise
+    except Exception as error:  # noqa: BLE001 - as above
         raise _refusal(folder, error) from None
     return model, _name(model, files, dtype)
 
@@ -122,21 +123,31 @@ _OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True
 CLASSES = {NEXT: "CausalLM", MASKED: "MaskedLM", ANSWER: "Seq2SeqLM", CLASS: "SequenceClassification"}
 
 
-def _auto_model(folder: Path) -> Any:
+def _kind(folder: Path, *, of_any_task: bool) -> Any:
+    """The class of a folder's model: the Auto class of its task, or of another task what ``architectures`` names."""
     try:
         import transformers  # pyrefly: ignore[missing-import]
     except ImportError:
         raise ConfigError("a Hugging Face folder needs the transformers package.\n  Install shardwise[hf].") from None
     try:
         name = read_architecture(folder)
-        with contextlib.suppress(NotTrainedError):  # of another task: images, speech, several at once
-            return getattr(transformers, f"AutoModelFor{CLASSES[read_language_model(folder).task.name]}")
-        kind, reason = getattr(transformers, name, None), f"this version of transformers has no model {name!r}"
+        named: Any = getattr(transformers, name, None)
+        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+        is_model = is_model and named.forward is not nn.Module.forward
+        try:
+            auto = getattr(transformers, f"AutoModelFor{CLASSES[read_language_model(folder).task.name]}")
+        except NotTrainedError:  # images, speech, several at once
+            if of_any_task and is_model:
+                return named
+            if of_any_task:
+                raise NotTrainedError(f"this version of transformers has no model {name!r}") from None
+            raise
     except NotTrainedError as error:
-        kind, reason = None, str(error)
-    if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
-        return kind
-    raise ConfigError(f"the model in {printable(folder)} cannot be loaded: {reason}.\n  Name another folder.")
+        raise ConfigError(
+            f"the model in {printable(folder)} cannot be loaded: {error}.\n  Name another folder."
+        ) from None
+    is_half = of_any_task and is_model and named.config_class not in auto._model_mapping  # noqa: SLF001 - an encoder
+    return named if is_half else auto
 
 
 def _read_config(folder: Path) -> Any:
