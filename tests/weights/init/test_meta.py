@@ -56,6 +56,10 @@ class Mixed(nn.Module):
         self.half = nn.Linear(6, 6).to(torch.bfloat16)
         self.register_buffer("positions", torch.arange(6).float() * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
         self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(6) / 6), persistent=False)
+        self.old = nn.Parameter(nn.init.xavier_uniform_(torch.Tensor(4, 3)))
+        self.older = nn.Parameter(torch.FloatTensor(3).fill_(2.0))
+        self.decay = nn.Parameter(torch.empty(3))  # as RWKV sets it
+        self.decay.data = torch.tensor([1.0, 2.0, 3.0], device=self.decay.device) * 2
         torch.set_default_dtype(torch.bfloat16)  # as transformers builds a model of that dtype
         self.register_buffer("mask", torch.tril(torch.ones(3, 3)) / 3, persistent=False)
         self.small = nn.Linear(6, 6)

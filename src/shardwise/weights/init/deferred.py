@@ -83,7 +83,11 @@ class Recording:
             memory = storage_identity(tensor)
             if memory not in storages:
                 if memory not in self.blank:
-                    raise StateError("a tensor of the model was not made while its construction was recorded.")
+                    raise StateError(
+                        "a tensor of the model has no values that were recorded.\n"
+                        "  Give it values in the function that builds the model (torch.zeros, nn.init), or build the"
+                        " model without sw.deferred_init."
+                    )
                 storages[memory] = _scratch(tensor).untyped_storage()
             return _view_of(storages[memory], tensor)
 
@@ -204,6 +208,8 @@ class _NotOnMeta(TorchFunctionMode):
             )
         if func in {Tensor.tolist, Tensor.__format__, torch.tensor}:
             args = tree_map(_computed, args)
+        if func in {torch.tensor, torch.as_tensor} and kwargs and str(kwargs.get("device")) == "meta":
+            kwargs = {**kwargs, "device": None}  # on meta the values would be lost
         return func(*args, **(kwargs or {}))
 
 
@@ -213,6 +219,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self._recording = recording
+        self._made: set[int] = set()  # storages that operations have made or written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -257,6 +264,9 @@ class _Recorder(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         _, name, overload = str(func).split(".")
         overwrites = is_random or name in _OVERWRITING or overload.endswith("out")
+        if overwrites:  # torch.Tensor(2, 3) makes its memory unseen
+            self._recording.blank |= set(map(storage_identity, mutated)) - self._made
+        self._made |= writes
         filled = (*(made if "empty" not in name else ()), *(mutated if overwrites else ()))
         for tensor in filled:
             self._recording.overwritten.setdefault(storage_identity(tensor), []).append(tensor.detach())
