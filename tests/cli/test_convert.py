@@ -312,6 +312,7 @@ def test_a_deepspeed_file_that_accelerate_names_is_converted_with_it(tmp_path: P
     ("kind", "params", "made"),
     [
         ("WarmupLR", {}, (1e-3, 1000, True)),
+        ("WarmupLR", {"warmup_num_steps": 0}, (1e-3, 0, False)),
         ("WarmupDecayLR", {"warmup_num_steps": 5, "warmup_max_lr": 0.2, "warmup_type": "log"}, (0.2, 5, True)),
         ("WarmupCosineLR", {"warmup_type": "linear"}, (0.1, 1000, False)),
     ],

@@ -254,9 +254,9 @@ def _finish_schedule(made: Conversion) -> None:
         made.put("schedule.warmup_steps", 1000, "DeepSpeed's default")
     if name != "cosine" and params + "warmup_max_lr" not in made.given:
         made.put("optimizer.lr", 1e-3, "DeepSpeed's default of warmup_max_lr, whatever optimizer.params.lr is")
-    if "schedule.warmup_steps" in made.made and made.given.get(params + "warmup_type") != "linear":
+    if (steps := made.made.get("schedule.warmup_steps")) and made.given.get(params + "warmup_type") != "linear":
         reason = "linear, where DeepSpeed's rate rises by the logarithm unless warmup_type is linear"
-        made.put("schedule.warmup_steps", made.made["schedule.warmup_steps"], reason)
+        made.put("schedule.warmup_steps", steps, reason)
 
 
 def _finish_torchtitan(made: Conversion) -> None:
