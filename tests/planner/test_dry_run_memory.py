@@ -54,6 +54,23 @@ CASES = [
         *(1, 4, "bf16"),
     ),
     ({**FEW_WORDS, "num_layers": 8}, {"strategy": "zero3", "pp": 2, "pipeline": "interleaved-1f1b"}, 4, 4, "bf16"),
+    ({**FEW_WORDS, "num_layers": 4}, {"strategy": "zero1", "pp": 2, "pipeline": "zb-h1"}, 4, 2, "bf16"),
+    ({**FEW_WORDS, "num_layers": 8}, {"strategy": "zero1", "pp": 2, "pipeline": "zb-v"}, 4, 2, "bf16"),
+    (
+        {**FEW_WORDS, "num_layers": 4},
+        {"strategy": "zero3", "pp": 2, "pipeline": "zb-h1", "activation_checkpointing": "full"},
+        *(4, 4, "bf16"),
+    ),
+    (
+        {**FEW_WORDS, "num_layers": 4},
+        {"strategy": "zero1", "pp": 2, "pipeline": "zb-v", "activation_checkpointing": "full"},
+        *(4, 4, "bf16"),
+    ),
+    (
+        {**FEW_WORDS, "num_layers": 4, "num_experts": 4},
+        {"strategy": "zero1", "pp": 2, "pipeline": "zb-h1", "activation_checkpointing": "full"},
+        *(2, 4, "bf16"),
+    ),
     ({**FEW_WORDS, "num_experts": 4}, {"strategy": "zero3", "ep": 2}, 2, 1, "bf16"),
     ({**FEW_WORDS, "num_experts": 8}, {"strategy": "zero3", "ep": 8}, 2, 2, "bf16"),
 ]

@@ -23,12 +23,14 @@ class Saved:
         whole: The same where nothing is recomputed; while a unit is recomputed it has these.
         passing: What its backward adds when it needs most.
         output: Its output.
+        terms: From the input pass of a split backward to its weight pass.
     """
 
     kept: float
     whole: float
     passing: float
     output: float
+    terms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,21 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
     if around.cp > 1:
         passing = max(passing, _ring(unit, block, around) - 2 * unit.inner_bytes)
     return Saved(kept=kept, whole=whole, passing=passing, output=unit.stream_bytes)
+
+
+def weight_terms(unit: UnitWork, around: Around) -> float:
+    """Bytes from which a split backward computes weights' gradients later: linear layers' inputs and their gradients.
+
+    Products of one kind side by side (keys and values, gate and up) have one input; stacked experts are no layers. In
+    the dense form of our GPT every expert sees every token.
+    """
+    numel, is_dense = 0.0, not around.routes_tokens
+    for each in unit.products:
+        if each.is_trained and not each.is_convolution and (around.family == "gpt" or not each.is_batched):
+            rows = around.tokens if each.is_batched and is_dense else each.rows
+            has_several = each.is_batched and not (is_dense and each.inner == around.hidden)
+            numel += rows * ((each.count if has_several else 1) * each.inner + each.count * each.columns)
+    return around.item * numel
 
 
 def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.accounting import OURS, Accounting
-from shardwise.planner.activations import Around, HeadSaved, Saved, block_saved, head_saved
+from shardwise.planner.activations import Around, HeadSaved, Saved, block_saved, head_saved, weight_terms
 from shardwise.planner.device import BESIDE
 from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
 from shardwise.planner.stage import Chain, Stage, stages
@@ -272,14 +272,19 @@ def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, 
     if recompute == "selective" and accounting.drops_products:
         outputs = sum(product.rows * product.columns * product.count for product in unit.products)
         kept -= accounting.drops_products * around.item * outputs
-    return Saved(kept, saved.whole + more, saved.passing, saved.output)
+    policy = inputs.plan.pipeline_policy
+    if policy is None or not policy.is_split:
+        return Saved(kept, saved.whole + more, saved.passing, saved.output)
+    terms, passing = weight_terms(unit, around), saved.passing + unit.inner_bytes / 2  # the last layer's input stays
+    return Saved(kept, saved.whole + more, passing, saved.output, terms)
 
 
 def _merged(saved: Saved, blocks: int) -> Saved:
     """The tensors that a merged unit saves; one block of it computes at a time."""
     if blocks == 1:
         return saved
-    return Saved(saved.kept * blocks, saved.whole + (blocks - 1) * saved.kept, saved.passing, saved.output)
+    whole = saved.whole + (blocks - 1) * max(saved.kept, saved.terms)
+    return Saved(saved.kept * blocks, whole, saved.passing, saved.output, saved.terms * blocks)
 
 
 def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num_logits: float) -> MemoryEstimate:

@@ -7,7 +7,7 @@ one of the first two or last two units of a run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.planner.activations import HeadSaved, Saved
 from shardwise.planner.stage import Stage
@@ -78,6 +78,8 @@ class Rank:
         """The moments in order, each with its bytes by category."""
         if self.rules.accumulation is None:
             yield from self._backward(held=1, has_sums=False)
+        elif self.stage.passes:
+            yield from self._split()
         elif self.stage.held < self.num_microbatches:
             yield from self._backward(held=self.stage.held, has_sums=True, is_middle=self.num_microbatches > 2)
         else:  # all forwards come first: with most activations there are no sums yet
@@ -97,12 +99,33 @@ class Rank:
         held = 1 if self.rules.accumulation is None else self.stage.held
         return held * sum(part.count * part.beside for part in self.parts)
 
+    def _split(self) -> Iterator[tuple[str, Bytes]]:
+        """Backwards in two passes: the first leaves what the second takes, which alone makes the units' gradients."""
+        terms = sum(part.count * part.saved.terms for part in self.parts)
+        output = self.parts[-1].saved.output if self.parts else 0.0
+        saved = self.before_bytes + sum(part.count * part.kept for part in self.parts)
+        saved += (self.head.kept if self.head else 0.0) + self.stage.num_stages * output
+        for is_weight, held, waiting, has_sums in self.stage.passes:
+            if is_weight:
+                left = [Saved(part.saved.terms, part.saved.terms, 0.0, 0.0) for part in self.parts]
+                parts = tuple(Part(part.unit, part.count, each) for part, each in zip(self.parts, left, strict=True))
+                rank = replace(self, parts=parts, head=None, before_bytes=0.0, passing_bytes=0.0)
+                name, most, others = "weight pass, ", waiting, held * saved + 2 * output
+            else:
+                units = [replace(part.unit, gradients=0) for part in self.parts]
+                if not has_sums:
+                    units = [replace(unit, sums=unit.stays, shard=0, buffer=0) for unit in units]
+                parts = tuple(replace(part, unit=unit) for part, unit in zip(self.parts, units, strict=True))
+                rank, name, most, others = replace(self, parts=parts), "", held, waiting * terms
+            found = rank._backward(held=most, has_sums=has_sums, is_middle=is_weight, others=others)  # noqa: SLF001
+            yield from ((name + moment, bytes_) for moment, bytes_ in found)
+
     def _over_units(self, field: str) -> float:
         own = sum(part.count * getattr(part.unit, field) for part in self.parts)
         return own + getattr(self.states.root, field)
 
     def _backward(  # noqa: PLR0915 - a step from its beginning to its end
-        self, *, held: float, has_sums: bool, is_middle: bool = False
+        self, *, held: float, has_sums: bool, is_middle: bool = False, others: float = 0.0
     ) -> Iterator[tuple[str, Bytes]]:
         """A forward and its backward, with ``held`` microbatches at the beginning of the backward.
 
@@ -111,6 +134,7 @@ class Rank:
             has_sums: Earlier microbatches have left their gradients.
             is_middle: It is neither the first nor the last. A pipeline that keeps its units gathered then adds up the
                 gradients of a stage when the backward of all of it is over.
+            others: Bytes of activations that others hold all the while.
         """
         parts, root, rules = self.parts, self.states.root, self.rules
         shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
@@ -119,9 +143,12 @@ class Rank:
         saved = self.before_bytes + sum(part.count * part.kept for part in parts)
         saved += self.head.kept if self.head else 0.0
         sent = self.stage.num_stages * parts[-1].saved.output if held > 1 and parts else 0.0
-        others = (held - 1) * (saved + sent)
-        if has_sums and sent:  # a message of each direction is under way
-            others += 2 * parts[-1].saved.output
+        others += (held - 1) * (saved + sent)
+        place = sum(part.count for part in parts)
+        of_stage = -(-place // self.stage.num_stages) / max(place, 1)  # the part of the blocks that one stage has
+        terms, most_terms = 0.0, of_stage * sum(part.count * part.saved.terms for part in parts)
+        if has_sums and parts and (sent or self.stage.passes):  # a message of each direction is under way
+            others += 2 * parts[-1].saved.output * (1 if sent else self.stage.num_stages)
         every = self._over_units("gathered") - root.gathered
         inner = self._over_units("inner")
         # Sums of earlier microbatches: in buffers of their own, in pooled ones, or in .grad.
@@ -151,7 +178,6 @@ class Rank:
             yield "loss", self._moment(live, done, pooled, saved + others + beside, logits)
             waiting = root.gradients / (2 if self.stage.has_embedding else 1)  # the head's; the embedding's come last
         below = saved - (self.head.kept if self.head else 0.0) + others
-        place = sum(part.count for part in parts)
         num_behind = 0
         travels = 0 if way == "unsharded" else 1  # whether reductions are under way
         for number, part in enumerate(reversed(parts)):
@@ -167,6 +193,7 @@ class Rank:
                 if ahead is not None and shards:
                     prefetched = ahead.gathered * min(rules.prefetch[1], place + index)
                 left = below - behind * part.kept  # of this unit and those before it
+                left += max(min(terms + behind * part.saved.terms, most_terms - part.saved.terms), 0.0)
                 left += beside - part.kept  # now without this one's own, but with what comes back for the next
                 gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))
                 gradients += max(min(late + behind * unit.gradients, most_late - unit.gradients), 0.0)
@@ -174,11 +201,12 @@ class Rank:
                 still = every if is_pipeline else every - behind * unit.gathered
                 gathered = root.gathered + (unit.gathered + prefetched if shards else still) + inner
                 under_way = travels * min(max(rules.num_gradient_buffers - 1, 1), num_behind + behind) * unit.buffer
+                end = left + part.saved.terms
                 working = left + part.saved.whole + part.saved.passing
                 yield name, self._moment(gathered, gradients, buffers + under_way, working)
                 yield (
                     f"{name}, its end",
-                    self._moment(gathered, gradients + unit.gradients, buffers + under_way, left + 2 * output),
+                    self._moment(gathered, gradients + unit.gradients, buffers + under_way, end + 2 * output),
                 )
                 # The earlier reductions are over, or but for some, before this unit takes its buffer.
                 still -= 0.0 if is_pipeline else unit.gathered
@@ -191,10 +219,11 @@ class Rank:
                         gathered,
                         gradients + unit.gradients + (0.0 if has_sums else unit.sums - unit.stays),
                         buffers,
-                        left + output,
+                        end + output,
                     ),
                 )
             below -= part.count * part.kept
+            terms += part.count * part.saved.terms
             more, buffers = kept(unit, part.count)
             done, pooled = done + more, pooled + buffers
             num_behind += part.count
@@ -203,6 +232,7 @@ class Rank:
         buffer = 0.0 if has_sums and way == "unsharded" else root.buffer
         gradients = done + min(late, most_late) + root.gradients + (0.0 if has_sums else root.sums - root.stays)
         gathered = root.gathered + every if is_pipeline else 0.0
+        others += min(terms, most_terms)
         yield from self._before_units(done, pooled, others)
         yield "backward of the root", self._moment(gathered, gradients, pooled + buffer, others)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from shardwise.spec.chain import balance
 from shardwise.spec.schedule import PipelinePolicy
-from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
+from shardwise.spec.schedule.actions import Kind, folded_ranks, looped_ranks
+from shardwise.spec.schedule.builders import computations
 from shardwise.spec.schedule.closed import peak_held
 
 
@@ -25,6 +26,7 @@ class Stage:
         num_stages: Stages of the pipeline that the rank holds.
         held: Microbatches whose activations of the whole rank it holds at most; with several stages on a rank a part of
             them counts for each.
+        passes: The passes of a split backward at which most is held (:func:`split_passes`).
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Stage:
     has_head: bool
     num_stages: int
     held: float
+    passes: tuple[tuple[bool, float, float, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,34 @@ def stages(
         blocks = tuple(sum(split[stage][run] for stage in own) for run in range(len(chain.counts)))
         held = peak_held(policy.schedule, pp, num_microbatches, virtual, rank).in_flight / virtual
         is_last = num_stages - 1 in own
-        found.append(Stage(rank, blocks, has_embedding=0 in own, has_head=is_last, num_stages=virtual, held=held))
+        passes = split_passes(policy, pp, num_microbatches, rank) if policy.is_split else ()
+        found.append(Stage(rank, blocks, 0 in own, is_last, num_stages=virtual, held=held, passes=passes))
     return tuple(found)
+
+
+def split_passes(
+    policy: PipelinePolicy, pp: int, num_microbatches: int, rank: int
+) -> tuple[tuple[bool, float, float, bool], ...]:
+    """Whether it is a weight pass, microbatches before their input pass, those before their weight pass, and sums.
+
+    Both include the microbatch of the pass. Beyond 3 pp microbatches the middle of a step repeats itself.
+    """
+    held, waiting, has_sums, virtual = 0, 0, False, policy.virtual_stages
+    found = set()
+    for action in computations(policy.schedule, pp, min(num_microbatches, 3 * pp), virtual).actions[rank]:
+        is_weight, is_input = action.kind is Kind.BACKWARD_WEIGHT, action.kind is Kind.BACKWARD_INPUT
+        if is_weight or is_input:
+            found.add((is_weight, held / virtual, waiting / virtual, has_sums))
+        held += (action.kind is Kind.FORWARD) - is_input
+        waiting += is_input - is_weight
+        has_sums = has_sums or is_input  # that of the norms' gradients, in the buffers of all
+    return tuple(
+        one
+        for one in sorted(found)
+        if not any(
+            one != more and one[0] == more[0] and all(a <= b for a, b in zip(one, more, strict=True)) for more in found
+        )
+    )
 
 
 @functools.lru_cache(maxsize=1024)

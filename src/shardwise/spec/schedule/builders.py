@@ -72,6 +72,11 @@ class PipelinePolicy:
             )
         return given
 
+    @property
+    def is_split(self) -> bool:
+        """Backward has two parts: gradients of inputs, and later those of weights."""
+        return self.schedule in {"zb-h1", "zb-v"}
+
     def microbatches(self, pp: int) -> int:
         """Microbatches of a step in a pipeline of ``pp`` ranks."""
         return pp if self.num_microbatches is None else self.num_microbatches
