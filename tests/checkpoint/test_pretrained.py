@@ -201,6 +201,16 @@ def test_a_loop_of_ones_own_loads_a_folder_into_shards(tmp_path: Path) -> None:
         sw.from_pretrained(tmp_path / "vit")
 
 
+def test_what_ends_a_generation_is_read_beside_the_weights(tmp_path: Path) -> None:
+    import transformers as hf
+
+    folder = folder_of("gpt2", tmp_path)
+    hf.GenerationConfig(eos_token_id=[7, 8]).save_pretrained(folder)
+    model, _ = deferred_from_folder(Path(folder))
+    assert isinstance(model, hf.GPT2LMHeadModel)
+    assert model.generation_config.eos_token_id == [7, 8]
+
+
 @pytest.mark.parametrize("name", ["BartForQuestionAnswering", "T5EncoderModel"])
 def test_a_head_for_another_task_and_half_a_model_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     import transformers as hf

@@ -109,6 +109,9 @@ def deferred_from_folder(folder: Path, *, of_any_task: bool = False) -> tuple[nn
             return deferred_init(lambda: _from_config(kind, config, dtype)), None
         _check_plain(folder, config)
         model = deferred_init(lambda: _untied(kind, config, dtype))
+        settings: Any = getattr(model, "generation_config", None)
+        if settings is not None and (folder / "generation_config.json").is_file():
+            model.generation_config = settings.from_pretrained(folder, local_files_only=True)
     except (ShardwiseError, NotNamedError):
         raise
     except Exception as error:  # noqa: BLE001 - as above
