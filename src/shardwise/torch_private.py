@@ -251,7 +251,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def version(tensor: Tensor) -> int:
-    """How often torch has seen the tensor written; inference tensors do not count."""
+    """The number of writes that torch has seen; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 

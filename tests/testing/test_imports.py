@@ -95,6 +95,7 @@ READ_PRIVATE_NAMES = {
     "parallel/tensor/agreement.py",
     "parallel/tensor/layer.py",
     "testing/settings.py",
+    "train/model/pretrained.py",
 }
 
 

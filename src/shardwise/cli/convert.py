@@ -246,7 +246,7 @@ def _finish_deepspeed(made: Conversion) -> None:
 
 
 def _finish_schedule(made: Conversion) -> None:
-    """What DeepSpeed's schedules do where nothing is said: 1,000 steps of warm-up, by the logarithm, to 0.001."""
+    """Defaults of DeepSpeed's schedules: 1,000 steps of warm-up, by the logarithm, to 0.001."""
     params, name = "scheduler.params.", made.made.get("schedule.name")
     if name is None:
         return

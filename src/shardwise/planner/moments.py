@@ -77,17 +77,17 @@ class Rank:
     def moments(self) -> Iterator[tuple[str, Bytes]]:
         """The moments in order, each with its bytes by category."""
         if self.rules.accumulation is None:
-            yield from self._backward(held=1, has_sums=False)
+            yield from self.backward(held=1, has_sums=False)
         elif self.stage.passes:
             yield from self._split()
         elif self.stage.held < self.num_microbatches:
-            yield from self._backward(held=self.stage.held, has_sums=True, is_middle=self.num_microbatches > 2)
+            yield from self.backward(held=self.stage.held, has_sums=True, is_middle=self.num_microbatches > 2)
         else:  # all forwards come first: with most activations there are no sums yet
-            yield from self._backward(held=self.stage.held, has_sums=False)
+            yield from self.backward(held=self.stage.held, has_sums=False)
             if self.num_microbatches > 2:
-                second = self._backward(held=self.stage.held - 1, has_sums=True, is_middle=True)
+                second = self.backward(held=self.stage.held - 1, has_sums=True, is_middle=True)
                 yield from ((f"second microbatch, {name}", held) for name, held in second)
-            yield from ((f"last microbatch, {name}", held) for name, held in self._backward(held=1, has_sums=True))
+            yield from ((f"last microbatch, {name}", held) for name, held in self.backward(held=1, has_sums=True))
         sums = self._over_units("sums") + self._over_units("shard")
         update = self._moment(0.0, sums, 0.0, 0.0)
         update["optimizer"] += self.update_bytes
@@ -117,14 +117,14 @@ class Rank:
                     units = [replace(unit, sums=unit.stays, shard=0, buffer=0) for unit in units]
                 parts = tuple(replace(part, unit=unit) for part, unit in zip(self.parts, units, strict=True))
                 rank, name, most, others = replace(self, parts=parts), "", held, waiting * terms
-            found = rank._backward(held=most, has_sums=has_sums, is_middle=is_weight, others=others)  # noqa: SLF001
+            found = rank.backward(held=most, has_sums=has_sums, is_middle=is_weight, others=others)
             yield from ((name + moment, bytes_) for moment, bytes_ in found)
 
     def _over_units(self, field: str) -> float:
         own = sum(part.count * getattr(part.unit, field) for part in self.parts)
         return own + getattr(self.states.root, field)
 
-    def _backward(  # noqa: PLR0915 - a step from its beginning to its end
+    def backward(  # noqa: PLR0915 - a step from its beginning to its end
         self, *, held: float, has_sums: bool, is_middle: bool = False, others: float = 0.0
     ) -> Iterator[tuple[str, Bytes]]:
         """A forward and its backward, with ``held`` microbatches at the beginning of the backward.
