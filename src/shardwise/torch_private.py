@@ -250,11 +250,6 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def version(tensor: Tensor) -> int:
-    """The number of writes that torch has seen; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The module's own children, live. ``named_children`` leaves out one that is registered twice."""
     return module._modules

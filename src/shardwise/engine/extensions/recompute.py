@@ -192,7 +192,9 @@ class _Buffers:
         mode = getattr(self._module(), "training", True)
         is_first, known = mode not in self._written, self._written.get(mode, self._counted)
         held = {
-            (index, name): _Found(holder, name, buffer, is_copied=(index, name) in known or _is_small(buffer, is_first))
+            (index, name): _Found(
+                holder, name, buffer, is_copied=(index, name) in known or _is_small(buffer, is_first=is_first)
+            )
             for index, holder in enumerate(self._holders)
             for name, buffer in holder.items()
         }
@@ -205,8 +207,8 @@ class _Buffers:
         found.extend(at for place, at in held.items() if place in written)
 
 
-def _is_small(buffer: Tensor | None, is_first: bool) -> bool:  # noqa: FBT001
-    """Whether a buffer is copied that no call is known to have written; large integers are masks, or weights."""
+def _is_small(buffer: Tensor | None, *, is_first: bool) -> bool:
+    """Whether a call copies a buffer that none is known to have written. Large integers are masks, or weights."""
     if buffer is None:
         return False
     return buffer.numel() <= 2**12 or (is_first and (buffer.numel() <= 2**20 or buffer.is_floating_point()))
@@ -222,7 +224,7 @@ class _Found:
         self.holder, self.name, self.buffer = holder, name, buffer
         is_copied = is_copied and isinstance(buffer, Tensor) and not buffer.is_inference()
         self.content = buffer.detach().clone() if is_copied else None
-        self._version = torch_private.version(buffer) if isinstance(buffer, Tensor) else 0
+        self._version = torch_private.version_of(buffer) if isinstance(buffer, Tensor) else 0
 
     def is_written(self, *, compares: bool) -> bool:
         """Whether the call has replaced the buffer or written into it.
@@ -231,7 +233,7 @@ class _Found:
             compares: Compare the content too, which waits for the device: torch does not see writes to ``.data``.
         """
         is_replaced = self.holder.get(self.name, _ABSENT) is not self.buffer
-        if not isinstance(self.buffer, Tensor) or torch_private.version(self.buffer) != self._version:
+        if not isinstance(self.buffer, Tensor) or torch_private.version_of(self.buffer) != self._version:
             return is_replaced or isinstance(self.buffer, Tensor)
         if is_replaced:
             self.content = None  # writing the same again would count as a change to what others have kept
