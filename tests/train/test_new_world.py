@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.starter import starter
 from shardwise.launch.world import World
 from shardwise.spec.errors import ConfigError
 from shardwise.train.config.sections import RawConfig, read_config
-from shardwise.train.new_world import keep_batch, note_starters
+from shardwise.train.new_world import keep_batch, note_starters, starter
 from tests.train.train_here import CONFIG, losses, sets, train_well
 
 
@@ -77,7 +76,7 @@ def test_a_world_that_the_plan_or_the_batch_does_not_fit_is_refused_with_those_t
 
 
 def test_an_agent_has_one_name_also_for_workers_below_a_script() -> None:
-    code = "from shardwise.launch.starter import starter; from shardwise.launch.world import World\n"
+    code = "from shardwise.train.new_world import starter; from shardwise.launch.world import World\n"
     code += "print(starter(World(source='torchrun')))"
     environ = os.environ | {"TORCHELASTIC_RUN_ID": "7"}
     ask = [sys.executable, "-c", code]

@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.axes import open_comms
-from shardwise.launch.program import program
+from shardwise.launch.environment import program
 from shardwise.testing import run_on_ranks
 from shardwise.train.control import Control
 

@@ -12,25 +12,31 @@ The folder holds a nested state dict, whose paths are joined by dots. What becom
                                            ``flatten_optimizer_state_dict=True``, as torchtitan's
 others                                     part of what ``sw.load`` returns where JSON can hold it; else left out
 =========================================  ==========================================================================
+
+A folder has a ``.metadata`` file, which is a pickle, and files in which the shards of tensors, and pickled values,
+follow each other. Unpickling executes what the files say: only folders from a trusted source may be opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.alone import write_alone
-from shardwise.checkpoint.dcp_folder import DcpFolder, Stored
-from shardwise.comm.dtype import torch_dtype
+from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
@@ -39,6 +45,81 @@ from shardwise.weights.state.optimizer import PER_PARAMETER
 #: What wrappers of modules add to names; the plain model has none of these.
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OPTIMIZER = re.compile(r"(?P<prefix>(?:.*?\.)?(?:optimizer|optim)\.)(?:state|param_groups)\.")
+
+
+class Stored(NamedTuple):
+    """A tensor of the folder: short dtype and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class DcpFolder:
+    """An opened folder.
+
+    Attributes:
+        tensors: The tensors by their key: the path in the state dict, joined by dots.
+
+    Raises:
+        CheckpointError: There is no such folder, or it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = FileSystemReader(path)
+        with self._reading(".metadata"):
+            found = self._reader.read_metadata()
+            if not isinstance(found, Metadata):
+                raise TypeError(f"it holds a {type(found).__name__}")
+        self._metadata = found
+        self._reader.set_up_storage_reader(found, is_coordinator=True)
+        stored = found.state_dict_metadata
+        with self._reading("the dtypes"):
+            self.tensors = {
+                key: Stored(dtype_name(held.properties.dtype), tuple(held.size))
+                for key, held in stored.items()
+                if isinstance(held, TensorStorageMetadata)
+            }
+        known = found.planner_data if isinstance(found.planner_data, dict) else {}
+        #: The path in the state dict that was saved, for each key.
+        self.paths: dict[str, tuple[str | int, ...]] = {key: tuple(known.get(key, (key,))) for key in stored}
+
+    def read_tensor(self, key: str) -> Tensor:
+        """A full tensor on the CPU. One of its shards is held at the same time."""
+        held = self._metadata.state_dict_metadata[key]
+        assert isinstance(held, TensorStorageMetadata)
+        return self._read(key, torch.empty(held.size, dtype=held.properties.dtype))
+
+    def read_value(self, key: str) -> Any:
+        """The value that was saved under ``key``; a tensor without dimensions as its number. Unpickles it."""
+        if key in self.tensors:
+            tensor = self.read_tensor(key)
+            return tensor.item() if tensor.dim() == 0 else tensor
+        return self._read(key, None)
+
+    def _read(self, key: str, target: Any) -> Any:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        wanted = {key: target}
+        with self._reading(repr(key)):
+            planner.set_up_planner(wanted, self._metadata, is_coordinator=True)
+            plan = planner.finish_plan(planner.create_local_plan())
+            self._reader.read_data(plan, planner).wait()
+        return wanted[key]
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.path} is no folder of torch.distributed.checkpoint: {Path(str(error.filename)).name} is"
+                " missing.\n"
+                "  Name the folder that dcp.save() was given, with its .metadata and *.distcp files."
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {what} cannot be read: {error.strerror or error}.") from None
+        except Exception as error:  # noqa: BLE001 - a damaged pickle can raise anything
+            raise CheckpointError(f"{self.path}: {what} cannot be read: {type(error).__name__}: {error}.") from None
 
 
 @dataclass(frozen=True)

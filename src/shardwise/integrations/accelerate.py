@@ -24,9 +24,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.storage.attachment import attachment_of
-from shardwise.integrations.optimizers import optimizers_of
-from shardwise.integrations.plans import check_alone, check_axes, check_samples
-from shardwise.integrations.saving import save_over
+from shardwise.integrations.trainer import check_alone, check_axes, check_samples, optimizers_of, save_over
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.storage.attachment import attachment_of
-from shardwise.integrations.optimizers import optimizers_of
-from shardwise.integrations.plans import check_ddp_options, check_samples
+from shardwise.integrations.trainer import check_ddp_options, check_samples, optimizers_of
 from shardwise.spec.errors import CheckpointError, PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
 

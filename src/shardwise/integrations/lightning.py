@@ -30,8 +30,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.storage.attachment import attachment_of
-from shardwise.integrations.plans import check_ddp_options, check_samples
-from shardwise.integrations.saving import save_over
+from shardwise.integrations.trainer import check_ddp_options, check_samples, save_over
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 

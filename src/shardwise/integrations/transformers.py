@@ -30,8 +30,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 import shardwise as sw
 from shardwise.api.export import write_weights
 from shardwise.engine.storage.attachment import attachment_of
-from shardwise.integrations.plans import check_alone, check_axes, check_samples
-from shardwise.integrations.saving import save_over
+from shardwise.integrations.trainer import check_alone, check_axes, check_samples, save_over
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 

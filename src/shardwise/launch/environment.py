@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("numpy", "pydantic", "safetensors", "transformers", "tensorboard", "wandb")
@@ -56,3 +59,26 @@ def _cpu_bf16() -> str:
 
     held = torch.backends.cpu.get_cpu_capability()
     return f"cpu computes in it ({held}), by conversion where the processor has no instructions for it"
+
+
+@functools.cache
+def program() -> dict[str, str]:
+    """The program that this process runs, to be compared over ranks: versions that differ compute other numbers.
+
+    Versions of Python and torch, and a hash of shardwise's source files, which hold its version.
+    """
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "code of shardwise": _source_hash(Path(__file__).parents[1]),
+    }
+
+
+def _source_hash(package: Path) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -48,7 +48,7 @@ def _preload() -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     with contextlib.suppress(Exception):  # the hash of all source files, which the first model of each rank asks for
-        importlib.import_module("shardwise.launch.program").program()
+        importlib.import_module("shardwise.launch.environment").program()
     del sys.modules["torchao"]
     # Every rank inherits some 300,000 objects that live as long as it does. Out of the collector's sight they cost no
     # rank a quarter of a second at each collection, nor a copy of the pages that a collection would write to.

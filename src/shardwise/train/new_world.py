@@ -1,18 +1,21 @@
 """A run that torchrun or Slurm starts again, perhaps on fewer or more machines: is it that run, and does the world fit?
 
-The folder of a run holds who has started it last (``launch.starter``). The global batch stays that of the run, and so
-does what each rank computes at once; how many microbatches a step has follows from the number of ranks.
+torchrun's count of restarts does not say so. Each agent has its own count, which stays 0 where a machine was lost or
+came back, and is above 0 after a first attempt that was refused. So a run's folder holds the names of the agents that
+have started the run last: a world that one of them has a part in goes on with that run. The global batch stays that of
+the run, and so does what each rank computes at once; how many microbatches a step has follows from the number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.launch.starter import run_name
+from shardwise.launch import process
 from shardwise.launch.world import World
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.run_files import CONFIG, LOGS
@@ -24,6 +27,39 @@ from shardwise.train.config.sections import RawConfig, read_config
 STARTERS = "starters.json"
 #: Worlds of so many machines are tried for a message.
 _MOST_MACHINES = 64
+
+
+def _run_name(world: World) -> str | None:
+    """The launcher's name of the job, which a later job may have too; ``None`` for launchers without names."""
+    if world.source == "torchrun":
+        return f"torchrun {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    if world.source == "slurm" and "SLURM_JOB_ID" in os.environ:
+        return f"slurm {os.environ.get('SLURM_CLUSTER_NAME', '')} {os.environ['SLURM_JOB_ID']}"
+    return None
+
+
+def starter(world: World) -> str | None:
+    """The name of what starts this process again: torchrun's agent on this machine, or a Slurm job.
+
+    Unlike :func:`_run_name` no other run ever has it. ``None`` where the launcher's count of restarts says enough.
+    """
+    name = _run_name(world)
+    if world.source != "torchrun":
+        return name
+    pid = _agent()
+    return f"{name}: process {pid} of {process.boot()}, begun at {process.began(pid)}"
+
+
+def _agent() -> int:
+    """The process number of the agent: the nearest ancestor that has not got the agent's variables.
+
+    It is the parent, unless a script stands between the two.
+    """
+    pid = os.getppid()
+    with contextlib.suppress(OSError):
+        while pid > 1 and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+            pid = process.parent(pid)
+    return pid
 
 
 def note_starters(directory: Path, names: Collection[str | None]) -> None:
@@ -51,7 +87,7 @@ def keep_batch(raw: RawConfig, directory: Path | None, world: World) -> RawConfi
 
     Whether it does is known when the ranks have joined; if it does not, the folder is refused then.
     """
-    name = run_name(world)
+    name = _run_name(world)
     if world.source != "torchrun" or name is None or directory is None or not (directory / CONFIG).is_file():
         return raw
     if not any(held.startswith(f"{name}:") for held in _starters(directory)):

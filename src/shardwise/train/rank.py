@@ -15,10 +15,9 @@ from shardwise.comm import stall
 from shardwise.comm.axes import open_comms
 from shardwise.launch import heartbeat
 from shardwise.launch.cause import safe
+from shardwise.launch.environment import program
 from shardwise.launch.hang import watch_own_rank
 from shardwise.launch.notice import tell_once
-from shardwise.launch.program import program
-from shardwise.launch.starter import starter
 from shardwise.launch.stop_request import StopRequest
 from shardwise.launch.world import World, joined
 from shardwise.spec.errors import StorageError
@@ -28,7 +27,7 @@ from shardwise.train import folder
 from shardwise.train.config.sections import Config
 from shardwise.train.control import Control
 from shardwise.train.lock import RunLock
-from shardwise.train.new_world import is_started_again, note_starters
+from shardwise.train.new_world import is_started_again, note_starters, starter
 from shardwise.train.saves.checkpoints import NEWEST, is_empty
 from shardwise.train.steps.pace import Pace
 
@@ -138,7 +137,7 @@ def open_directory(
 ) -> tuple[str, bool, str | None]:
     """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again.
 
-    Arguments are as of :func:`session`; ``names`` says who has started each rank (``launch.starter``).
+    Arguments are as of :func:`session`; ``names`` says who has started each rank (``new_world.starter``).
 
     Returns:
         The folder, whether the run in it was started again by its launcher and goes on by itself, and the checkpoint.

@@ -30,7 +30,7 @@ from verl.workers.config import EngineConfig, FSDPEngineConfig  # pyrefly: ignor
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyrefly: ignore[missing-import]
 
 import shardwise as sw
-from shardwise.integrations.plans import check_samples
+from shardwise.integrations.trainer import check_samples
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
 

@@ -12,7 +12,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, check_same, digest_text
 from shardwise.comm.digest import Digester
 from shardwise.comm.dtype import memory_order
-from shardwise.launch.program import program
+from shardwise.launch.environment import program
 from shardwise.spec.errors import ConfigError, StateError
 from shardwise.spec.layout import is_dense
 from shardwise.weights.init.materialize import become, fill_buffers

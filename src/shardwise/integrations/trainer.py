@@ -1,13 +1,19 @@
-"""Plans that other projects' trainers can run."""
+"""Shared by the adapters of other projects' trainers: plans that these can run, optimizers by model, checkpoints."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import shutil
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
+import torch
 from torch import nn
 
+import shardwise as sw
+from shardwise.api.save import Optimizers
 from shardwise.engine.storage.attachment import engine_of
+from shardwise.engine.storage.optimizer import engines_of
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
@@ -72,3 +78,33 @@ def check_ddp_options(names: Collection[str], strategy: str) -> None:
             f"{strategy} got {', '.join(sorted(names))}: DistributedDataParallel is not used here.\n"
             "  Leave them out: layers that a step does not use need no option, and the rest is in sw.ParallelPlan."
         )
+
+
+def optimizers_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Select those ``optimizers`` that update parameters of ``model`` (flat ones too), in the given order.
+
+    Raises:
+        StateError: The model is not parallelized.
+    """
+    engine = engine_of(model, "optimizers_of")
+    return [each for each in optimizers if engine in engines_of(each)]
+
+
+def save_over(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers | None, *, frozen: bool = True
+) -> None:
+    """As ``sw.save``; a checkpoint that is in the folder already stays as it is until the new one is complete.
+
+    Collective:
+        As ``sw.save``. All ranks must call.
+    """
+    world, folder = engine_of(model, "a trainer's checkpoint").comms.world, Path(path)
+    part = folder.with_name(f"{folder.name}.new")
+    if world.rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+    world.barrier()
+    sw.save(part, model, optimizer, frozen=frozen)
+    if world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    world.barrier()
