@@ -4,6 +4,8 @@ import pytest
 
 from shardwise.planner import Cluster, Workload, fit
 from shardwise.planner.fit import first_fit, largest, remedies, scaled
+from shardwise.planner.memory import MemoryEstimate, estimate_memory
+from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
 SHAPE = ModelShape.from_config("llama-3-8b")
@@ -35,6 +37,19 @@ def test_moments_in_8_bit_are_a_change_that_is_named_with_what_it_costs() -> Non
     (remedy,) = [each for each in found if "adamw8bit" in each.change]
     assert remedy.change == "--optimizer adamw8bit: moments in 8 bit, other numbers"
     assert (remedy.plan.workload.optimizer, remedy.plan.fits, remedy.plan.is_tight) == ("adamw8bit", True, False)
+
+
+def test_no_plan_is_measured_again_for_a_gpu_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ParallelPlan] = []
+
+    def estimated(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload) -> MemoryEstimate:
+        asked.extend([plan] * (cluster.gpu != "L4"))
+        return estimate_memory(shape, plan, cluster, workload)
+
+    monkeypatch.setattr(fit, "estimate_memory", estimated)
+    remedies(SHAPE, SMALL, WORK, DEVICE_ONLY)
+    assert asked
+    assert all(asked.count(plan) == 1 for plan in asked)
 
 
 def test_fewer_gpus_than_named_do_not_fit() -> None:
@@ -77,6 +92,6 @@ def test_the_next_larger_model_does_not_fit() -> None:
 
 def test_no_cluster_larger_than_any_that_trains_one_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    monkeypatch.setattr(fit, "first_fit", lambda shape, cluster, workload, fixed: tried.append(cluster.num_gpus))
+    monkeypatch.setattr(fit, "first_fit", lambda shape, cluster, *_: tried.append(cluster.num_gpus))
     assert remedies(SHAPE, dataclasses.replace(SMALL, num_gpus=1024), WORK, {}) == []
     assert max(tried) == fit.MOST_GPUS == 1 << 15

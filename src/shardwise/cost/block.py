@@ -12,17 +12,15 @@ from shardwise.cost.unit import AttentionWork, Exchange, Product, UnitWork
 from shardwise.spec.shape import Attention, Block, Experts, Latent, Mlp
 
 
-def block_work(rank: Rank, name: str, count: int, block: Block, first_len: int) -> UnitWork:
-    """The work of ``count`` equal blocks, as one.
+def block_work(rank: Rank, block: Block, first_len: int) -> UnitWork:
+    """The work of a block.
 
     Args:
         rank: Where, with the length of the sequences that the block transforms.
-        name: The unit's name.
-        count: Number of equal blocks.
         block: The block.
         first_len: Positions of the sequences that the block's second attention reads.
     """
-    return _Count(rank, block).unit(name, count, first_len)
+    return _Count(rank, block).unit(first_len)
 
 
 @dataclass(slots=True)
@@ -36,7 +34,7 @@ class _Count:
     scores: float = 0.0
     inner: float = 0.0
 
-    def unit(self, name: str, count: int, first_len: int) -> UnitWork:
+    def unit(self, first_len: int) -> UnitWork:
         rank, block, e = self.rank, self.block, self.rank.item
         num_layers = 2 + (block.cross is not None)
         self.exchanges += rank.exchanges(num_layers)
@@ -57,8 +55,8 @@ class _Count:
             for work in self.attention
         )
         return UnitWork(
-            name=name,
-            count=count,
+            name="block",
+            count=1,
             num_parameters=base + experts + adapters,
             num_expert_parameters=experts,
             num_trained=base + experts if rank.trains else adapters,

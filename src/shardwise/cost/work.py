@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 from shardwise.cost.block import block_work
 from shardwise.cost.part import Part
@@ -15,7 +16,7 @@ from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import AttentionWork, Exchange, Product, UnitWork
 from shardwise.cost.workload import Workload
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.shape import ModelShape
+from shardwise.spec.shape import Block, ModelShape
 
 __all__ = [
     "AttentionWork",
@@ -63,10 +64,13 @@ def sequence_lengths(shape: ModelShape, workload: Workload) -> tuple[int, int]:
 def _model_work(shape: ModelShape, degrees: Degrees, workload: Workload) -> tuple[UnitWork, ...]:
     first, second = sequence_lengths(shape, workload)
     has_two, blocks, place = shape.num_encoder_blocks > 0, [], 0
+    made: dict[tuple[Block, int], UnitWork] = {}  # where kinds of blocks alternate, most have come before
     for index, (count, block) in enumerate(shape.stacks):
         length = second if has_two and place >= shape.num_encoder_blocks else first
         place += count
-        blocks.append(block_work(Rank(shape, degrees, workload, length), f"block{index}", count, block, first))
+        if (block, length) not in made:
+            made[block, length] = block_work(Rank(shape, degrees, workload, length), block, first)
+        blocks.append(replace(made[block, length], name=f"block{index}", count=count))
     last = Rank(shape, degrees, workload, second if has_two else first)
     return (_embedding(Rank(shape, degrees, workload, first)), *blocks, _head(last))
 

@@ -22,11 +22,19 @@ MOST_GPUS = 1 << 15
 _MOST_TRIED = 400
 
 
-def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Estimate | None:
+def first_fit(
+    shape: ModelShape,
+    cluster: Cluster,
+    workload: Workload,
+    fixed: Mapping[str, Any],
+    needed: dict[Candidate, float] | None = None,
+) -> Estimate | None:
     """A plan that fits with memory to spare, or ``None``.
 
-    The candidates that hold the least are tried first, with all memory saved.
+    The candidates that hold the least are tried first, with all memory saved. ``needed`` keeps their bytes for further
+    calls that differ in the GPU alone.
     """
+    needed = {} if needed is None else needed
     held, capacity = check_fixed(fixed), usable_bytes(cluster)
     least_bytes = MemoryBound(shape, cluster, workload, held)
     found = []
@@ -38,9 +46,11 @@ def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Ma
         every = savings(base, workload, held)
         on_device = [choice for choice in every if choice.offload == "none"]
         for choice in [choices[-1] for choices in (on_device, every) if choices]:
-            plan, chosen = choice.plan(workload, held), choice.workload(workload)
-            if needed_bytes(estimate_memory(shape, plan, cluster, chosen), cluster) <= capacity:
-                return estimate(shape, plan, cluster, chosen)
+            if choice not in needed:
+                plan, chosen = choice.plan(workload, held), choice.workload(workload)
+                needed[choice] = needed_bytes(estimate_memory(shape, plan, cluster, chosen), cluster)
+            if needed[choice] <= capacity:
+                return estimate(shape, choice.plan(workload, held), cluster, choice.workload(workload))
     return None
 
 
@@ -60,10 +70,8 @@ def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
         made = first_fit(shape, cluster, dataclasses.replace(workload, optimizer="adamw8bit"), fixed)
         if made is not None:
             found.append(Remedy("--optimizer adamw8bit: moments in 8 bit, other numbers", made))
-    found += [make for make in (_more_gpus(shape, cluster, workload, fixed),) if make is not None]
-    found += _other_gpus(shape, cluster, workload, fixed)[:1]
-    shorter = _shorter(shape, cluster, workload, fixed)
-    return found + ([shorter] if shorter is not None else [])
+    others = [change(shape, cluster, workload, fixed) for change in (_more_gpus, _other_gpus, _shorter)]
+    return found + [each for each in others if each is not None]
 
 
 def _more_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Remedy | None:
@@ -88,16 +96,15 @@ def _more_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: M
     return Remedy(f"{enough * cluster.num_gpus} GPUs instead of {cluster.num_gpus}", made)
 
 
-def _other_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> list[Remedy]:
-    """GPUs of the table with more memory, the one that has least of it first."""
+def _other_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Remedy | None:
+    """The GPU of the table with the least memory that suffices."""
     larger = [gpu for gpu in gpus().values() if gpu.memory_bytes > cluster.device.memory_bytes]
-    found = []
+    needed: dict[Candidate, float] = {}
     for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
-        made = first_fit(shape, dataclasses.replace(cluster, gpu=gpu.name), workload, fixed)
+        made = first_fit(shape, dataclasses.replace(cluster, gpu=gpu.name), workload, fixed, needed)
         if made is not None:
-            found.append(Remedy(f"{cluster.num_gpus} x {gpu.name}", made))
-            break
-    return found
+            return Remedy(f"{cluster.num_gpus} x {gpu.name}", made)
+    return None
 
 
 def _shorter(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Remedy | None:

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.software import find_software
+from shardwise.cost.unit import UnitWork
 from shardwise.cost.workload import Workload
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.timing import Timing
+from shardwise.sim.step import StepUnit
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.shape import ModelShape
 
@@ -103,10 +105,14 @@ class RoughTime:
         timing = Timing(self._shape, plan, self._cluster, workload, self._software)
         computed = waited = gathered = reduced = updated = alone = block = 0.0
         last = len(timing.works) - 1
+        made: dict[UnitWork, StepUnit] = {}
         for place, work in enumerate(timing.works):
             is_block = place not in {0, last}
             recompute = str(workload.recompute) if is_block else "none"
-            unit = timing.step_unit(work, recomputes=recompute)
+            alike = dataclasses.replace(work, name="block") if is_block else work
+            if alike not in made:
+                made[alike] = timing.step_unit(work, recomputes=recompute)
+            unit = made[alike]
             exchanges = [*unit.forward_exchanges, *unit.backward_exchanges]
             alone = unit.forward_s + unit.backward_s
             ring = sum(each.seconds for each in exchanges if each.is_beside)

@@ -366,11 +366,10 @@ class Timing:
         if len(made) == 1 and len(units) > _SIMULATED + 2:
             short, longer = (self._simulated([root, *units[:n]]).by_category for n in (_SIMULATED, _SIMULATED + 2))
             more = (len(units) - _SIMULATED) / 2
-            names = {*short, *longer}
             found = {
-                name: short.get(name, 0.0) + more * (longer.get(name, 0.0) - short.get(name, 0.0)) for name in names
+                name: max(short.get(name, 0.0) + more * (longer.get(name, 0.0) - short.get(name, 0.0)), 0.0)
+                for name in short | longer
             }
-            found = {name: max(spent, 0.0) for name, spent in found.items()}
         else:
             found = dict(self._simulated([root, *units]).by_category)
         found["optimizer"] = found.get("optimizer", 0.0) + self._last_update_s
