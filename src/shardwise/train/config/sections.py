@@ -20,7 +20,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import pydantic
 import yaml
@@ -451,17 +451,28 @@ class RawConfig:
         names_key = path[0] in Config.model_fields and not at.startswith("--set")
         self.mistakes[f"{at}: {'.'.join(path)}" if names_key else at, message] = None
 
+    def refuse(self, section: str, key: str, message: str) -> NoReturn:
+        """Record a mistake in a field, after which nothing else can be checked."""
+        self.refuse_at((section, key), message)
+
+    def refuse_at(self, path: tuple[str, ...], message: str) -> NoReturn:
+        """As :meth:`refuse`, where ``path`` was written."""
+        self.fail_at(path, message)
+        raise self._error()
+
     def raise_if_any(self) -> None:
         """Raise one ConfigError that lists every mistake."""
-        if not self.mistakes:
-            return
+        if self.mistakes:
+            raise self._error()
+
+    def _error(self) -> ConfigError:
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' if count > 1 else ''} in {self.title}."]
         lines += [redacted(f"  {where}: {message}") for where, message in list(self.mistakes)[:40]]
         if count > 40:
             lines.append(f"  ... and {count - 40} more")
         lines.append("  Correct them and try again; `shardwise config-schema` lists all keys. Nothing was started.")
-        raise ConfigError("\n".join(lines))
+        return ConfigError("\n".join(lines))
 
     def given(self, section: str) -> set[str]:
         """The keys of a section that somebody wrote."""
@@ -472,6 +483,17 @@ class RawConfig:
         """The keys, as ``section.field``, that ``--set`` gave."""
         found = self.document.where.items()
         return frozenset(".".join(path) for path, at in found if len(path) == 2 and at.startswith("--set"))
+
+
+def items(error: Exception) -> list[str]:
+    """The entries that a message of several lines lists; of a message without a list, the fault and the advice."""
+    lines = [line.strip().rstrip(".:") for line in str(error).splitlines() if line.strip()]
+    return [line.removeprefix("- ") for line in lines if line.startswith("- ")] or ["; ".join(lines)]
+
+
+def inline(error: Exception) -> str:
+    """A message of several lines as one."""
+    return "; ".join(items(error))
 
 
 def read_config(
