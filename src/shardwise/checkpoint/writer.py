@@ -117,11 +117,10 @@ class Saving:
 
     Attributes:
         directory: Where the checkpoint will be.
-        is_finished: Whether :meth:`finish` has been called.
     """
 
     def __init__(self, save: _Save, background: Background) -> None:
-        self.directory, self.is_finished = save.directory, False
+        self.directory = save.directory
         self._save, self._background = save, background
 
     def failure(self) -> str | None:
@@ -152,7 +151,6 @@ class Saving:
         Collective:
             A gather of small JSON to rank 0 and a broadcast from there. All ranks must call.
         """
-        self.is_finished = True
         with self._save.removing_on_failure():
             return self._save.finish(self._background)
 

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-__all__ = ["World", "expand_nodelist", "init_process_group", "read_world", "shutdown"]
-
 #: Where our own launcher lets the ranks of one machine meet: a directory that only this user can enter.
 RENDEZVOUS_DIR = "SHARDWISE_RENDEZVOUS_DIR"
 #: How many times our own launcher has started this run anew.
@@ -169,7 +167,7 @@ class _Variables:
 def _from_rank_variables(variables: _Variables) -> World:
     rank = variables.required("RANK", beside="WORLD_SIZE")
     size = variables.required("WORLD_SIZE", beside="RANK", minimum=1)
-    address, port = variables.text("MASTER_ADDR"), _port(variables, "MASTER_PORT")
+    address, port = variables.text("MASTER_ADDR"), _port(variables)
     if variables.has(RENDEZVOUS_DIR):
         source = "launcher"
     elif variables.has("TORCHELASTIC_RUN_ID"):
@@ -182,7 +180,7 @@ def _from_rank_variables(variables: _Variables) -> World:
             "  Set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port, or start with torchrun."
         )
     local_rank, local_size = _local_of_rank_variables(variables, rank, size, address or _LOOPBACK)
-    num_nodes = variables.number("GROUP_WORLD_SIZE", minimum=1) or _num_nodes(size, local_size)
+    num_nodes = variables.number("GROUP_WORLD_SIZE", minimum=1) or -(-size // local_size)
     return World(
         rank=rank,
         size=size,
@@ -233,7 +231,7 @@ def _from_slurm(variables: _Variables) -> World:
             f"Slurm says {num_nodes} nodes, but its node list {nodes_text!r} names {len(hosts)}.\n"
             "  Unset the SLURM_ variables, or start the processes with srun."
         )
-    address, port = variables.text("MASTER_ADDR"), _port(variables, "MASTER_PORT")
+    address, port = variables.text("MASTER_ADDR"), _port(variables)
     if address is None:
         if num_nodes > 1 and not hosts:
             raise ConfigError(
@@ -317,15 +315,11 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     return names
 
 
-def _port(variables: _Variables, *names: str) -> int | None:
-    port = variables.number(*names)
+def _port(variables: _Variables) -> int | None:
+    port = variables.number("MASTER_PORT")
     if port is not None and not 1 <= port <= 65535:
-        raise ConfigError(f"{names[0]}={port} in the environment is not a port.\n  Use a number from 1 to 65535.")
+        raise ConfigError(f"MASTER_PORT={port} in the environment is not a port.\n  Use a number from 1 to 65535.")
     return port
-
-
-def _num_nodes(size: int, local_size: int) -> int:
-    return -(-size // local_size)
 
 
 def _check(world: World) -> None:

@@ -41,8 +41,8 @@ output [
 # One instance continues all prompts together; several are copies of the model.
 instance_group [ {{ count: 1 kind: KIND_AUTO }} ]
 parameters {{ key: "model" value {{ string_value: {model} }} }}
-parameters {{ key: "max_rows" value {{ string_value: "{max_rows}" }} }}
-parameters {{ key: "max_waiting" value {{ string_value: "{max_waiting}" }} }}
+parameters {{ key: "max_rows" value {{ string_value: "32" }} }}
+parameters {{ key: "max_waiting" value {{ string_value: "128" }} }}
 """
 
 _VLLM_CONFIG = """name: {name}
@@ -61,8 +61,6 @@ def write_repository(
     dtype: str | None = None,
     is_averaged: bool = False,
     max_shard_bytes: float = 5e9,
-    max_rows: int = 32,
-    max_waiting: int = 128,
 ) -> Path:
     """Write a model into a repository.
 
@@ -91,8 +89,7 @@ def write_repository(
         elsewhere = None if trained.folder is None else str(trained.folder.resolve())
         if backend == "python":
             (version / "model.py").write_text(_PYTHON, "utf-8")
-            limits = {"max_rows": max_rows, "max_waiting": max_waiting}
-            config = _PYTHON_CONFIG.format(name=_quoted(name), model=_quoted(elsewhere or _WEIGHTS), **limits)
+            config = _PYTHON_CONFIG.format(name=_quoted(name), model=_quoted(elsewhere or _WEIGHTS))
         else:
             engine = {"model": elsewhere or str((version / _WEIGHTS).resolve())}
             (version / "model.json").write_text(json.dumps(engine, indent=2) + "\n", "utf-8")

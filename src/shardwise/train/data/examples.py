@@ -77,8 +77,6 @@ def prepare(
     if not (files := _made(cache, key)):
         if say is not None:
             say(f"tokenizing {printable(source.name)}, {sum(file.stat().st_size for file in source.files):,} bytes")
-            if (old := cache.with_name("tokens")).is_dir():
-                say(f"{printable(old)} holds tokens of an earlier version, which are not read any more: remove it")
         _make(source, cache, key, form_of(first_row(source)), tokenizer.vocab_size)
         files = _made(cache, key)
     found = [Examples.of((file,)) for file in files]

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import nn
+
+import shardwise as sw
 from shardwise.launch.environment import environment
 from shardwise.planner.explain import odd_sizes
 from shardwise.report import read_run, run_page
 from shardwise.report.numbers import thin
 from shardwise.spec.bound import read_json
 from shardwise.spec.errors import StorageError
+from shardwise.spec.mesh import Mesh
 from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, MODEL, PLAN, PREDICTED, REPORT, SUMMARY
 from shardwise.spec.text import printable, size
+from shardwise.train.control import Control
 from shardwise.train.folder import replace_json, replace_text
 from shardwise.train.log.progress import Progress
 from shardwise.train.predicted.step import PredictedStep
 from shardwise.train.saves.saved_state import Progressed
-
-if TYPE_CHECKING:
-    import torch
-
-
-import math
-
-from torch import nn
-
-import shardwise as sw
-from shardwise.spec.mesh import Mesh
-from shardwise.train.control import Control
 
 #: What the steps of a start measured, in summary.json.
 _MEASURED = (
