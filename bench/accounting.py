@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.planner.accounting import Accounting
+from shardwise.planner.memory import Accounting
 from shardwise.planner.stage import Chain
 from shardwise.planner.states import Parameters, Rules, Runs, States, Unit, merged_runs
 from shardwise.spec.memory.footprint import Footprint

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.published import PublishedRow, published_rows
-from shardwise.planner.band import regime
+from shardwise.planner.explain import regime
 from shardwise.planner.time import estimate_time, model_flops
 from shardwise.spec.plan import ParallelPlan
 

@@ -23,7 +23,7 @@ from bench.predictions import (
     left_out,
     summary,
 )
-from shardwise.planner.band import BANDS
+from shardwise.planner.explain import BANDS
 from shardwise.spec.text import aligned
 
 

@@ -10,8 +10,7 @@ from bench.accounting import BLOOM_BF16, BLOOM_FP16, MEGATRON, MOSAIC, NANOTRON,
 from bench.predictions import Errors
 from bench.published import TABLE, PublishedRow, published_rows
 from shardwise.cost.hardware import GIB
-from shardwise.planner.accounting import OURS, Accounting
-from shardwise.planner.memory import MemoryEstimate, estimate_memory
+from shardwise.planner.memory import OURS, Accounting, MemoryEstimate, estimate_memory
 from shardwise.planner.planned import MARGIN
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.shape import Mlp

@@ -25,9 +25,8 @@ import bench.software  # noqa: F401  the names in the column ``software``
 from bench.accounting import MEGATRON, TORCHTITAN
 from bench.validate_memory import predicted
 from shardwise.planner import Cluster, Workload, estimate
-from shardwise.planner.accounting import OURS
-from shardwise.planner.band import BANDS, regime
-from shardwise.planner.memory import estimate_memory
+from shardwise.planner.explain import BANDS, regime
+from shardwise.planner.memory import OURS, estimate_memory
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import find_shape
 from shardwise.spec.text import aligned

@@ -4,8 +4,7 @@ import pytest
 
 from shardwise.cost import hardware
 from shardwise.planner import Cluster, Workload, estimate
-from shardwise.planner.band import BANDS, regime
-from shardwise.planner.explain import title, why
+from shardwise.planner.explain import BANDS, regime, title, why
 from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy

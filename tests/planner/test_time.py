@@ -28,9 +28,8 @@ from shardwise.cost.software import find_software
 from shardwise.cost.work import Product
 from shardwise.cost.workload import Workload
 from shardwise.planner import estimate
-from shardwise.planner.band import BANDS
-from shardwise.planner.estimate import Estimate
-from shardwise.planner.simulated import simulated
+from shardwise.planner.estimate import Estimate, simulated
+from shardwise.planner.explain import BANDS
 from shardwise.planner.time import timing
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule import PipelinePolicy

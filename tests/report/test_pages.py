@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
-from shardwise.planner.simulated import Span
+from shardwise.planner.estimate import Span
 from shardwise.report import compare_page, read_run, run_page
 from shardwise.report.parts import streams
 from shardwise.report.run_page import innermost

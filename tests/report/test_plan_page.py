@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.planner import Cluster, Estimate, Workload, estimate
+from shardwise.planner.estimate import simulated, simulated_spans
 from shardwise.planner.explain import gib, recommendation, seconds
-from shardwise.planner.simulated import simulated, simulated_spans
 from shardwise.report import plan_report
 from shardwise.sim.pipeline import SimulatedPipeline
 from shardwise.sim.step import SimulatedStep

@@ -186,11 +186,11 @@ def _show_plans(
 ) -> None:
     from shardwise.cli import plan_file
     from shardwise.planner import screen
+    from shardwise.planner.estimate import simulated
     from shardwise.planner.explain import table_rows
     from shardwise.planner.fit import remedies
     from shardwise.planner.rescale import ranking
     from shardwise.planner.search import search
-    from shardwise.planner.simulated import simulated
     from shardwise.report import plan_report
     from shardwise.sim.chrome import step_trace
 

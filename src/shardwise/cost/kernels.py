@@ -123,34 +123,23 @@ def product_seconds(product: Product, gpu: Gpu, software: Software, precision: s
     if precision == "fp32" and product.is_convolution and "tf32" in gpu.peaks and not gpu.arch.startswith("CDNA"):
         precision = "tf32"  # cuDNN's convolutions use it by default (torch.backends.cudnn.allow_tf32)
     arch = "" if precision in {"fp32", "tf32"} or product.is_convolution else gpu.arch
-    on = _On(gpu, software, precision, alignment(inner, arch) * alignment(columns, arch))
-    forward = on.product_s(rows, inner, columns)
-    backward = on.product_s(rows, columns, inner)
-    if product.is_trained:
-        backward += on.product_s(inner, rows, columns)
-    return forward * product.count, backward * product.count
+    aligned = alignment(inner, arch) * alignment(columns, arch)
+    rate, item = _rate(gpu, software, precision), 4 if precision in {"fp32", "tf32"} else 2
 
-
-@dataclass(frozen=True, slots=True)
-class _On:
-    """A GPU, the software on it, the dtype of products, and the speed that their alignment allows."""
-
-    gpu: Gpu
-    software: Software
-    precision: str
-    aligned: float
-
-    def product_s(self, rows: float, inner: float, columns: float) -> float:
+    def seconds(rows: float, inner: float, columns: float) -> float:
         if min(rows, inner, columns) <= 0:
             return 0.0
-        tiles = math.ceil(rows / 128) * math.ceil(columns / _TILE_COLUMNS.get(self.gpu.arch, 128))
-        waves = tiles / _CORES.get(self.gpu.arch, 108)
+        tiles = math.ceil(rows / 128) * math.ceil(columns / _TILE_COLUMNS.get(gpu.arch, 128))
+        waves = tiles / _CORES.get(gpu.arch, 108)
         full = 1 - (1 - waves / math.ceil(waves)) * SHAPE_FACTORS.wave
-        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short) * self.aligned
-        item = 4 if self.precision in {"fp32", "tf32"} else 2
-        seconds = 2.0 * rows * inner * columns / (_rate(self.gpu, self.software, self.precision) * share)
+        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short) * aligned
         moved = item * (rows * inner + inner * columns + rows * columns)
-        return max(seconds, moved / (_COPY * self.gpu.memory_bandwidth)) + _GAP_S
+        return max(2.0 * rows * inner * columns / (rate * share), copy_seconds(moved, gpu)) + _GAP_S
+
+    forward, backward = seconds(rows, inner, columns), seconds(rows, columns, inner)
+    if product.is_trained:
+        backward += seconds(inner, rows, columns)
+    return forward * product.count, backward * product.count
 
 
 def alignment(size: float, arch: str = "") -> float:

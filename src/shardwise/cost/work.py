@@ -9,9 +9,8 @@ import functools
 import math
 from dataclasses import replace
 
-from shardwise.cost.block import block_work
+from shardwise.cost.block import Degrees, Rank, block_work, item_bytes
 from shardwise.cost.part import Part
-from shardwise.cost.rank import Degrees, Rank, item_bytes
 from shardwise.cost.traced import TracedModel
 from shardwise.cost.unit import AttentionWork, Exchange, Product, UnitWork
 from shardwise.cost.workload import Workload

@@ -14,8 +14,8 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.candidate import Candidate
-from shardwise.planner.device import BESIDE
 from shardwise.planner.legal import Layout
+from shardwise.planner.memory import COMMUNICATOR, CONTEXT, FRAGMENTS, WORKSPACE
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import offload_policy
@@ -65,7 +65,7 @@ class MemoryBound:
             held = max(held, state + gradient + whole * (not row.shards_parameters))
         if not self._is_gpu:
             return held
-        return (1 + BESIDE.fragments) * held + BESIDE.workspace + BESIDE.context + BESIDE.communicator
+        return (1 + FRAGMENTS) * held + WORKSPACE + CONTEXT + COMMUNICATOR
 
     def _offloads(self, candidate: Candidate) -> bool:
         return self._is_on_host or candidate.offload != "none"

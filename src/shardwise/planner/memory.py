@@ -2,22 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import UnitWork, hidden_matrices, item_bytes, model_work
 from shardwise.cost.workload import Workload
-from shardwise.planner.accounting import OURS, Accounting
 from shardwise.planner.activations import Around, HeadSaved, Saved, block_saved, head_saved, weight_terms
-from shardwise.planner.device import BESIDE
 from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
-from shardwise.planner.stage import Chain, Stage, stages
-from shardwise.planner.states import Parameters, Rules, States, Unit, held_matrices, states
+from shardwise.planner.stage import Chain, Divide, Stage, stages
+from shardwise.planner.states import Parameters, Rules, Runs, States, Unit, held_matrices, states
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import WrapByClass
 from shardwise.spec.shape import Block, ModelShape
+
+_MIB = 1 << 20
+
+#: The CUDA context with the kernels of torch, cuBLAS and NCCL loaded: nvidia-smi of a process with an empty torch
+#: context and kernels loaded shows 0.5 GiB (A100, H100) and more with NCCL's and cuBLAS's kernels; planner.md gives 0.5
+#: to 1.6 GiB.
+CONTEXT = 800 * _MIB
+
+#: One NCCL communicator: its channels have buffers of 4 MiB in each direction (NCCL_BUFFSIZE,
+#: docs.nvidia.com/deeplearning/nccl, environment variables), 16 to 32 channels.
+COMMUNICATOR = 200 * _MIB
+
+#: cuBLAS, inside torch's allocator: 32 MiB on Hopper and 8 MiB elsewhere for each handle and stream
+#: (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); two streams compute.
+WORKSPACE = 64 * _MIB
+
+#: Share of the allocated bytes that torch's allocator reserves besides: the median of reserved over allocated of the
+#: nanotron rows of bench/data/published.csv (1.01 to 1.07).
+FRAGMENTS = 0.016
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounting:
+    """The changes of the prediction for another framework, whose published measurements are predicted by its rules.
+
+    Each is predicted with what its framework is known to keep (``bench/accounting.py``).
+
+    Attributes:
+        states: What a rank holds of a stage, as :func:`planner.states.states`, and what the optimizer's step holds
+            besides; ``None``: ours, from the engine's footprint.
+        is_fused: Element-wise operations are fused, so that autograd keeps what Korthikanti et al. count.
+        keeps_scores: Attention is not one kernel: the scores of every pair are kept.
+        regathers: With sequence parallelism inputs of products are gathered again in backward, not kept.
+        drops_products: Share of the outputs of products that selective recomputation does not keep.
+        logit_bytes: Bytes for each logit at the worst moment of the loss; ``None``: ours.
+        embedding_blocks: Blocks that the embedding, and the head, count as where stages of a pipeline are divided;
+            ``None``: they count as their products do.
+        divide: Which blocks each stage of a pipeline has; ``None``: stages are balanced, as ours.
+        fragments: Share of the bytes of tensors that the allocator holds besides; ``None``: as :data:`FRAGMENTS` says.
+        unused_logit_bytes: Bytes for each logit that the allocator holds and no tensor of the loss fits in.
+        keeps_reduced: Reduced gradients lie in memory of a stream of their own, which activations cannot use.
+        bucket_bytes: Buffers that gradients are reduced through.
+        source: What says so.
+    """
+
+    states: Callable[[Parameters, Runs, Rules], tuple[States, float]] | None = None
+    is_fused: bool = False
+    keeps_scores: bool = False
+    regathers: bool = False
+    drops_products: float = 0.0
+    logit_bytes: float | None = None
+    embedding_blocks: int | None = None
+    divide: Divide | None = None
+    bucket_bytes: int = 0
+    fragments: float | None = None
+    unused_logit_bytes: int = 0
+    keeps_reduced: bool = False
+    source: str = ""
+
+
+#: Our engine.
+OURS = Accounting(source="spec.memory.footprint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,10 +359,10 @@ def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num
         unused = accounting.unused_logit_bytes * num_logits
         if accounting.keeps_reduced:
             unused += max(rank.states.footprint.gradients - by_category["gradients"], 0)
-        fragments = BESIDE.fragments if accounting.fragments is None else accounting.fragments
-        reserved = int((1 + fragments) * allocated + unused) + BESIDE.workspace
+        fragments = FRAGMENTS if accounting.fragments is None else accounting.fragments
+        reserved = int((1 + fragments) * allocated + unused) + WORKSPACE
         axes = sum(size > 1 for size in (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)) + 1
-        device = reserved + BESIDE.context + axes * BESIDE.communicator
+        device = reserved + CONTEXT + axes * COMMUNICATOR
     return MemoryEstimate(
         allocated_bytes=allocated,
         reserved_bytes=reserved,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardwise.planner.simulated import Span
+from shardwise.planner.estimate import Span
 from shardwise.report.chart import Bar, Chart, Stack, bar_chart, column_chart, fills_of, lane_chart
 from shardwise.report.numbers import seconds, unit_of
 from shardwise.spec.schedule.actions import Kind, Schedule

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 
 from shardwise.planner import Estimate
+from shardwise.planner.estimate import simulated, simulated_spans
 from shardwise.planner.explain import gib, recommendation, seconds, title, why
 from shardwise.planner.memory import num_microbatches
-from shardwise.planner.simulated import simulated, simulated_spans
 from shardwise.report.chart import Stack
 from shardwise.report.page import page
 from shardwise.report.parts import MEMORY, TIME, Figure, memory_timeline, pipeline, stacked, streams

@@ -7,7 +7,7 @@ import os.path
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardwise.planner.simulated import Span
+from shardwise.planner.estimate import Span
 from shardwise.report import parts
 from shardwise.report.chart import Line, Stack, column_chart, fills_of, line_chart
 from shardwise.report.numbers import finite, numbers_of, percent, seconds

@@ -13,8 +13,8 @@ import shardwise as sw
 from shardwise.cost.hardware import Cluster, gpu_of_device
 from shardwise.launch.world import read_world
 from shardwise.planner import Estimate, estimate
+from shardwise.planner.estimate import simulated, simulated_spans
 from shardwise.planner.memory import memory_on
-from shardwise.planner.simulated import simulated, simulated_spans
 from shardwise.sim.step import SimulatedStep
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.text import first_line, printable
