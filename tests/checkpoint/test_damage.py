@@ -18,7 +18,7 @@ from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import CheckpointError
-from tests.checkpoint.threads import cut, even, run_in_threads, sample, whole
+from tests.checkpoint.threads import cut, even, flip, run_in_threads, sample, whole
 from tests.common.ranks import refusal
 
 
@@ -68,9 +68,7 @@ def refused(path, **kwargs):
 @pytest.mark.parametrize("position", range(3))
 def test_a_flipped_bit_is_found(saved, position):
     file = shards(saved)[position]
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(file)
     message = refused(saved)
     assert (
         f"checkpoint {saved} (step 20) is damaged:\n  - {file.name} (rank {position} wrote it): its content" in message
@@ -80,10 +78,7 @@ def test_a_flipped_bit_is_found(saved, position):
 
 
 def test_verification_can_be_left_out_only_on_purpose(saved):
-    file = shards(saved)[0]
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(shards(saved)[0])
     load_all(saved, verify=False)
 
 
@@ -430,10 +425,7 @@ def test_a_file_is_read_once_for_verifying_until_it_changes(saved, monkeypatch):
     read.clear()
     found.verify()
     assert not read
-    file = shards(saved)[0]
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(shards(saved)[0])
     with pytest.raises(CheckpointError, match="its content has the hash"):
         found.verify()
 

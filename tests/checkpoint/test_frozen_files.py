@@ -19,6 +19,7 @@ from shardwise.checkpoint.store import find_latest, retain
 from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError, CommError
 from shardwise.testing import RankFailure, run_on_ranks
+from tests.checkpoint.threads import flip
 from tests.weights.state.test_trainable_state import Block, build
 
 
@@ -91,9 +92,7 @@ def test_a_damaged_or_lost_file_is_named(tmp_path: Path, capsys) -> None:
     run_on_ranks(save, 2, tmp_path, [1], {})
     path = tmp_path / "step-00000001"
     file = min(path.glob("frozen-*"))
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
+    flip(file)
     open_checkpoint(path).check_files()
     assert main(["checkpoint", "verify", str(path)]) == 65
     assert f"{file.name} (rank " in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,3 +142,10 @@ def sample(seed: int = 0) -> dict[str, torch.Tensor]:
         "buffer/count": torch.tensor(7 + seed),
         "buffer/mask": torch.tensor([True, False, True]),
     }
+
+
+def flip(file: Path) -> None:
+    """Change the last bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
