@@ -69,9 +69,6 @@ def test_a_loss_in_chunks_has_no_logits_and_whole_heads(capsys: pytest.CaptureFi
     whole = as_json(capsys, *FIRST, *fixed, "--pp", "1", "--tp", "1")["plans"][0]["memory"]
     found = as_json(capsys, *FIRST, *fixed, "--chunked-loss")["plans"][0]["memory"]
     assert found["device_bytes"] < whole["device_bytes"]
-    code, _, err = run(capsys, *FIRST, "--chunked-loss", "--tp", "2")
-    assert code != 0
-    assert "tp=2 does not go with a loss in chunks" in err
 
 
 def test_a_plan_for_adapters_is_written_for_train(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,6 +183,8 @@ def test_the_momentum_that_was_planned_for_is_written(
 
 
 ONE_PLAN = [*FIRST, "--strategy", "zero3", "--micro-batch", "1", "--activation-checkpointing", "selective"]
+#: Two runs that one pair of constants cannot explain.
+_SAME_CONSTANTS = "41000", "40000,micro_batch=2,recompute=full,seq=4096,global_batch=16"
 
 
 def test_a_measured_run_is_the_first_plan_and_moves_the_times_of_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,32 +243,6 @@ def test_a_measured_run_may_be_of_another_plan_batch_and_number_of_gpus(capsys: 
     other = [*FIRST[:1], "--gpus", "16", *FIRST[3:], "--strategy", "zero3", "--fix", "cp=1", "--tp", "1", "--pp", "1"]
     found = as_json(capsys, *other, "--measured", "41000,gpus=8,micro_batch=1,recompute=selective")
     assert "12.8 s a step of zero3 (1x8, recompute selective), predicted 8.39 s" in found["measured"]["lines"][0]
-    two = [
-        *ONE_PLAN,
-        "--measured",
-        "41000",
-        "--measured",
-        "40000,micro_batch=2,recompute=full,seq=4096,global_batch=16",
-    ]
-    code, _, err = run(capsys, *two)
-    assert code != 0
-    assert "the two measured runs depend on the same constants" in err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("fast", "'fast' is no number of tokens/s, and no folder of a run"),
-        ("410000", "products and attention at 0.923 of the card's peak do not explain that"),
-        ("4100", "those of all GPUs"),
-        ("41000,micro_bach=1", "Did you mean 'micro_batch'?"),
-        ("0", "tokens/s above 0"),
-    ],
-)
-def test_what_no_run_measures_is_refused(capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
-    code, _, err = run(capsys, *ONE_PLAN, "--measured", given)
-    assert code != 0
-    assert message in " ".join(err.split())
 
 
 def test_the_folder_of_a_run_says_its_plan_batch_and_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -316,22 +289,6 @@ def test_where_nothing_fits_the_page_says_what_would(capsys: pytest.CaptureFixtu
     assert "leave offload_policy open, which is fixed to none" in changes
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--measured", "41000", "--largest"), "--measured with --largest"),
-        (("--save-hardware", "mine.json"), "Add for example --measured 41000"),
-    ],
-)
-def test_what_a_measured_run_does_not_go_with_is_refused(
-    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
-) -> None:
-    code, _, err = run(capsys, *ONE_PLAN, *options)
-    assert code == 78
-    assert message in " ".join(err.split())
-    assert not Path("mine.json").exists()
-
-
 def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixture[str]) -> None:
     rows = as_json(capsys, "--largest", "--gpus", "8", "--gpu", "A100-40GB-SXM")
     sizes = {row["strategy"]: row["parameters"] for row in rows if row["saving"] == "nothing recomputed"}
@@ -361,6 +318,19 @@ def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixt
         (["gpt2", "--gpu", "L4", "--precision", "bf17"], "precision='bf17'"),
         (["gpt2", "--gpu", "L4", "--activation-checkpointing", "some"], "activation_checkpointing='some'"),
         (["none.yaml", "--gpu", "L4"], "none.yaml"),
+        (["gpt2", "--gpu", "L4", "--gpus", "12"], "Set --gpus 8 or 16, or --gpus-per-node to a divisor of 12"),
+        (["gpt2", "--gpu", "L4", "--global-batch", "0"], "global_batch=0: expected a whole number of at least 1"),
+        (["gpt2", "--gpu", "L4", "--seq", "0"], "--seq 0: expected a whole number of at least 1"),
+        (["gpt2", "--gpu", "L4", "--optimizer", "lion"], "expected adamw, adam, sgd, sgd-momentum"),
+        ([*FIRST, "--chunked-loss", "--tp", "2"], "tp=2 does not go with a loss in chunks"),
+        ([*ONE_PLAN, "--measured", "fast"], "'fast' is no number of tokens/s, and no folder of a run"),
+        ([*ONE_PLAN, "--measured", "410000"], "products and attention at 0.923 of the card's peak do not explain that"),
+        ([*ONE_PLAN, "--measured", "4100"], "those of all GPUs"),
+        ([*ONE_PLAN, "--measured", "41000,micro_bach=1"], "Did you mean 'micro_batch'?"),
+        ([*ONE_PLAN, "--measured", "0"], "tokens/s above 0"),
+        ([*ONE_PLAN, "--measured", "41000", "--largest"], "--measured with --largest"),
+        ([*ONE_PLAN, "--save-hardware", "mine.json"], "Add for example --measured 41000"),
+        ([*ONE_PLAN, *(f"--measured={each}" for each in _SAME_CONSTANTS)], "depend on the same constants"),
     ],
 )
 def test_mistakes_end_with_78_and_say_what_to_do(
@@ -368,25 +338,8 @@ def test_mistakes_end_with_78_and_say_what_to_do(
 ) -> None:
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (78, "")
-    assert message in err
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--gpus", "0"], "--gpus 0: expected a number above 0"),
-        (["--gpus", "12"], "Set --gpus 8 or 16, or --gpus-per-node to a divisor of 12"),
-        (["--gpus", "8", "--global-batch", "0"], "global_batch=0: expected a whole number of at least 1"),
-        (["--gpus", "8", "--seq", "0"], "--seq 0: expected a whole number of at least 1"),
-        (["--gpus", "8", "--optimizer", "lion"], "expected adamw, adam, sgd, sgd-momentum"),
-    ],
-)
-def test_numbers_that_no_cluster_or_step_has_are_refused(
-    capsys: pytest.CaptureFixture[str], more: list[str], said: str
-) -> None:
-    code, out, err = run(capsys, "gpt2", "--gpu", "L4", *more)
-    assert (code != 0, out) == (True, "")
-    assert said in err
+    assert message in " ".join(err.split())
+    assert not Path("mine.json").exists()
 
 
 @pytest.mark.parametrize(("driver", "count"), [("nvidiactl", 2), ("nvidia0", 2), ("dxg", 2), ("kfd", 2), ("fuse", 0)])

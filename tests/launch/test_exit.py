@@ -93,35 +93,29 @@ def test_without_a_launcher_no_note_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_exception_is_the_cause_and_lost_peers_are_its_victims():
-    notes = [note(0, 1, CLOSED, 1.0), note(1, 1, "ValueError: x", 2.0), note(2, 81, "peer gone", 0.5)]
-    cause = find_cause({n.rank: n for n in notes}, {0: (1, 2.0), 1: (1, 2.0), 2: (81, 2.0)}, None)
-    assert (cause.code, cause.rank, cause.victims) == (1, 1, (0, 2))
-
-
-def test_a_kill_is_the_cause_even_where_peers_noticed_first():
-    cause = find_cause({0: note(0, 1, "OSError: odd", 1.0)}, {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0)}, None)
-    assert (cause.code, cause.rank, cause.signal_number) == (137, 1, 9)
-
-
-def test_a_rank_that_the_launcher_ended_is_never_the_cause():
-    failures = {0: (-signal.SIGTERM, 1.0), 1: (83, 2.0)}
-    assert find_cause({1: note(1, 83, "ranks disagree", 1.5)}, failures, None).rank == 1
-
-
-def test_an_abort_after_an_exception_is_its_consequence_in_time():
-    failures = {0: (-signal.SIGABRT, 3.0), 1: (1, 3.0)}
-    assert find_cause({1: note(1, 1, "ValueError: x", 2.5)}, failures, None).rank == 1
-
-
-def test_a_crash_after_a_clean_end_is_a_crash():
-    cause = find_cause({0: note(0, 0, "finished")}, {0: (-signal.SIGSEGV, 1.0)}, None)
-    assert cause.code == 128 + signal.SIGSEGV
-
-
-def test_what_rank_0_has_said_is_not_said_again_for_another_rank():
-    notes = {0: note(0, 78, time_s=2.0, is_shown=True), 1: note(1, 78, time_s=1.0)}
-    assert find_cause(notes, {1: (78, 2.0)}, None).is_shown
+@pytest.mark.parametrize(
+    ("notes", "failures", "cause"),
+    [
+        (  # the first exception; lost peers are its victims
+            [note(0, 1, CLOSED, 1.0), note(1, 1, "ValueError: x", 2.0), note(2, 81, "peer gone", 0.5)],
+            {0: (1, 2.0), 1: (1, 2.0), 2: (81, 2.0)},
+            {"code": 1, "rank": 1, "victims": (0, 2)},
+        ),
+        (  # a kill, even where peers noticed first
+            [note(0, 1, "OSError: odd", 1.0)],
+            {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0)},
+            {"code": 137, "rank": 1, "signal_number": 9},
+        ),
+        ([note(1, 83, "ranks disagree", 1.5)], {0: (-signal.SIGTERM, 1.0), 1: (83, 2.0)}, {"rank": 1}),
+        ([note(1, 1, "ValueError: x", 2.5)], {0: (-signal.SIGABRT, 3.0), 1: (1, 3.0)}, {"rank": 1}),
+        ([note(0, 0, "finished")], {0: (-signal.SIGSEGV, 1.0)}, {"code": 128 + signal.SIGSEGV}),
+        # what rank 0 has said is not said again for another rank
+        ([note(0, 78, time_s=2.0, is_shown=True), note(1, 78, time_s=1.0)], {1: (78, 2.0)}, {"is_shown": True}),
+    ],
+)
+def test_the_cause_is_the_rank_that_failed_first_by_itself(notes, failures, cause):
+    found = find_cause({n.rank: n for n in notes}, failures, None)
+    assert {name: getattr(found, name) for name in cause} == cause
 
 
 @pytest.mark.parametrize(

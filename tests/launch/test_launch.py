@@ -41,49 +41,64 @@ KUBEFLOW = {
 }
 
 
-def test_no_variables_make_a_world_of_one():
-    assert read_world({}) == World(0, 1, 0, 1, 1, "127.0.0.1", 0, "alone", 0)
-    assert read_world({"RANK": "", "MASTER_ADDR": "x"}).size == 1
-    assert read_world({}).is_single_node
-
-
-def test_torchrun():
-    assert read_world(TORCHRUN) == World(5, 8, 1, 4, 2, "node-a", 1234, "torchrun", 2)
-
-
-def test_torchrun_inside_a_slurm_job_wins():
-    assert read_world(SLURM | TORCHRUN).source == "torchrun"
-
-
-def test_uneven_machines_under_torchrun_keep_the_number_of_agents():
-    world = read_world(TORCHRUN | {"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "3", "RANK": "6", "LOCAL_RANK": "2"})
-    assert (world.num_nodes, world.local_size) == (2, 3)
-
-
-def test_our_own_launcher_needs_no_address():
-    world = read_world(
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "SHARDWISE_RENDEZVOUS_DIR": "/tmp/x",
-            "SHARDWISE_RESTART_COUNT": "3",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-    )
-    assert world == World(1, 2, 1, 2, 1, "127.0.0.1", 0, "launcher", 3)
+OWN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
+TASK_0 = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+UNEVEN = SLURM | {"SLURM_NTASKS": "11", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NNODES": "3"}
 
 
 @pytest.mark.parametrize(
-    ("address", "local_rank", "local_size", "num_nodes"),
-    [("127.0.0.1", 1, 2, 1), ("localhost", 1, 2, 1), ("a", 0, 1, 2)],
+    ("variables", "world"),
+    [
+        ({}, World(0, 1, 0, 1, 1, "127.0.0.1", 0, "alone", 0)),
+        ({"RANK": "", "MASTER_ADDR": "x"}, World()),
+        (TORCHRUN, World(5, 8, 1, 4, 2, "node-a", 1234, "torchrun", 2)),
+        (SLURM | TORCHRUN, World(5, 8, 1, 4, 2, "node-a", 1234, "torchrun", 2)),
+        (  # uneven machines keep the number of agents
+            TORCHRUN | {"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "3", "RANK": "6", "LOCAL_RANK": "2"},
+            World(6, 7, 2, 3, 2, "node-a", 1234, "torchrun", 2),
+        ),
+        (  # our own launcher
+            OWN | {"SHARDWISE_RENDEZVOUS_DIR": "/tmp/x", "SHARDWISE_RESTART_COUNT": "3"},
+            World(1, 2, 1, 2, 1, "127.0.0.1", 0, "launcher", 3),
+        ),
+        *(  # rank and size alone are local on loopback
+            (
+                {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address},
+                World(1, 2, 1, 2, 1, address, 29500, "variables", 0),
+            )
+            for address in ("127.0.0.1", "localhost")
+        ),
+        (  # and one for each machine elsewhere
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+            World(1, 2, 0, 1, 2, "a", 29500, "variables", 0),
+        ),
+        (SLURM, World(5, 8, 1, 4, 2, "gpu07", 15000 + 4242, "slurm", 0)),
+        (TASK_0 | {"SLURM_STEP_ID": ""}, World()),  # a batch script is no rank
+        (TASK_0 | {"SLURM_NTASKS": "1", "SLURM_PTY_PORT": "43349"}, World()),  # nor is a shell; a step of it has ranks
+        (
+            SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "43349"},
+            World(5, 8, 1, 4, 2, "gpu07", 15000 + 4242, "slurm", 0),
+        ),
+        (
+            SLURM | {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "gpu07", "SLURM_LOCALID": "5"},
+            World(5, 8, 5, 8, 1, "127.0.0.1", 15000 + 4242, "slurm", 0),
+        ),
+        (
+            SLURM | {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"},
+            World(5, 7, 1, 3, 2, "gpu07", 15000 + 4242, "slurm", 0),
+        ),
+        (
+            UNEVEN | {"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_NODEID": "2", "SLURM_PROCID": "9"},
+            World(9, 11, 1, 3, 3, "a1", 15000 + 4242, "slurm", 0),
+        ),
+        (
+            SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77", "SLURM_RESTART_COUNT": "1"},
+            World(5, 8, 1, 4, 2, "ib0", 77, "slurm", 1),
+        ),
+    ],
 )
-def test_rank_and_size_alone_are_local_on_loopback_and_one_per_machine_elsewhere(
-    address, local_rank, local_size, num_nodes
-):
-    world = read_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address})
-    assert world == World(1, 2, local_rank, local_size, num_nodes, address, 29500, "variables", 0)
+def test_the_world_that_variables_describe(variables, world):
+    assert read_world(variables) == world
 
 
 @pytest.mark.parametrize("given", [KUBEFLOW, KUBEFLOW | {"RANK": "", "WORLD_SIZE": ""}])
@@ -93,24 +108,10 @@ def test_in_a_pod_of_kubeflow_torchrun_starts_the_ranks(given):
     assert read_world(given | TORCHRUN) == read_world(TORCHRUN)
 
 
-def test_slurm():
-    assert read_world(SLURM) == World(5, 8, 1, 4, 2, "gpu07", 15000 + 4242, "slurm", 0)
-
-
 def test_steps_of_one_slurm_job_do_not_share_a_port():
     ports = [read_world(SLURM | {"SLURM_STEP_ID": str(step)}).master_port for step in range(100)]
     assert len(set(ports)) == 100
     assert all(15000 <= port < 32768 for port in ports)  # from there on the system gives ports away
-
-
-@pytest.mark.parametrize("shell", [{"SLURM_STEP_ID": ""}, {"SLURM_NTASKS": "1", "SLURM_PTY_PORT": "43349"}])
-def test_a_batch_script_and_a_shell_of_slurm_are_no_ranks(shell):
-    assert read_world(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"} | shell) == World()
-
-
-def test_a_step_that_a_shell_of_slurm_starts_has_ranks():
-    world = read_world(SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "43349"})
-    assert (world.rank, world.size) == (5, 8)
 
 
 @pytest.mark.parametrize(
@@ -145,24 +146,6 @@ def see_gpus(monkeypatch, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     return taken
-
-
-def test_slurm_on_one_machine_stays_on_loopback():
-    world = read_world(SLURM | {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "gpu07", "SLURM_LOCALID": "5"})
-    assert (world.master_addr, world.local_size, world.num_nodes) == ("127.0.0.1", 8, 1)
-
-
-def test_slurm_uneven_tasks():
-    uneven = SLURM | {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}
-    assert read_world(uneven).local_size == 3
-    uneven = SLURM | {"SLURM_NTASKS": "11", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NNODES": "3"}
-    uneven |= {"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_NODEID": "2", "SLURM_PROCID": "9"}
-    assert read_world(uneven).local_size == 3
-
-
-def test_slurm_address_and_port_can_be_given():
-    world = read_world(SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77", "SLURM_RESTART_COUNT": "1"})
-    assert (world.master_addr, world.master_port, world.restart_count) == ("ib0", 77, 1)
 
 
 @pytest.mark.parametrize(
