@@ -20,7 +20,6 @@ from shardwise.cost.measured import (
 )
 from shardwise.cost.software import PYTORCH, SOFTWARE
 from shardwise.planner import Cluster, Workload, estimate, rescale
-from shardwise.spec.traffic.matrices import orthogonalization_flops
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 64, 128, 32, 2
 TOKENS = SEQ * BATCH
@@ -190,7 +189,9 @@ def test_with_muon_a_rank_orthogonalizes_half_of_the_matrices_and_exchanges_them
         step(machine(tmp_path), strategy="zero3", optimizer=name).time.by_category["optimizer"]
         for name in ("adamw", "muon")
     )
-    flops = 4 * orthogonalization_flops(HIDDEN, HIDDEN) + 2 * orthogonalization_flops(HIDDEN, 4 * HIDDEN)
+    # Newton-Schulz: five times two products of (s, s) by (s, l) and one of (s, s) by (s, s). Four square matrices, and
+    # two that are four times as long.
+    flops = 5 * HIDDEN**3 * (4 * (4 + 2) + 2 * (4 * 4 + 2))
     held = LAYERS * 12 * HIDDEN**2 / 2
     links = 2 * 2 * held * LINK  # there and back; of a whole buffer of two bytes for each element a rank sends half
     assert muon - adamw == pytest.approx(PRODUCT * LAYERS * flops / 2 + links)

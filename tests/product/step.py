@@ -21,18 +21,27 @@ Without a pipeline the engine accumulates as its strategy does, which ``spec.tra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.spec.chain import balance
 from shardwise.spec.facts import UnitFacts
 from shardwise.spec.memory.footprint import Replicas
 from shardwise.spec.schedule.actions import Kind, Schedule
 from shardwise.spec.traffic.data import Collective, all_reduced_numel, window_trace
-from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, messages
-from shardwise.spec.traffic.tensor import TensorStep
+from tests.parallel.pipeline.messages import Copies, CrossingBytes, messages
+from tests.parallel.tensor.step import TensorStep, gpt_elements
 
 _LOSS_BYTES = 8
+
+
+def gpt_stages(num_layers: int, block_cost: int, head_cost: int, num_stages: int) -> list[list[str]]:
+    """The elements of each balanced stage of our GPT with an untied output projection, by elements of matrices."""
+    elements = gpt_elements(num_layers)
+    starts = balance([0, 0, *[block_cost] * num_layers, 0, head_cost], num_stages)
+    return [elements[start:stop] for start, stop in itertools.pairwise([*starts, len(elements)])]
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class ProductStep:
     Attributes:
         schedule: The step's schedule.
         rank: Coordinate on ``pp``.
-        stages: By stage, names of the modules in it (``spec.chain.gpt_stages``).
+        stages: By stage, names of the modules in it (:func:`gpt_stages`).
         activation_bytes: Bytes that one stage sends to the next for one microbatch.
         units: This rank's units, by number.
         shard_rank: Coordinate on ``dp_shard``.

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.parallel.pipeline.runner import ScheduleRunner
-from shardwise.spec.chain import gpt_stages
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule
 from shardwise.spec.schedule.closed import peak_bytes, peak_held
 from shardwise.testing import Probe, StorageCount, probe, run_on_ranks
 from tests.engine.test_memory import Storages
+from tests.product.step import gpt_stages
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from shardwise.sim.pipeline import SimulatedPipeline
 from shardwise.sim.streams import COMPUTE, Span, Task, Timeline
 from shardwise.spec.schedule.actions import Action, Kind, Schedule
 from shardwise.spec.traffic.data import Collective
-from shardwise.spec.traffic.pipeline import CrossingBytes, action_messages
+from tests.parallel.pipeline.messages import CrossingBytes, action_messages
 
 
 def rank_timeline(

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, distributed
 
 import shardwise as sw
-from shardwise.spec.chain import gpt_elements
 from shardwise.spec.traffic.data import Collective
-from shardwise.spec.traffic.tensor import TensorStep
 from shardwise.testing import Probe, probe, run_on_ranks
 from tests.parallel.context.step import ContextStep
+from tests.parallel.tensor.step import TensorStep, gpt_elements
 from tests.sim.inside import inside
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 24, 33, 8, 2

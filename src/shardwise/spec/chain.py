@@ -150,26 +150,3 @@ def _balance(costs: tuple[int, ...], num_stages: int) -> list[int]:
         place = entry[2]
         starts.append(place)
     return starts
-
-
-def gpt_elements(num_layers: int) -> list[str]:
-    """The modules with parameters that our GPT's forward calls, in order."""
-    blocks = [f"blocks.{index}" for index in range(num_layers)]
-    return ["token_embedding", "position_embedding", *blocks, "final_norm", "lm_head"]
-
-
-def gpt_stages(num_layers: int, block_cost: int, head_cost: int, num_stages: int) -> list[list[str]]:
-    """The elements of each balanced stage of our GPT with an untied output projection.
-
-    Args:
-        num_layers: Blocks.
-        block_cost: Elements of the matrices of one block: multiplications per token.
-        head_cost: Elements of the output projection.
-        num_stages: Stages.
-
-    Raises:
-        PlanError: There are fewer elements that compute than stages.
-    """
-    elements = gpt_elements(num_layers)
-    starts = balance([0, 0, *[block_cost] * num_layers, 0, head_cost], num_stages)
-    return [elements[start:stop] for start, stop in itertools.pairwise([*starts, len(elements)])]

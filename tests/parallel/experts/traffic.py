@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.spec.traffic.data import Collective
-from shardwise.spec.traffic.rows import COUNT_BYTES, local_range
+from shardwise.spec.traffic.rows import local_range
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MixtureTraffic:
     def forward(self) -> Iterator[Collective]:
         """The collectives of a forward, in the order of issue."""
         size, num_experts = len(self.sent), len(self.sent[0])
-        yield self._event((num_experts - num_experts // size) * COUNT_BYTES)
+        yield self._event(8 * (num_experts - num_experts // size))
         yield self._event(self.num_away * self.width * self.item_bytes)
         yield self._event(self.num_foreign * self.width * self.item_bytes)
 

@@ -13,8 +13,8 @@ import shardwise as sw
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.schedule import build
 from shardwise.spec.schedule.closed import peak_held
-from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, messages
 from shardwise.testing import RankFailure, probe, run_on_ranks
+from tests.parallel.pipeline.messages import Copies, CrossingBytes, messages
 
 HIDDEN, SEQ, MICRO_BATCH, NUM_MICROBATCHES = 24, 6, 2, 4
 CASES = (("gpipe", 2, 1), ("1f1b", 2, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 2, 1), ("zb-v", 2, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.spec.traffic.rows import lookup_bytes, row_bounds
+from shardwise.spec.traffic.rows import row_bounds
 from shardwise.testing import probe, run_on_ranks
 
 ROWS, WIDTH, STEPS = 103, 6, 4
@@ -28,6 +29,19 @@ class Recommender(nn.Module):
 
     def forward(self, ids_BN: Tensor) -> Tensor:
         return self.dense(self.table(ids_BN).mean(1)).square().mean()
+
+
+def lookup_bytes(rank: int, asked: Sequence[Sequence[int]], row_bytes: int) -> tuple[int, ...]:
+    """The bytes that a rank sends for a lookup: counts, ids, rows, and in backward gradients of rows.
+
+    Args:
+        rank: The rank.
+        asked: ``asked[r][s]`` is the number of different rows of rank ``s`` that rank ``r`` looks up.
+        row_bytes: Bytes of a row, and of its gradient.
+    """
+    peers = [other for other in range(len(asked)) if other != rank]
+    wanted, answered = sum(asked[rank][other] for other in peers), sum(asked[other][rank] for other in peers)
+    return 8 * len(peers), 8 * wanted, row_bytes * answered, row_bytes * wanted
 
 
 def build() -> Recommender:

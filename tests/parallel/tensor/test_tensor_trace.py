@@ -10,8 +10,8 @@ from torch import Tensor, distributed
 
 import shardwise as sw
 from shardwise.models.transformer import GPT
-from shardwise.spec.traffic.tensor import TensorStep
 from shardwise.testing import probe, run_on_ranks
+from tests.parallel.tensor.step import TensorStep
 
 BATCH, SEQ, HIDDEN, LAYERS = 3, 6, 24, 3
 CASES: dict[str, tuple[dict, dict]] = {

@@ -1,1 +1,1 @@
-"""The collectives of a step, predicted: data, tensor, context and pipeline parallelism, and their products."""
+"""The collectives of a step, predicted: data and context parallelism, experts, and matrices of Muon."""

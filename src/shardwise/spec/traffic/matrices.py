@@ -30,9 +30,3 @@ def exchanged_bytes(held: float, parts: int, replicas: int) -> tuple[float, floa
         WIRE_BYTES * held * (parts - 1) / (parts * replicas),
         WIRE_BYTES * held * (1 - 1 / (parts * replicas)),
     )
-
-
-def orthogonalization_flops(rows: float, columns: float, steps: int = NS_STEPS) -> float:
-    """Operations of Newton-Schulz on one matrix: in each step (s, l) by (l, s), (s, s) by (s, s), (s, s) by (s, l)."""
-    short, long = min(rows, columns), max(rows, columns)
-    return steps * (4 * short * short * long + 2 * short**3)

@@ -15,12 +15,8 @@ Where tokens choose evenly, (ep-1)/ep of the n·k rows travel each time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from shardwise.spec.memory.footprint import own_part
-
-#: Bytes of a count, and of an id, as they travel.
-COUNT_BYTES = ID_BYTES = 8
 
 
 def capacity(factor: float | None, num_tokens: int, num_choices: int, num_experts: int) -> int | None:
@@ -43,16 +39,3 @@ def local_range(num_experts: int, size: int, rank: int) -> tuple[int, int]:
 def row_bounds(num_rows: int, size: int) -> tuple[int, ...]:
     """Rank ``r`` of ``size`` holds the rows from bound ``r`` up to bound ``r + 1``; sizes differ by one at most."""
     return tuple(rank * num_rows // size for rank in range(size + 1))
-
-
-def lookup_bytes(rank: int, asked: Sequence[Sequence[int]], row_bytes: int) -> tuple[int, ...]:
-    """The bytes that a rank sends for a lookup: counts, ids, rows, and in backward gradients of rows.
-
-    Args:
-        rank: The rank.
-        asked: ``asked[r][s]`` is the number of different rows of rank ``s`` that rank ``r`` looks up.
-        row_bytes: Bytes of a row, and of its gradient.
-    """
-    peers = [other for other in range(len(asked)) if other != rank]
-    wanted, answered = sum(asked[rank][other] for other in peers), sum(asked[other][rank] for other in peers)
-    return ID_BYTES * len(peers), ID_BYTES * wanted, row_bytes * answered, row_bytes * wanted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardwise.spec.schedule.actions import Action, Kind, Schedule
 from shardwise.spec.traffic.data import Collective
@@ -38,15 +37,6 @@ class Copies:
     num_bytes: int
 
 
-class Traffic(NamedTuple):
-    """Messages of one rank in one step, and their bytes."""
-
-    sent: int
-    sent_bytes: int
-    received: int
-    received_bytes: int
-
-
 def messages(
     schedule: Schedule,
     rank: int,
@@ -59,7 +49,16 @@ def messages(
 
     In a chain of blocks one tensor of ``batch * sequence * hidden`` elements crosses every boundary: a rank with one
     stage between two others then issues four messages for each microbatch, two of them sent. The headers that announce
-    shapes before the first step with a new kind of batch are not included.
+    shapes before the first step with a new kind of batch are not included. With ``p`` ranks of ``v`` stages each and
+    ``m`` microbatches, activations and gradients together:
+
+    ====================================  ====================  =======================================
+    schedule                              messages of a step    sent by a rank
+    ====================================  ====================  =======================================
+    ``gpipe``, ``1f1b``, ``zb-h1``        2m (p - 1)            m at either end, 2m between
+    ``interleaved-1f1b``                  2m (vp - 1)           m (2v - 1) at either end, 2mv between
+    ``zb-v``                              4m (p - 1)            2m at either end, 4m between
+    ====================================  ====================  =======================================
 
     Args:
         schedule: The step's schedule.
@@ -101,43 +100,3 @@ def copy_messages(copies: Sequence[Copies], rank: int) -> list[Collective]:
             found += [Collective("send", f"copies of {held.name}", held.num_bytes, "pp") for _ in others]
             found += [Collective("receive", f"copies of {held.name}", 0, "pp") for _ in others]
     return found
-
-
-def step_traffic(
-    ranks: Sequence[int], num_microbatches: int, rank: int, crossings: Sequence[Sequence[CrossingBytes]]
-) -> Traffic:
-    """Number and bytes of the messages between stages, in closed form.
-
-    They depend on which rank has which stage, not on the order of the computations. For every microbatch and every
-    stage whose next stage is on another rank, the stage's rank sends the tensors and receives their gradients, and the
-    next stage's rank does the opposite. With one tensor of ``b`` bytes from stage to stage, ``p`` ranks with ``v``
-    stages each and ``m`` microbatches, both directions together:
-
-    ====================================  ====================  =======================================
-    schedule                              messages of a step    sent by a rank
-    ====================================  ====================  =======================================
-    ``gpipe``, ``1f1b``, ``zb-h1``        2m (p - 1)            m at either end, 2m between
-    ``interleaved-1f1b``                  2m (vp - 1)           m (2v - 1) at either end, 2mv between
-    ``zb-v``                              4m (p - 1)            2m at either end, 4m between
-    ====================================  ====================  =======================================
-
-    of ``b`` bytes each. With one rank there are none.
-
-    Args:
-        ranks: The rank of each stage (``Schedule.ranks``).
-        num_microbatches: Microbatches of the step.
-        rank: The rank whose messages are counted.
-        crossings: For each stage but the last, the tensors that it sends to the next.
-    """
-    sent = sent_bytes = received = received_bytes = 0
-    for stage, passed in enumerate(crossings):
-        source, target = ranks[stage], ranks[stage + 1]
-        if source == target or rank not in {source, target}:
-            continue
-        there = [crossing.num_bytes for crossing in passed]
-        back = [crossing.num_bytes for crossing in passed if crossing.has_gradient]
-        out, into = (there, back) if rank == source else (back, there)
-        sent, sent_bytes = sent + len(out), sent_bytes + sum(out)
-        received, received_bytes = received + len(into), received_bytes + sum(into)
-    m = num_microbatches
-    return Traffic(m * sent, m * sent_bytes, m * received, m * received_bytes)

@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.spec.chain import gpt_elements
-from shardwise.spec.errors import PlanError
 from shardwise.spec.traffic.data import Collective, all_reduced_numel
+
+
+def gpt_elements(num_layers: int) -> list[str]:
+    """The modules with parameters that our GPT's forward calls, in order."""
+    blocks = [f"blocks.{index}" for index in range(num_layers)]
+    return ["token_embedding", "position_embedding", *blocks, "final_norm", "lm_head"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,6 @@ class TensorStep:
         is_recomputed: Each block is recomputed in backward, up to the last tensor that backward needs.
         divides_sequence: Sequence parallelism; predicted for blocks without experts.
         has_bias: Whether the model has biases.
-
-    Raises:
-        PlanError: Sequence parallelism with experts.
     """
 
     num_layers: int
@@ -51,13 +52,6 @@ class TensorStep:
     is_recomputed: bool = False
     divides_sequence: bool = False
     has_bias: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse what is not counted."""
-        if self.divides_sequence and self.num_experts:
-            raise PlanError(
-                "TensorStep: sequence parallelism is counted for blocks without experts only.\n  Set num_experts=0."
-            )
 
     def trace(self) -> list[Collective]:
         """In the order of issue."""
