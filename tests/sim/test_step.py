@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.sim.facts import UnitSeconds, simulate_facts
 from shardwise.sim.step import StepUnit, Transfer, simulate_step
-from shardwise.sim.streams import ONE_CORE
+from shardwise.sim.streams import Slowdown
 from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import Replicas
@@ -118,7 +118,7 @@ def test_updates_inside_backward_run_when_the_gradients_are_there():
 def test_overlap_costs_what_the_slowdown_says():
     units = [ROOT, *[block(3, 3)] * 4]
     free = simulate_step(units, PRESETS["zero3"])
-    shared = simulate_step(units, PRESETS["zero3"], slowdown=ONE_CORE)
+    shared = simulate_step(units, PRESETS["zero3"], slowdown=Slowdown(shared=1.0))
     sent = sum(timeline.busy["gather"] + timeline.busy["reduce"] for timeline, _ in free.microbatches)
     assert shared.seconds == pytest.approx(free.by_category["compute"] + sent)  # as if one after the other
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.sim.streams import ONE_CORE, Slowdown, Task, run
+from shardwise.sim.streams import Slowdown, Task, run
 
 
 def times(timeline):
@@ -51,7 +51,7 @@ def test_both_are_slower_while_they_overlap_and_only_then():
 
 
 def test_what_shares_one_core_takes_as_long_as_one_after_the_other():
-    timeline = run([Task("compute", 4.0), Task("gather", 3.0), Task("reduce", 1.0)], ONE_CORE)
+    timeline = run([Task("compute", 4.0), Task("gather", 3.0), Task("reduce", 1.0)], Slowdown(shared=1.0))
     assert [end for _, end in times(timeline)] == pytest.approx([8, 7, 3])
 
 
@@ -60,11 +60,6 @@ def test_transfers_at_the_same_time_divide_the_link():
     assert run(tasks).end_s == 2
     assert run(tasks, Slowdown(divides_link=frozenset({"gather", "reduce"}))).end_s == pytest.approx(4)
     assert run(tasks, Slowdown(divides_link=frozenset({"gather"}))).end_s == 2
-
-
-def test_only_the_streams_that_are_named_slow_computation():
-    tasks = [Task("compute", 4.0), Task("tp", 2.0), Task("up", 4.0)]
-    assert run(tasks, Slowdown(2.0, 1.0, frozenset({"tp"}))).end_s == pytest.approx(5)
 
 
 @st.composite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,6 @@ from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.unit import Unit
 from shardwise.optim.in_backward import optimizers_in_backward
-from shardwise.sim.facts import UnitSeconds, simulate_facts
-from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import describe_cuts, list_alike
 from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT
@@ -342,7 +340,7 @@ def predict(
         num_gradient_buffers=engine.gradients.limit,
         optimizer_tensors=optimizer_tensors,
         has_receive_buffers=engine.comms.gather.device.type == "cpu",
-        replicas=_replicas(engine),
+        replicas=replicas_of(engine),
         accumulations=_accumulations(engine) if num_microbatches is None else planned,
         ignored=ignored_of(engine).specs,
     )
@@ -375,7 +373,8 @@ def _message_bytes(engine: Engine) -> int:
     return held_bytes(messages, rank=comm.rank, size=comm.size, has_receive_buffers=comm.device.type == "cpu")
 
 
-def _replicas(engine: Engine) -> Replicas | None:
+def replicas_of(engine: Engine) -> Replicas | None:
+    """The coordinate on ``dp_replicate`` of sums over it; ``None``: there are none."""
     comms = engine.comms
     if comms.replicate is None:
         return None
@@ -399,7 +398,7 @@ def predict_trace(
             rank=engine.comms.gather.rank,
             stages=_stages(engine),
             is_synchronising=is_synchronising,
-            replicas=_replicas(engine),
+            replicas=replicas_of(engine),
         )
     return before + step_trace(
         unit_facts(engine),
@@ -408,30 +407,7 @@ def predict_trace(
         backward_order=units_in(engine.orders.backward),
         is_synchronising=is_synchronising,
         is_first_of_window=is_first_of_window,
-        replicas=_replicas(engine),
-    )
-
-
-def simulate(
-    engine: Engine,
-    *,
-    is_synchronising: bool = True,
-    is_first_of_window: bool = True,
-    seconds: Callable[[Collective], float] = lambda _collective: 1.0,
-    computation: Callable[[int], UnitSeconds] = lambda _unit: UnitSeconds(),
-) -> Timeline:
-    """The next step on this rank as a timeline (``sim.facts``); of a model without a pipeline, after its first step."""
-    return simulate_facts(
-        unit_facts(engine),
-        rank=engine.comms.gather.rank,
-        forward_order=units_in(engine.orders.forward) or [unit.index for unit in engine.units],
-        backward_order=units_in(engine.orders.backward),
-        is_synchronising=is_synchronising,
-        is_first_of_window=is_first_of_window,
-        replicas=_replicas(engine),
-        num_gradient_buffers=engine.gradients.limit,
-        seconds=seconds,
-        computation=computation,
+        replicas=replicas_of(engine),
     )
 
 

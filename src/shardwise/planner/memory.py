@@ -95,7 +95,6 @@ class MemoryEstimate:
         first_step_bytes: Allocated bytes at the peak of the first step, before whose end there is no optimizer state.
         peak: The moment of the peak.
         stage: Coordinate on ``pp`` of the fullest rank.
-        microbatches_held: Microbatches whose activations that rank holds at once.
     """
 
     allocated_bytes: int
@@ -107,7 +106,6 @@ class MemoryEstimate:
     first_step_bytes: int = 0
     peak: str = ""
     stage: int = 0
-    microbatches_held: float = 1.0
 
 
 def estimate_memory(
@@ -161,7 +159,6 @@ def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
         num_replicas=plan.dp_replicate,
         is_replicated=plan.is_replicated,
         ep=plan.ep,
-        frozen_dtype=compute,
         compute_dtype=compute,
         reduce_dtype=reduce_dtype,
         reshards=default if isinstance(reshard, str) else bool(reshard),
@@ -373,5 +370,4 @@ def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs, num
         first_step_bytes=int(first),
         peak=peak,
         stage=rank.stage.rank,
-        microbatches_held=rank.stage.held,
     )

@@ -70,9 +70,7 @@ class Rules:
         num_replicas: Ranks of ``dp_replicate``.
         is_replicated: Gradients are also summed over ``dp_replicate``.
         ep: Expert-parallel ranks.
-        master_dtype: Dtype of what the optimizer updates.
-        frozen_dtype: Dtype of frozen parameters.
-        compute_dtype: Dtype that units compute in.
+        compute_dtype: Dtype that units compute in, and of frozen parameters. What the optimizer updates is fp32.
         reduce_dtype: Dtype of gradient buffers.
         reshards: Units are released between forward and backward.
         inner_size: Ranks over which they then stay sharded; 0: none.
@@ -93,8 +91,6 @@ class Rules:
     num_replicas: int = 1
     is_replicated: bool = False
     ep: int = 1
-    master_dtype: str = "fp32"
-    frozen_dtype: str = "fp32"
     compute_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
     reshards: bool = True
@@ -115,6 +111,9 @@ class Rules:
         """The library adds up sums itself, and so receives the peers' slices first: Gloo on CPUs."""
         return self.device_type == "cpu"
 
+
+#: Bytes of an element of what the optimizer updates.
+_MASTER_BYTES = 4
 
 #: Runs of equal units: how many, and what one has.
 Runs = tuple[tuple[int, Parameters], ...]
@@ -230,22 +229,21 @@ def _covered_bytes(unit: Parameters, rules: Rules, policy: OffloadPolicy) -> int
     """Bytes of a unit's parameters that the policy keeps on the host where it chooses the unit."""
     trained, frozen = unit.trained + unit.experts, unit.frozen
     covers = [policy.covers(rules.row, is_trainable=is_trainable) for is_trainable in (True, False)]
-    return covers[0] * trained * item_bytes(rules.master_dtype) + covers[1] * frozen * item_bytes(rules.frozen_dtype)
+    return covers[0] * trained * _MASTER_BYTES + covers[1] * frozen * item_bytes(rules.compute_dtype)
 
 
 def merged_runs(root: Parameters, runs: Runs, rules: Rules) -> tuple[tuple[int, int, Parameters], ...]:
     """Runs of units after small neighbours are merged: how many, blocks of each, and what one has."""
-    item = item_bytes(rules.master_dtype)
-    total = item * (root.numel + sum(count * block.numel for count, block in runs))
+    total = _MASTER_BYTES * (root.numel + sum(count * block.numel for count, block in runs))
     limit = rules.merge_limit
     if limit is None:
         limit = default_limit(total, device_type=rules.device_type, num_ranks=rules.shard_size)
     found: list[tuple[int, int, Parameters]] = []
     for place, (count, block) in enumerate(runs):
-        if 2 * item * block.numel > limit:
+        if 2 * _MASTER_BYTES * block.numel > limit:
             found.append((count, 1, block))
             continue
-        chain = [Mergeable(f"{place}.{i}", "", (), item * block.numel) for i in range(count)]
+        chain = [Mergeable(f"{place}.{i}", "", (), _MASTER_BYTES * block.numel) for i in range(count)]
         for names in merge(chain, limit):
             blocks = len(names)
             if found and found[-1][1:] == (blocks, block.times(blocks)):
@@ -266,7 +264,7 @@ def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Seq
         **_reductions(rules),
     )
     for (unit, how), count in zip((root, *((run.unit, run.rules) for run in runs)), (1, *counts), strict=True):
-        spared = count * item_bytes(how.master_dtype) * held_matrices(unit, how)
+        spared = count * _MASTER_BYTES * held_matrices(unit, how)
         is_offloaded = how.offload is not None and how.offload.covers(how.row, is_trainable=True)
         category = "host" if is_offloaded else "optimizer"
         held = replace(held, **{category: getattr(held, category) - spared})
@@ -312,7 +310,7 @@ def held_matrices(unit: Parameters, rules: Rules) -> int:
 def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[GroupFacts, ...]:
     """The groups of a unit: trained parameters, routed experts, frozen ones, those of linear layers by themselves."""
     packed_as = rules.quantization.frozen
-    is_smaller = packed_as != "none" and (packed_as != "bf16" or item_bytes(rules.frozen_dtype) > 2)
+    is_smaller = packed_as != "none" and (packed_as != "bf16" or item_bytes(rules.compute_dtype) > 2)
     packed = unit_parameters.packed if is_smaller else 0
     found = []
     for numel, ep, is_trainable, frozen_as in (
@@ -328,7 +326,7 @@ def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[Gr
 
 @functools.lru_cache(maxsize=4096)
 def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, frozen_as: str) -> GroupFacts:
-    master = rules.master_dtype if is_trainable else rules.frozen_dtype
+    master = "fp32" if is_trainable else rules.compute_dtype
     row = rules.row if is_trainable or rules.row.shards_parameters else PRESETS["ddp"]
     offload, reshards = rules.offload, rules.reshards and (unit > 0 or rules.inner_size > 0)
     is_offloaded = offload is not None and offload.covers(row, is_trainable=is_trainable)

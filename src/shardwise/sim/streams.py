@@ -12,9 +12,9 @@ ended and every task that it names in ``after`` has. Computation is the stream `
     timeline.end_s            # 8.0
     timeline.exposed["gather"]  # 2.0
 
-While ``compute`` and a stream of ``slowdown.communication`` are both busy, both are slower: computation takes
+While ``compute`` and a stream that communicates are both busy, both are slower: computation takes
 ``slowdown.compute`` times as long, communication ``slowdown.transfer`` times: 1.1 to 1.3 on a GPU with NCCL (Galvatron,
-arXiv 2211.13878). Over Gloo a rank of one thread has one core, which computation and messages share (``ONE_CORE``);
+arXiv 2211.13878). Over Gloo a rank of one thread has one core, which computation and messages share;
 ``shardwise calibrate`` measures how far.
 """
 
@@ -65,7 +65,6 @@ class Slowdown(NamedTuple):
     Attributes:
         compute: Factor of computation.
         transfer: Factor of communication.
-        streams: The streams that communicate; empty: all but ``compute``, ``host`` and ``update``.
         divides_link: Streams that have one link between them: two that communicate at the same time get half of it.
         shared: How far streams share one core: of n that are busy each takes ``1 + shared (n - 1)`` times as long. With
             it the other factors do not count.
@@ -73,13 +72,8 @@ class Slowdown(NamedTuple):
 
     compute: float = 1.0
     transfer: float = 1.0
-    streams: frozenset[str] = frozenset()
     divides_link: frozenset[str] = frozenset()
     shared: float = 0.0
-
-    def slows(self, stream: str) -> bool:
-        """Whether a stream communicates."""
-        return stream in self.streams if self.streams else stream not in {COMPUTE, "host", "update"}
 
     def factors(self, num_computing: int, num_sending: int) -> tuple[float, float]:
         """The slowdown of computation and of communication while so many streams are busy."""
@@ -89,7 +83,6 @@ class Slowdown(NamedTuple):
 
 
 NO_SLOWDOWN = Slowdown()
-ONE_CORE = Slowdown(shared=1.0)
 
 
 @dataclass(frozen=True)
@@ -172,7 +165,7 @@ class _Streams:
         self._tasks = tasks
         self._slowdown = slowdown
         self._compute = number.get(COMPUTE, -1)
-        self._sends = [slowdown.slows(name) for name in names]
+        self._sends = [name not in {COMPUTE, "host", "update"} for name in names]
         self._divides = [name in slowdown.divides_link for name in names]
         self._stream_of = [number[task.stream] for task in tasks]
         self._queues: list[deque[int]] = [deque() for _ in names]

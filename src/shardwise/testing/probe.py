@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.api.summary import predict, predict_trace, simulate, unit_facts
+from shardwise.api.summary import predict, predict_trace, replicas_of, unit_facts
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.extensions import safety
 from shardwise.engine.group import Group
@@ -37,7 +37,7 @@ from shardwise.engine.unit import State, Unit
 from shardwise.measure.storage import held_bytes
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.parallel.tensor.apply import take
-from shardwise.sim.facts import UnitSeconds
+from shardwise.sim.facts import UnitSeconds, simulate_facts
 from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import UnitFacts
@@ -377,8 +377,14 @@ class Probe:
             seconds: How long a collective takes alone.
             computation: What a unit computes, and the collectives inside it, by the unit's number.
         """
-        return simulate(
-            self._engine,
+        engine = self._engine
+        return simulate_facts(
+            self.unit_facts,
+            rank=engine.comms.gather.rank,
+            forward_order=units_in(engine.orders.forward) or [unit.index for unit in engine.units],
+            backward_order=units_in(engine.orders.backward),
+            replicas=replicas_of(engine),
+            num_gradient_buffers=engine.gradients.limit,
             is_synchronising=is_synchronising,
             is_first_of_window=is_first_of_window,
             seconds=seconds,

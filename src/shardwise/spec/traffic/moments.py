@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from shardwise.spec.facts import UnitFacts
 from shardwise.spec.order import Ahead, units_ahead
 
 
@@ -51,41 +52,19 @@ class Moment(NamedTuple):
     is_last: bool = True
 
 
-class UnitMoves(Protocol):
-    """The properties of a unit that moves need; ``UnitFacts`` and :class:`Moves` have them."""
-
-    @property
-    def name(self) -> str:
-        """The unit's name."""
-
-    @property
-    def family(self) -> Collection[int]:
-        """Numbers of the units that enclose it, that it encloses, and its own."""
-
-    @property
-    def recomputed_in(self) -> str | None:
-        """Name of a module around the unit that is recomputed in backward."""
-
-    @property
-    def ahead(self) -> tuple[Ahead, Ahead]:
-        """Units that are gathered ahead while this one computes, in forward and in backward."""
-
-    @property
-    def is_released(self) -> bool:
-        """Its parameters are released between forward and backward."""
-
-    @property
-    def is_freed(self) -> bool:
-        """Its parameters are released after backward."""
-
-    @property
-    def is_trained(self) -> bool:
-        """Its gradients are reduced."""
-
-
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """A unit of which nothing else is known; fields as in :class:`UnitMoves`."""
+    """The properties of a unit by which it moves, where nothing else of it is known; ``UnitFacts`` has them too.
+
+    Attributes:
+        name: The unit's name.
+        family: Numbers of the units that enclose it, that it encloses, and its own.
+        recomputed_in: Name of a module around the unit that is recomputed in backward.
+        ahead: Units that are gathered ahead while this one computes, in forward and in backward.
+        is_released: Its parameters are released between forward and backward.
+        is_freed: Its parameters are released after backward.
+        is_trained: Its gradients are reduced.
+    """
 
     name: str
     family: Collection[int]
@@ -113,7 +92,7 @@ class Walk:
 
     def __init__(
         self,
-        units: Mapping[int, UnitMoves],
+        units: Mapping[int, Moves] | Mapping[int, UnitFacts],
         *,
         num_phases: int = 1,
         num_left: int = 0,
