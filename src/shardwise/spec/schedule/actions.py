@@ -116,7 +116,8 @@ class Schedule:
     def order(self) -> tuple[Ordered, ...]:
         """The computations of all ranks in an order in which each comes after what it takes.
 
-        Empty where there are messages, or where ranks wait for each other in a circle.
+        Raises:
+            PlanError: The ranks wait for each other in a circle, or for something that no rank computes.
         """
         return _ordered(self)
 
@@ -177,16 +178,15 @@ class Ordered(NamedTuple):
 
 def _ordered(schedule: Schedule) -> tuple[Ordered, ...]:
     """Ranks take turns; each goes on until it has to wait for another."""
-    if any(action.kind in _MESSAGES for actions in schedule.actions for action in actions):
-        return ()
     found: list[Ordered] = []
     places: dict[tuple[bool, int, int], int] = {}  # of results: of a forward or a backward, stage, microbatch
     next_of = [0] * schedule.num_ranks
-    total = sum(len(actions) for actions in schedule.actions)
+    computed = [schedule.computations(rank) for rank in range(schedule.num_ranks)]
+    total = sum(map(len, computed))
     ranks, num_stages, kinds = schedule.ranks, schedule.num_stages, list(Kind)
     while len(found) < total:
         before = len(found)
-        for rank, actions in enumerate(schedule.actions):
+        for rank, actions in enumerate(computed):
             while next_of[rank] < len(actions):
                 action = actions[next_of[rank]]
                 stage, is_forward = action.stage, action.kind is Kind.FORWARD
@@ -202,8 +202,18 @@ def _ordered(schedule: Schedule) -> tuple[Ordered, ...]:
                 found.append(Ordered(rank, action, kinds.index(action.kind), source, sender))
                 next_of[rank] += 1
         if len(found) == before:
-            return ()
+            check_done(schedule.name, "buffered", [all_[n:] for all_, n in zip(computed, next_of, strict=True)])
     return tuple(found)
+
+
+def check_done(name: str, sends: str, left: Sequence[Sequence[Action]]) -> None:
+    """Refuse a schedule of whose ranks one has actions left, with sends that are ``blocking`` or ``buffered``."""
+    waiting = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions]
+    if waiting:
+        raise PlanError(
+            f"schedule {name!r} does not end with {sends} sends: ranks wait for each other.\n"
+            f"  They stand at: {'; '.join(waiting)}."
+        )
 
 
 def looped_ranks(pp: int, num_virtual_stages: int) -> tuple[int, ...]:

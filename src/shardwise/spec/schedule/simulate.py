@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.schedule.actions import Action, Kind, Schedule
+from shardwise.spec.schedule.actions import Action, Kind, Schedule, check_done
 
 #: A computation: its kind, stage and microbatch.
 Key = tuple[Kind, int, int]
@@ -140,22 +140,18 @@ def simulate(
     schedule: Schedule,
     durations: Durations | Sequence[Durations],
     *,
-    is_blocking: bool = False,
     exceptions: Mapping[Key, Fraction | float] = MappingProxyType({}),
     earliest: Mapping[Key, Fraction | float] = MappingProxyType({}),
 ) -> Timing:
-    """Run a schedule.
+    """Run a schedule. Neither sends nor receives wait; a computation waits until its inputs have arrived.
 
     Args:
-        schedule: A schedule with or without messages: a computation waits for its inputs in either case.
+        schedule: A schedule with or without messages.
         durations: Durations of computations and messages; one for all stages, or one for each. What a stage sends takes
             its own ``communication``.
         exceptions: Durations of computations that take another time than others of their stage, by kind, stage and
             microbatch.
-        earliest: When computations can begin that wait for something besides. Sends must not block then, and the order
-            of computations must be known (``Schedule.order``).
-        is_blocking: A send waits until its receive is reached and has taken ``communication``, and a receive for its
-            send (rendezvous). Otherwise neither waits; a computation waits until its inputs have arrived.
+        earliest: When computations can begin that wait for something besides.
 
     Raises:
         PlanError: The ranks wait for each other in a circle, or for something that no rank computes.
@@ -166,11 +162,8 @@ def simulate(
     unit = _unit(itertools.chain(others.values(), begins.values(), *(stage.all for stage in set(stages))))
     ticks = {stage: {kind: stage.ticks(kind, unit) for kind in Kind} for stage in set(stages)}
     took = {key: int(seconds / unit) for key, seconds in others.items()}
-    held = [ticks[stage] for stage in stages]
-    if not is_blocking and schedule.order:
-        return _in_order(schedule, held, unit, took, {key: int(seconds / unit) for key, seconds in begins.items()})
-    assert not begins
-    return _Run(schedule, held, unit, is_blocking=is_blocking, took=took).timing()
+    starts = {key: int(seconds / unit) for key, seconds in begins.items()}
+    return _in_order(schedule, [ticks[stage] for stage in stages], unit, took, starts)
 
 
 def _in_order(
@@ -180,7 +173,6 @@ def _in_order(
     took: Mapping[Key, int],
     begins: Mapping[Key, int],
 ) -> Timing:
-    """A schedule without messages, whose order of computations is known, runs: as :class:`_Run` finds it."""
     unusual = {microbatch for _, _, microbatch in (*took, *begins)}
     held_up: dict[Key, int] = {}
     lasts = [[each[kind] for kind in Kind] for each in ticks]
@@ -207,116 +199,28 @@ def _in_order(
 
 def without_delays(schedule: Schedule, timing: Timing) -> Timing:
     """The same computations with their measured durations, if messages and gaps between computations took no time."""
-    took = {(action.kind, action.stage, action.microbatch): end - start for start, end, action in _all(timing)}
-    no_time = dict.fromkeys(Kind, 0)
-    run = _Run(schedule, [no_time] * schedule.num_stages, Fraction(1), is_blocking=False, took=took).timing()
-    return Timing(run.spans, timing.unit)
+    computations = itertools.chain.from_iterable(timing.spans)
+    took = {(action.kind, action.stage, action.microbatch): end - start for start, end, action in computations}
+    return _in_order(schedule, [dict.fromkeys(Kind, 0)] * schedule.num_stages, timing.unit, took, {})
 
 
-def _all(timing: Timing) -> Iterator[Span]:
-    return itertools.chain.from_iterable(timing.spans)
-
-
-class _Run:
-    """Ranks take turns; each advances until it has to wait for another."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        ticks: Sequence[Mapping[Kind, int]],
-        unit: Fraction,
-        *,
-        is_blocking: bool,
-        took: Mapping[Key, int],
-    ) -> None:
-        self._schedule = schedule
-        self._took = took
-        self._ticks = ticks
-        self._unit = unit
-        self._is_blocking = is_blocking
-        self._clock = [0 for _ in schedule.actions]
-        self._place = [0 for _ in schedule.actions]
-        self._spans: list[list[Span]] = [[] for _ in schedule.actions]
-        self._made_at: dict[Key, int] = {}
-
-    def timing(self) -> Timing:
-        while True:
-            places = list(self._place)
-            for rank in range(len(self._clock)):
-                while self._advance(rank):
-                    pass
-            if places == self._place:
-                break
-        waiting = [
-            f"rank {rank} at {actions[place]}"
-            for rank, (actions, place) in enumerate(zip(self._schedule.actions, self._place, strict=True))
-            if place < len(actions)
-        ]
-        if waiting:
-            how = "blocking sends" if self._is_blocking else "buffered sends"
-            raise PlanError(
-                f"schedule {self._schedule.name!r} does not end with {how}: ranks wait for each other.\n"
-                f"  They stand at: {'; '.join(waiting)}."
-            )
-        return Timing(tuple(tuple(spans) for spans in self._spans), self._unit)
-
-    def _advance(self, rank: int) -> bool:
-        actions = self._schedule.actions[rank]
-        if self._place[rank] == len(actions):
-            return False
-        action = actions[self._place[rank]]
-        if action.kind.is_message:
-            return self._pass(rank, action)
-        ready = self._ready(action)
-        if ready is None:
-            return False
-        start = max(self._clock[rank], ready)
-        key = action.kind, action.stage, action.microbatch
-        end = start + self._took.get(key, self._ticks[action.stage][action.kind])
-        self._spans[rank].append(Span(start, end, action))
-        self._made_at[key] = end
-        self._clock[rank] = end
-        self._place[rank] += 1
-        return True
-
-    def _ready(self, action: Action) -> int | None:
-        """When all inputs of a computation are there; ``None``: not known yet."""
-        stage, j = action.stage, action.microbatch
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            return self._made_at.get((Kind.BACKWARD_INPUT, stage, j))
-        is_forward = action.kind is Kind.FORWARD
-        source = stage - 1 if is_forward else stage + 1
-        own = 0 if is_forward else self._made_at.get((Kind.FORWARD, stage, j))
-        if own is None or not 0 <= source < self._schedule.num_stages:
-            return own
-        made_at = self._made(source, j, is_forward=is_forward)
-        if made_at is None:
-            return None
-        ranks = self._schedule.ranks
-        travels = ranks[source] != ranks[stage] and not self._is_blocking
-        return max(own, made_at + (self._ticks[source][Kind.SEND_ACTIVATION] if travels else 0))
-
-    def _made(self, stage: int, microbatch: int, *, is_forward: bool) -> int | None:
-        if is_forward:
-            return self._made_at.get((Kind.FORWARD, stage, microbatch))
-        whole = self._made_at.get((Kind.BACKWARD, stage, microbatch))
-        return self._made_at.get((Kind.BACKWARD_INPUT, stage, microbatch)) if whole is None else whole
-
-    def _pass(self, rank: int, action: Action) -> bool:
-        """Advance past one end of a message; with blocking sends past both, once both ranks are there."""
-        if not self._is_blocking:
-            self._place[rank] += 1
-            return True
-        peer = action.peer
-        assert peer is not None  # a message has two ends
-        theirs = self._schedule.actions[peer]
-        if self._place[peer] == len(theirs) or theirs[self._place[peer]] != _other_end(action, rank):
-            return False
-        done = max(self._clock[rank], self._clock[peer]) + self._ticks[action.stage][action.kind]
-        for end in (rank, peer):
-            self._clock[end] = done
-            self._place[end] += 1
-        return True
+def _check_ends(schedule: Schedule) -> None:
+    """With sends and receives that wait for each other (rendezvous) all ranks reach their end."""
+    places, has_moved = [0] * schedule.num_ranks, True
+    while has_moved:
+        has_moved = False
+        for rank, actions in enumerate(schedule.actions):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                if action.peer is not None:
+                    theirs, place = schedule.actions[action.peer], places[action.peer]
+                    if place == len(theirs) or theirs[place] != _other_end(action, rank):
+                        break
+                    places[action.peer] += 1
+                places[rank] += 1
+                has_moved = True
+    left = [actions[place:] for actions, place in zip(schedule.actions, places, strict=True)]
+    check_done(schedule.name, "blocking", left)
 
 
 def _other_end(action: Action, rank: int) -> Action:
@@ -355,7 +259,7 @@ def check(schedule: Schedule) -> None:
                 f" {expected[action]}."
             )
         _check_order(schedule, rank)
-    simulate(schedule, Durations(), is_blocking=True)
+    _check_ends(schedule)
 
 
 def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
