@@ -108,16 +108,6 @@ def test_units_inside_a_recomputed_module_are_there_together() -> None:
     assert seen.held_bytes()["gathered"] == seen.predicted_bytes()["gathered"]
 
 
-def test_fields_of_earlier_versions_say_what_they_mean_now() -> None:
-    plan = ParallelPlan(gathered_slots=3, backward_prefetch=1, keep_buffers=True)
-    assert plan.prefetch == (2, 1)
-    assert any("gathered_slots=3 is forward_prefetch=2" in note for note in plan.notes)
-    assert any("keep_buffers=True has no effect" in note for note in plan.notes)
-    for fields in ({"gathered_slots": 0}, {"gathered_slots": "one"}, {"keep_buffers": "no"}):
-        with pytest.raises(PlanError, match=f"{next(iter(fields))}="):
-            ParallelPlan(**fields)
-
-
 # -- how many units are gathered ahead
 
 

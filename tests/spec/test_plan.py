@@ -48,9 +48,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "merge_units",
         "forward_prefetch",
         "backward_prefetch",
-        "gathered_slots",
         "gradient_buffers",
-        "keep_buffers",
         "sync",
         "sync_buffers",
         "compile",
@@ -225,10 +223,3 @@ def test_sequence_parallelism_needs_ranks_to_divide_over() -> None:
 def test_what_does_not_go_with_experts_is_refused(options: dict, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         ParallelPlan(**options)
-
-
-def test_slots_of_earlier_plans_become_units_ahead_as_far_as_packed_gathers_go() -> None:
-    assert ParallelPlan(gathered_slots=3).prefetch == (2, 2)
-    assert ParallelPlan(gathered_slots=1).prefetch == (0, 0)
-    for packed in ({"quantized_gather": "int8"}, {"quantize_frozen": "int8"}):
-        assert ParallelPlan(gathered_slots=3, **packed).prefetch == (1, 1)

@@ -118,11 +118,9 @@ class ParallelPlan:
             has recorded. ``"auto"``: one. More hide slow gathers behind several small units; each one ahead takes the
             memory of one more gathered unit. 0 takes the least memory, and every gather is waited for.
         backward_prefetch: The same in backward.
-        gathered_slots: Of earlier versions. A number n means ``forward_prefetch`` and ``backward_prefetch`` of n - 1.
         gradient_buffers: Most full-size gradient buffers in use at once. With 1 or 2 the reduction of the unit before
             is waited for when backward leaves a unit, before its gradients are collected; with n > 2 those of n - 2
             more units may still be on their way.
-        keep_buffers: Of earlier versions, without effect: memory is freed when it is not in use.
         sync: Where ranks have different weights: ``"warn"`` sends rank 0's and warns once, ``"error"`` refuses,
             ``"rank0"`` sends rank 0's; the other ranks may then hold meta tensors.
         sync_buffers: What happens to buffers that each rank has changed, such as running statistics of batch norm,
@@ -165,9 +163,7 @@ class ParallelPlan:
     merge_units: str | bool | int = "auto"
     forward_prefetch: str | int = "auto"
     backward_prefetch: str | int = "auto"
-    gathered_slots: str | int = "auto"
     gradient_buffers: int = 2
-    keep_buffers: str | bool = "auto"
     sync: str = "warn"
     sync_buffers: str = "auto"
     compile: bool = False
@@ -215,20 +211,6 @@ class ParallelPlan:
             if note is not None:
                 self._set(name, value)
                 notes.append(note)
-        if is_positive(self.gathered_slots):
-            ahead = int(self.gathered_slots) - 1
-            if self.quantize_frozen != "none" or self.quantized_gather != "none":
-                ahead = min(ahead, 1)  # packed gathers use one buffer in turn
-            notes.append(
-                f"gathered_slots={self.gathered_slots} is forward_prefetch={ahead} and backward_prefetch={ahead}"
-            )
-            self._set("gathered_slots", "auto")
-            for name in ("forward_prefetch", "backward_prefetch"):
-                if getattr(self, name) == "auto":
-                    self._set(name, ahead)
-        if isinstance(self.keep_buffers, bool):
-            notes.append(f"keep_buffers={self.keep_buffers} has no effect: memory is freed when it is not in use")
-            self._set("keep_buffers", "auto")
         self._set("_notes", tuple(notes))
 
     def _check_degrees(self) -> None:
@@ -263,9 +245,6 @@ class ParallelPlan:
                 f"merge_units={self.merge_units!r}: expected 'auto', False or a number of bytes.\n"
                 "  Use False to keep every unit by itself."
             )
-        for name in ("gathered_slots", "keep_buffers"):
-            if getattr(self, name) != "auto":
-                raise PlanError(f"{name}={getattr(self, name)!r}: this field has no effect any more.\n  Leave it out.")
         self._check_prefetch()
         if not is_positive(self.gradient_buffers):
             raise PlanError(
@@ -443,15 +422,11 @@ class ParallelPlan:
                 )
             if value == "auto" or value < 2:
                 continue
-            if self._gathers_packed:
+            if self.quantized_gather != "none" or self.quantize_frozen != "none":
                 raise PlanError(
                     f"{name}={value} with quantized parameters: packed gathers use one receive buffer in turn.\n"
                     f"  Leave {name} at 'auto', or quantized_gather and quantize_frozen at 'none'."
                 )
-
-    @property
-    def _gathers_packed(self) -> bool:
-        return self.quantized_gather != "none" or self.quantize_frozen != "none"
 
     @property
     def prefetch(self) -> tuple[int, int]:

@@ -3,9 +3,9 @@
 No torch.
 """
 
-from shardwise.spec.shape.decoder import gpt_shape
 from shardwise.spec.shape.families import FAMILIES, from_config
 from shardwise.spec.shape.find import find_shape
+from shardwise.spec.shape.gpt import gpt_shape
 from shardwise.spec.shape.model import Attention, Block, Experts, Latent, Mlp, ModelShape
 from shardwise.spec.shape.names import KNOWN, known_shape
 

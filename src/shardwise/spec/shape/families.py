@@ -323,13 +323,14 @@ def _plain_block(
     is_causal: bool,
     bias: bool = True,
     qkv_bias: bool = True,
+    mlp_bias: bool = True,
     has_rotary: bool = False,
     is_fused: bool = False,
     activation: str = "gelu",
     attention_dropout: float | None = 0.0,
     dropout: float | None = 0.0,
 ) -> Block:
-    """A block of GPT-2, NeoX, BERT or ViT: layer norms, one projection up, biases."""
+    """A block of GPT-2, NeoX, OPT, BERT or ViT: layer norms, one projection up, biases."""
     return Block(
         attention=Attention(
             heads=heads,
@@ -342,7 +343,7 @@ def _plain_block(
             is_fused=is_fused,
             has_dropout=bool(attention_dropout),
         ),
-        feed_forward=Mlp(ffn=ffn, has_bias=True, activation=activation),
+        feed_forward=Mlp(ffn=ffn, has_bias=mlp_bias, activation=activation),
         has_norm_bias=True,
         norm="layer",
         has_dropout=bool(dropout),
@@ -413,19 +414,17 @@ def _opt(config: Config, name: str) -> ModelShape:
             f"{name}: OPT with projected embeddings or norms after each part (350m alone has them) is not known.\n"
             "  Pass the model itself to sw.trace_model(), which runs it on meta tensors."
         )
-    block = Block(
-        attention=Attention(
-            heads=heads,
-            head_dim=h // heads,
-            kv_heads=heads,
-            has_qkv_bias=bias,
-            has_out_bias=bias,
-            has_dropout=bool(config.get("attention_dropout")),
-        ),
-        feed_forward=Mlp(ffn=config["ffn_dim"], has_bias=bias, activation=_activation(config, "relu")),
-        has_norm_bias=True,
-        norm="layer",
-        has_dropout=bool(config.get("dropout", 0.1)),
+    block = _plain_block(
+        h,
+        heads,
+        config["ffn_dim"],
+        is_causal=True,
+        bias=bias,
+        qkv_bias=bias,
+        mlp_bias=bias,
+        activation=_activation(config, "relu"),
+        attention_dropout=config.get("attention_dropout"),
+        dropout=config.get("dropout", 0.1),
     )
     positions = config["max_position_embeddings"] + 2  # the first two are never read
     return _causal(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.shape.model import Attention, Block, Experts, Mlp, ModelShape
 from shardwise.spec.text import did_you_mean
 
 #: Mixtral's choice. Another value without experts is refused, because it would do nothing.
@@ -155,3 +156,39 @@ def gpt_config(preset: str | GPTConfig, **overrides: Any) -> GPTConfig:
         lines = "".join(f"  - {name!r}{_meant(name, fields)}\n" for name in unknown)
         raise ConfigError(f"the model's configuration has {_count(unknown, 'unknown field')}:\n{lines}".rstrip())
     return dataclasses.replace(base, **overrides)
+
+
+def gpt_shape(config: GPTConfig, name: str = "gpt") -> ModelShape:
+    """The shape of our GPT (``sw.models.gpt``)."""
+    h, bias = config.hidden, config.bias
+    mlp = Mlp(ffn=config.ffn_hidden, has_bias=bias, activation="gelu")
+    block = Block(
+        attention=Attention(
+            heads=config.num_heads,
+            head_dim=config.head_dim,
+            kv_heads=config.num_heads,
+            has_qkv_bias=bias,
+            has_out_bias=bias,
+            is_fused=True,
+            has_dropout=config.dropout > 0,
+        ),
+        feed_forward=Experts(count=config.num_experts, per_token=config.experts_per_token, mlp=mlp)
+        if config.num_experts
+        else mlp,
+        has_norm_bias=bias,
+        norm="layer",
+        has_dropout=config.dropout > 0,
+    )
+    return ModelShape(
+        name=name,
+        family="gpt",
+        hidden=h,
+        vocab=config.vocab_size,
+        stacks=((config.num_layers, block),),
+        seq_len=config.seq_len,
+        embedding=(config.vocab_size + config.seq_len) * h,
+        head=(1 + bias) * h + (0 if config.tied else config.vocab_size * h),
+        is_tied=config.tied,
+        norm="layer",
+        has_dropout=config.dropout > 0,
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from shardwise.spec.errors import ConfigError
 from shardwise.spec.granularity import round_up
 
 
@@ -307,15 +308,37 @@ class ModelShape:
         Raises:
             ConfigError: A value is no whole number of at least 1, or does not divide.
         """
-        return _above("decoder").decoder(
-            layers=layers,
+        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq_len": seq_len}
+        kv_heads = sizes["kv_heads"] = heads if kv_heads is None else kv_heads
+        problems = [
+            f"{name}={value!r}; expected a whole number of at least 1"
+            for name, value in (sizes if ffn is None else sizes | {"ffn": ffn}).items()
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ]
+        if not problems and hidden % heads:
+            problems.append(f"heads={heads} does not divide hidden={hidden}")
+        if not problems and heads % kv_heads:
+            problems.append(f"kv_heads={kv_heads} does not divide heads={heads}")
+        if problems:
+            raise ConfigError("ModelShape.decoder:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        ffn = 4 * hidden if ffn is None else ffn
+        if not gated and kv_heads == heads:
+            gpt = _above("gpt")
+            sizes = {"num_layers": layers, "hidden": hidden, "num_heads": heads, "vocab_size": vocab}
+            return gpt.gpt_shape(gpt.GPTConfig(**sizes, seq_len=seq_len, ffn=ffn, tied=tied), "decoder")
+        block = Block(
+            attention=Attention(heads=heads, head_dim=hidden // heads, kv_heads=kv_heads, has_rotary=True),
+            feed_forward=Mlp(ffn=ffn, is_gated=gated, activation="silu" if gated else "gelu"),
+        )
+        return cls(
+            name="decoder",
+            family="llama",
             hidden=hidden,
-            heads=heads,
             vocab=vocab,
+            stacks=((layers, block),),
             seq_len=seq_len,
-            kv_heads=heads if kv_heads is None else kv_heads,
-            ffn=4 * hidden if ffn is None else ffn,
-            is_gated=gated,
+            embedding=vocab * hidden,
+            head=hidden + (0 if tied else vocab * hidden),
             is_tied=tied,
         )
 
