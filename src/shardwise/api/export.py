@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ def write_folder(
             f"{printable(path)} was not written: {error.strerror or error}.\n  Free space, or name another folder."
         ) from error
     finally:
-        _remove(part)
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _fill(
@@ -204,10 +205,3 @@ def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_dir():
-        for each in folder.iterdir():
-            each.unlink()
-        folder.rmdir()

@@ -15,8 +15,8 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.api.shard import finish, nest, start, unit_maker
 from shardwise.comm.axes import Comms, Place
+from shardwise.comm.base import Done
 from shardwise.engine import build
-from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions import batch_norm, precision
 from shardwise.engine.extensions.wrap import assign_parameters, check_parameters, refuse_max_norm
@@ -151,7 +151,7 @@ def fully_shard(
         engine.extras.guards.insert(0, _Rootless.refuse)
     finish(root, engine, lambda: place.open_samples(device), sync_buffers="none")
     for part in modules.values():
-        _add_methods(part)
+        part.__dict__.update({name: _UnitMethod(part, name) for name in _METHODS})
     return module
 
 
@@ -180,7 +180,9 @@ class _Rootless:
         )
 
 
-def _check_for_several(root: nn.Module, own: Sequence[OwnedParameter], device: torch.device, num_ranks: int) -> None:
+def _check_for_several(
+    root: nn.Module, own: Sequence[build.OwnedParameter], device: torch.device, num_ranks: int
+) -> None:
     batch_norm.check(root, device, num_ranks, "sw.fully_shard()")
     if num_ranks > 1:
         refuse_max_norm(own)
@@ -381,18 +383,6 @@ _METHODS = (
 )
 
 
-def _add_methods(module: nn.Module) -> None:
-    for name in _METHODS:
-        module.__dict__[name] = _UnitMethod(module, name)
-
-
-class _Gathered:
-    """The handle that ``unshard(async_op=True)`` returns: the unit is already gathered."""
-
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
-
-
 class _UnitMethod(Uncopyable):
     """A method that ``fully_shard`` adds to a module; it holds the module by weak reference.
 
@@ -411,9 +401,9 @@ class _UnitMethod(Uncopyable):
             return None
         return getattr(self, f"_{self._name}")(attachment.engine, attachment.unit, *args, **kwargs)
 
-    def _unshard(self, engine: Engine, unit: Unit, async_op: bool = False) -> _Gathered | None:  # noqa: FBT001, FBT002 - FSDP2's
+    def _unshard(self, engine: Engine, unit: Unit, async_op: bool = False) -> Done | None:  # noqa: FBT001, FBT002 - FSDP2's
         engine.unshard_now(unit)
-        return _Gathered() if async_op else None
+        return Done() if async_op else None  # the unit is gathered already
 
     def _reshard(self, engine: Engine, unit: Unit) -> None:
         engine.reshard_now(unit)

@@ -196,7 +196,7 @@ def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *
     """
     buffers = BufferSync(model, sync_buffers, engine.comms.control, ignored_of(engine).buffers)
     engine.extras.add(buffers, is_first=True)
-    engine.extras.before_state.insert(0, buffers.sync_now)
+    engine.extras.before_state.insert(0, buffers.sync)
     batch_norm.connect(model, open_samples)
     if engine.comms.num_ranks > 1:
         keep_in_step(model)

@@ -386,9 +386,6 @@ class Comm(Recorder, ABC):
         value = torch.zeros(1, dtype=torch.int64, device=self.host.device)
         self.host.all_reduce(value, unit="barrier").wait()
 
-    def close(self) -> None:
-        """Release threads and connections. The Comm must not be used afterwards."""
-
     # -- what transports share
 
     def _start(
@@ -477,10 +474,6 @@ class Wrapper(Comm):
     def held_bytes(self) -> int:
         """As :attr:`Comm.held_bytes`."""
         return self._inner.held_bytes
-
-    def close(self) -> None:
-        """Close the other Comm."""
-        self._inner.close()
 
     def record(self, events: list[CollectiveEvent] | None = None) -> Any:
         """As :meth:`Comm.record`."""

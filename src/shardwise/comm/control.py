@@ -76,7 +76,8 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
     rows[comm.rank, : text.numel()] = text
     moved = rows.to(comm.device).view(-1)
     comm.all_gather(moved, unit="control").wait()
-    return _rows(moved, lengths)
+    texts = moved.cpu().view(comm.size, -1)
+    return [_decoded(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 
 
 def gather_json(comm: Comm, value: Any) -> list[Any]:
@@ -149,12 +150,6 @@ def _encoded(value: Any) -> Tensor:
 
 def _decoded(text: Tensor) -> Any:
     return json.loads(text.cpu().numpy().tobytes())
-
-
-def _rows(moved: Tensor, lengths: Sequence[int]) -> list[Any]:
-    """The values of texts padded to one length."""
-    rows = moved.cpu().view(len(lengths), -1)
-    return [_decoded(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
 # -- what all ranks must have alike

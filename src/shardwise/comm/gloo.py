@@ -69,11 +69,6 @@ class GlooComm(Comm):
         """As :attr:`Comm.held_bytes`."""
         return self._scratch.num_bytes
 
-    def close(self) -> None:
-        """Forget the scratch buffers and the last messages."""
-        self._scratch.clear()
-        self.kept.clear()
-
     def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
         return self._spread(self._exchange(issued), self._slices(buffer, cuts))
 
@@ -317,10 +312,6 @@ class Scratch:
     def give(self, buffer: Tensor) -> None:
         """Return a buffer that :meth:`take` gave out."""
         bisect.insort(self._free[buffer.dtype], buffer, key=Tensor.numel)
-
-    def clear(self) -> None:
-        """Forget all buffers."""
-        self._free.clear()
 
     @property
     def free(self) -> list[Tensor]:

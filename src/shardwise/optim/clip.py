@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.comm.base import Comm
+from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.storage import part
 from shardwise.engine.storage.attachment import attachment_of, engine_around, engine_of
@@ -226,5 +227,4 @@ def _local_power(grads: Iterable[Tensor], device: torch.device, order: float) ->
 def _pieces(grad: Tensor) -> Sequence[Tensor]:
     if grad.device.type != "cpu" or grad.numel() <= _CHUNK_NUMEL:
         return (grad,)
-    flat = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
-    return flat.split(_CHUNK_NUMEL)
+    return memory_order(grad).split(_CHUNK_NUMEL)

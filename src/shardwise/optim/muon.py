@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
+from shardwise.comm.dtype import memory_order
 from shardwise.engine.storage.attachment import engine_around, mark_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.optim.matrices import Exchange, Held, Matrix, assign
@@ -183,7 +184,9 @@ class Muon(torch.optim.Optimizer):
                 if parameter in updates:
                     extents = _matrices_in(name, extent_of(parameter))
                     sizes = [extent.numel for extent in extents.values()]
-                    parts |= dict(zip(extents, _flat(updates.pop(parameter)).split(sizes or 1), strict=bool(sizes)))
+                    parts |= dict(
+                        zip(extents, memory_order(updates.pop(parameter)).split(sizes or 1), strict=bool(sizes))
+                    )
                     groups |= dict.fromkeys(extents, settings[parameter])
                     held[name] = list(extents)
             exchange = self._exchange(engine, names, frozenset(held))
@@ -355,13 +358,6 @@ def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
         pieces = owner.layout.owned_by_param(rank)
     piece = pieces[mark.index]
     return owner.layout.params[mark.index].extent(piece.start, piece.stop)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements in the order of memory."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _like(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -69,26 +69,18 @@ class BufferSync(Observer):
         Collective:
             As :meth:`sync`, if one is due.
         """
-        if self.is_due:
-            self.sync()
+        self.sync()
         self.is_due = (engine.forward.trains or self.has_holder_in_training) and bool(self._held)
 
-    def sync_now(self) -> None:
-        """Make the buffers equal over the ranks now.
-
-        Collective:
-            As :meth:`sync`, if one is due. All ranks must call.
-        """
-        if self.is_due:
-            self.sync()
-
     def sync(self) -> None:
-        """Make the buffers equal.
+        """Make the buffers equal, if that is due.
 
         Collective:
             A broadcast from one rank for each dtype; with ``"mean"`` also an all-reduce for each floating one. All
             ranks must call.
         """
+        if not self.is_due:
+            return
         self.is_due = False
         for dtype, tensors in self._by_dtype().items():
             self._sync_dtype(dtype, tensors)

@@ -136,24 +136,22 @@ class Policies:
             install_casts(model.get_submodule(path), self.at(path), casts_output=path in self.heads)
 
 
-def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: bool) -> list[Any]:
-    """Hooks that cast what goes into a module, and what comes out of it. Returns their handles."""
-    handles: list[Any] = []
+def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: bool) -> None:
+    """Install hooks that cast what goes into a module, and what comes out of it."""
     if policy.param_dtype is not None and policy.cast_forward_inputs and not isinstance(module, _BatchNorm):
         compute = torch_dtype(policy.param_dtype)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return cast_floating(args, compute), cast_floating(kwargs, compute)
 
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        module.register_forward_pre_hook(before, with_kwargs=True)
     if policy.output_dtype is not None and casts_output:
         handed_on = torch_dtype(policy.output_dtype)
 
         def after(_module: nn.Module, _args: object, output: Any) -> Any:
             return cast_floating(output, handed_on)
 
-        handles.append(module.register_forward_hook(after))
-    return handles
+        module.register_forward_hook(after)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

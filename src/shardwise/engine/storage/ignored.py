@@ -86,13 +86,6 @@ class Ignored:
         """The rows that this rank holds, by name of the whole."""
         return {name: self.parameters[name] for name in sorted(self.spread)}
 
-    def below(self, path: str) -> Ignored:
-        """The same as a part of a larger model, in which it lies at ``path``."""
-        return Ignored(
-            {f"{path}.{name}": parameter for name, parameter in self.parameters.items()},
-            frozenset(f"{path}.{name}" for name in self.buffers),
-        )
-
 
 #: What is left alone where nothing is named.
 NOTHING = Ignored()

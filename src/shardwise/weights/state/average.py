@@ -112,7 +112,10 @@ class ExponentialMovingAverage:
         finally:
             hook.remove()
             for (weights, average), own in zip(self._weights(engine), kept, strict=True):
-                _swap_back(weights, average, own)
+                if own is None:
+                    _swap(weights, average)
+                else:
+                    weights.copy_(own)
             self._is_in = False
             engine.invalidate()
 
@@ -217,14 +220,6 @@ def _swap(weights: Tensor, average: Tensor) -> Tensor | None:
         mine.copy_(other)
         other.copy_(chunk)
     return None
-
-
-@torch.no_grad()
-def _swap_back(weights: Tensor, average: Tensor, own: Tensor | None) -> None:
-    if own is None:
-        _swap(weights, average)
-    else:
-        weights.copy_(own)
 
 
 def _refuse_steps_of(reference: weakref.ref[Engine]) -> Any:

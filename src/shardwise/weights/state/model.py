@@ -96,7 +96,9 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
         state = model.state_dict()
     if trainable_only:
         frozen = {name for name, p in ignored_of(engine).parameters.items() if not p.requires_grad}
-        state = {key: value for key, value in state.items() if key not in frozen and not _is_meta(value)}
+        state = {
+            key: value for key, value in state.items() if key not in frozen and not getattr(value, "is_meta", False)
+        }
     gathered = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
     state = {key: _taken(value, gathered) if isinstance(value, Tensor) else value for key, value in state.items()}
     state |= {key: state[key].to(dtype) for key, dtype in saved_dtypes(model).items() if key in state}
@@ -157,10 +159,6 @@ def _left_out(engine: Engine, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stand-ins on meta for parameters that were not gathered."""
     specs = [spec for group in engine.groups for spec in group.layout.params if spec.name not in whole]
     return {spec.name: torch.empty(spec.logical_shape, dtype=torch_dtype(spec.dtype), device="meta") for spec in specs}
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def _taken(tensor: Tensor, gathered: set[int]) -> Tensor:
@@ -321,7 +319,10 @@ def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -
     expected = {extent.name: extent.shape for report in reports for extent in report.extents}
     known = {*expected, *(name for report in reports for name in report.more[1])}
     known |= {alias for report in reports for aliases in report.more[0].values() for alias in aliases}
-    values, extra = _by_first_name(reports, state), _extra_state(state)
+    values, extra = (
+        _by_first_name(reports, state),
+        {key: each for key, each in state.items() if key.endswith(EXTRA_STATE)},
+    )
     advice = _without_prefix(known, state) or "Load a state dict of this very model"
     if strict:
         advice += ", or pass strict=False to skip missing and unexpected names"
@@ -362,11 +363,6 @@ def _without_prefix(known: Container[str], state: Mapping[str, Any]) -> str:
     if prefix is None or first in known:
         return ""
     return f"Load {{name.removeprefix({prefix!r}): value for name, value in state.items()}}"
-
-
-def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that came from the modules' ``get_extra_state``."""
-    return {name: value for name, value in state.items() if name.endswith(EXTRA_STATE)}
 
 
 def load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: bool) -> None:
