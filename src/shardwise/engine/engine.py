@@ -388,21 +388,13 @@ class Engine:
                 is_kept = group.form.kept_epoch == self.epoch
                 for tell in self.extras.before_gather:
                     tell(self, unit, group, is_kept=is_kept)
-                unit.handles.append(self.gather(group, is_kept=is_kept))
+                group.epoch = self.epoch
+                with label("gather", unit.name):
+                    unit.handles.append(group.form.gather_kept(group) if is_kept else group.form.gather(group))
                 unit.is_unused = True
         except BaseException:
             self.reshard(unit)  # half of a unit is as good as none
             raise
-
-    def gather(self, group: Group, *, is_kept: bool) -> Handle:
-        """Issue the gather of a group.
-
-        Collective:
-            As ``Form.gather``, or ``Form.gather_kept`` with ``is_kept``.
-        """
-        group.epoch = self.epoch
-        with label("gather", group.unit.name):
-            return group.form.gather_kept(group) if is_kept else group.form.gather(group)
 
     def wait(self, unit: Unit) -> None:
         """Wait for the gathers of a unit."""

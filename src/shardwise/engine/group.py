@@ -112,7 +112,7 @@ class Form:
         comm, unit = group.comms.reduce, group.unit.name
         if not group.row.shards_optimizer:
             return comm.all_reduce(buffer, unit=unit, divisor=divisor)
-        return comm.reduce_scatter(buffer, result, unit=unit, divisor=divisor, cuts=group.reduce_layout.uneven_cuts)
+        return comm.reduce_scatter(buffer, result, unit=unit, divisor=divisor, cuts=group.gradient.layout.uneven_cuts)
 
     def arrive(self, group: Group, reduction: Handle) -> Handle:  # noqa: ARG002
         """The sum is on its way to ``group.gradient.result``: send it on to where ``.grad`` lives."""
@@ -217,29 +217,14 @@ class Group:
         return self.dtypes[2]
 
     @property
-    def reduce_layout(self) -> ReduceLayout:
-        """Flat layout of the gradient buffer."""
-        return self.gradient.layout
-
-    @property
     def master_numel(self) -> int:
         """Elements of the master, padding included."""
         return self.facts.master_numel(self.rank)
 
     @property
-    def is_alone(self) -> bool:
-        """One rank's slice is the whole, in the form in which the unit computes: the master is the gathered buffer."""
-        return self.facts.is_alone
-
-    @property
-    def is_apart(self) -> bool:
-        """The master can never be part of the gathered buffer."""
-        return self.facts.is_apart
-
-    @property
     def resident_buffer(self) -> Tensor | None:
         """The tensor that holds the whole group for good; ``None`` if it is gathered from nothing."""
-        return self.master if self.is_alone else self.replica
+        return self.master if self.facts.is_alone else self.replica
 
     @property
     def wants_gradients(self) -> bool:
@@ -261,7 +246,7 @@ class Group:
             return self.form.make_master(self)
         self.replica = torch.zeros(self.layout.numel, dtype=self.compute_dtype, device=self.device)
         self._fill(self.replica, self.layout.whole)
-        if self.is_apart:
+        if self.facts.is_apart:
             return self.form.make_master(self)
         return self.replica[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.replica
 
@@ -356,9 +341,9 @@ class Group:
         if standing is None:
             standing = torch.empty(layout.numel, dtype=self.compute_dtype, device=self.device)
         self.gathered = standing
-        is_apart, row = self.is_apart, self.row
+        is_apart, row = self.facts.is_apart, self.row
         self.own = self.gathered[layout.slice_of(self.rank)] if row.shards_optimizer else self.gathered
-        self.is_copied = (row.shards_parameters or is_apart) and not self.is_alone
+        self.is_copied = (row.shards_parameters or is_apart) and not self.facts.is_alone
         self.needs_refresh = row.shards_optimizer or is_apart
         storage = self.gathered.untyped_storage()
         for shard, spec, offset in zip(self.shards, layout.params, layout.offsets, strict=True):
@@ -402,4 +387,4 @@ class Group:
     def relabel(self, layout: GroupLayout) -> None:
         """Take a layout that differs in names only."""
         self.learn(layout=layout)
-        self.gradient.layout = ReduceLayout(layout, self.reduce_layout.num_slices)
+        self.gradient.layout = ReduceLayout(layout, self.gradient.layout.num_slices)

@@ -228,7 +228,7 @@ def _can_stay(unit: Unit) -> bool:
 
 def _is_whole(unit: Unit) -> bool:
     """The whole parameters, as forward needs them, are this rank's master."""
-    return all(group.is_alone and not group.form.is_shown for group in unit.groups)
+    return all(group.facts.is_alone and not group.form.is_shown for group in unit.groups)
 
 
 def _put(engine: Engine, unit: Unit) -> None:

@@ -12,7 +12,7 @@ not have to ask the others. On four ranks with an inner size of 2::
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,6 +21,15 @@ from shardwise.engine.group import Form, Group
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
+
+
+def _as_within(name: str) -> Any:
+    """A method of :class:`Around` that is the other form's."""
+
+    def call(self: Around, *given: Any) -> Any:
+        return getattr(self.within, name)(*given)
+
+    return call
 
 
 class Around(Form):
@@ -33,49 +42,17 @@ class Around(Form):
     def __init__(self, within: Form) -> None:
         self.within = within
 
-    def make_master(self, group: Group) -> Tensor:
-        """As the form within."""
-        return self.within.make_master(group)
-
-    def zeros(self, group: Group, numel: int) -> Tensor:
-        """As the form within."""
-        return self.within.zeros(group, numel)
-
-    def elements(self, group: Group) -> Tensor:
-        """As the form within."""
-        return self.within.elements(group)
-
-    def values(self, group: Group) -> Tensor:
-        """As the form within."""
-        return self.within.values(group)
-
-    def set_values(self, group: Group, flat: Tensor) -> None:
-        """As the form within."""
-        self.within.set_values(group, flat)
-
-    def start(self, group: Group, engine: Engine) -> None:
-        """As the form within."""
-        self.within.start(group, engine)
-
-    def gather(self, group: Group) -> Handle:
-        """As the form within."""
-        return self.within.gather(group)
-
-    def reduce(self, group: Group, buffer: Tensor, result: Tensor, divisor: float) -> Handle:
-        """As the form within."""
-        return self.within.reduce(group, buffer, result, divisor)
-
-    def arrive(self, group: Group, reduction: Handle) -> Handle:
-        """As the form within."""
-        return self.within.arrive(group, reduction)
-
-    def wait_for_host(self) -> None:
-        """As the form within."""
-        self.within.wait_for_host()
-
-    def buffers(self) -> list[tuple[str, Tensor]]:
-        """The buffers of the form within."""
-        return self.within.buffers()
+    make_master = _as_within("make_master")
+    zeros = _as_within("zeros")
+    elements = _as_within("elements")
+    values = _as_within("values")
+    set_values = _as_within("set_values")
+    start = _as_within("start")
+    gather = _as_within("gather")
+    reduce = _as_within("reduce")
+    arrive = _as_within("arrive")
+    wait_for_host = _as_within("wait_for_host")
+    buffers = _as_within("buffers")
 
 
 class Inner(Around):

@@ -82,7 +82,7 @@ class Packed(Form):
         if group.facts.reduced_as is None:
             return super().reduce(group, buffer, result, divisor)
         packed, comm, unit, rank = self._summed, group.comms.reduce, group.unit.name, group.rank
-        cuts, places = summed_cuts(group.reduce_layout), _reduced_cuts(group)
+        cuts, places = summed_cuts(group.gradient.layout), _reduced_cuts(group)
         sent = packed.take(places[-1], group.device)
         parts = [sent[start:stop] for start, stop in itertools.pairwise(places)]
         for part, (start, stop) in zip(parts, itertools.pairwise(cuts), strict=True):
@@ -180,7 +180,7 @@ def _gathered_cuts(group: Group) -> tuple[int, ...]:
 def _reduced_cuts(group: Group) -> tuple[int, ...]:
     """The same of what is sent of gradients to be summed."""
     return packed_cuts(
-        summed_cuts(group.reduce_layout), group.facts.reduced_as or "none", dtype_name(group.reduce_dtype)
+        summed_cuts(group.gradient.layout), group.facts.reduced_as or "none", dtype_name(group.reduce_dtype)
     )
 
 

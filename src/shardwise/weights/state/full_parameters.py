@@ -179,7 +179,7 @@ def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cp
     is_root = engine.comms.world.rank == 0
     apart: list[Group] = []
     if mode.is_on_root_only:
-        apart = [group for group in groups if group.resident_buffer is None or group.is_apart]
+        apart = [group for group in groups if group.resident_buffer is None or group.facts.is_apart]
     wholes: dict[Group, Tensor] = {}
     views: dict[str, Tensor] = {}
     if is_root:
@@ -200,7 +200,7 @@ def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cp
 def gathered(group: Group) -> Tensor:
     """The whole group in its master's dtype, on every rank."""
     comm, standing = group.comms.gather, group.resident_buffer
-    if standing is not None and not group.is_apart:
+    if standing is not None and not group.facts.is_apart:
         # With rank0_only as well: a gather to one rank would leave the replicas of the others behind.
         if group.row.shards_optimizer:
             comm.all_gather(standing, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
