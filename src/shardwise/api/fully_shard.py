@@ -22,6 +22,7 @@ from shardwise.engine.extensions import batch_norm, precision
 from shardwise.engine.extensions.wrap import assign_parameters, check_parameters, refuse_max_norm
 from shardwise.engine.storage import heap
 from shardwise.engine.storage.attachment import attachment_of, mark_of
+from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.host import refuse_no_offload
 from shardwise.engine.storage.ignored import find_ignored
 from shardwise.engine.storage.waiting import set_gradient_sync
@@ -234,8 +235,7 @@ def _outside_of(
     """
     own = []
     for entry in fresh:
-        mark = mark_of(entry.parameter)
-        group = mark.group if mark is not None else None
+        group = group_of(entry.parameter)
         if group is None or group.unit not in units:
             own.append(entry)
             continue

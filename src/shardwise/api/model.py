@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import CollectiveEvent, Recorder
 from shardwise.engine.extensions import batch_norm
-from shardwise.engine.storage.attachment import attachment_of, engine_of, mark_of
+from shardwise.engine.storage.attachment import attachment_of, engine_of, place_of
 from shardwise.engine.storage.waiting import set_gradient_sync
 from shardwise.optim.in_backward import refuse_sums
 from shardwise.spec.slice import slice_of
@@ -71,12 +71,11 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
 
 def logical_shape(parameter: Tensor) -> torch.Size:
     """The shape that a parameter has in the plain model, for a shard or a slice and for any other tensor."""
-    mark = mark_of(parameter)
-    group = mark.group if mark is not None else None
-    if mark is None or group is None:
+    place = place_of(parameter)
+    if place is None:
         held = slice_of(parameter)
         return parameter.shape if held is None else torch.Size(held.shape)
-    return torch.Size(group.layout.params[mark.index].logical_shape)
+    return torch.Size(place[0].layout.params[place[1]].logical_shape)
 
 
 @contextlib.contextmanager

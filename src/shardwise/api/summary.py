@@ -303,11 +303,7 @@ def _update(engine: Engine) -> str:
 
 def group_facts(engine: Engine) -> list[GroupFacts]:
     """The facts of every group, brought up to date where parameters were frozen or unfrozen since it was made."""
-    return [
-        dataclasses.replace(group.facts, is_trainable=group.wants_gradients)
-        for unit in engine.units
-        for group in unit.groups
-    ]
+    return [dataclasses.replace(group.facts, is_trainable=group.wants_gradients) for group in engine.groups]
 
 
 def unit_facts(engine: Engine) -> dict[int, UnitFacts]:

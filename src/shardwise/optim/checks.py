@@ -21,7 +21,7 @@ from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.attach import Observer
 from shardwise.engine.storage import flat_parameters, part
-from shardwise.engine.storage.attachment import engine_around, mark_of
+from shardwise.engine.storage.attachment import engine_around, place_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.optimizer import Content, bits_of, content_of, engines_of, needed_by, shards_of
@@ -168,12 +168,11 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             held = slice_of(parameter)
             if held is not None and not keeps(held, needed):
                 raise _cut_refusal(type(optimizer).__name__, needed, parameter, held)
-            mark = mark_of(parameter)
-            owner = mark.group if mark is not None else None
-            if mark is None or owner is None or not owner.row.shards_optimizer:
+            place = place_of(parameter)
+            if place is None or not place[0].row.shards_optimizer:
                 continue  # whole on every rank; decided by the layout, so that all ranks decide alike
-            if needed is None or not owner.layout.granularity.covers(needed):
-                raise _refusal(type(optimizer).__name__, needed, owner, mark.index)
+            if needed is None or not place[0].layout.granularity.covers(needed):
+                raise _refusal(type(optimizer).__name__, needed, *place)
 
 
 def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -190,13 +189,13 @@ def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
 
 def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Parameter, held: Slice) -> StateError:
     """Why the optimizer cannot work on a part of a tensor: of spread rows, or by tensor or expert parallelism."""
-    mark = mark_of(parameter)
+    place = place_of(parameter)
     title = f" {held.names[0]!r}" if held.names else ""
-    if mark is not None and mark.group is not None:
-        title = f" {mark.group.layout.params[mark.index].name!r}"
+    if place is not None:
+        title = f" {place[0].layout.params[place[1]].name!r}"
     needs = "is not known to work element by element" if needed is None else f"needs every {_part(needed)} on one rank"
     advice = f", or sw.declare_elementwise({name}) if that is what it is" if needed is None else ""
-    is_spread = mark is None
+    is_spread = place is None
     ranks = "rank" if is_spread else "rank of the model-parallel axes"
     whole = "Leave it out of row_sharded" if is_spread else "Set tp=1 (ep=1)"
     whole = f"{_instead(name)}{whole}"
@@ -242,11 +241,10 @@ def _refusal(name: str, needed: Granularity | None, group: Group, index: int) ->
 
 def _check_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
-        mark = mark_of(parameter)
-        owner = mark.group if mark is not None else None
-        if mark is None or owner is None:
+        place = place_of(parameter)
+        if place is None:
             continue
-        spec = owner.layout.params[mark.index]
+        spec = place[0].layout.params[place[1]]
         for key, value in state.items():
             part.show_plain(value)
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != parameter.shape:

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import memory_order
-from shardwise.engine.storage.attachment import engine_around, mark_of
+from shardwise.engine.storage.attachment import engine_around, place_of
 from shardwise.engine.storage.flat_parameters import FlatParameter, group_of
 from shardwise.optim.matrices import Exchange, Held, Matrix, assign
 from shardwise.spec.errors import StateError
@@ -215,13 +215,13 @@ class Muon(torch.optim.Optimizer):
                         found.setdefault(engine, {})
                 continue
             for parameter in group["params"]:
-                mark = mark_of(parameter)
-                if mark is None or mark.group is None:
+                place = place_of(parameter)
+                if place is None:
                     others = found.setdefault(None, {})
                     others[str(len(others))] = parameter
                     continue
-                name = mark.group.layout.params[mark.index].name
-                found.setdefault(engine_around(mark.group.unit), {})[name] = parameter
+                name = place[0].layout.params[place[1]].name
+                found.setdefault(engine_around(place[0].unit), {})[name] = parameter
         return found
 
     def _exchange(self, engine: Engine, names: Mapping[str, Tensor], active: frozenset[str]) -> Exchange:
@@ -283,10 +283,8 @@ def _refuse_odd(parameter: Tensor, group: Mapping[str, Any]) -> None:
 
 def logical_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape that a parameter has in the plain model."""
-    owner, mark = group_of(parameter), mark_of(parameter)
-    if owner is None or mark is None:
-        return tuple(parameter.shape)
-    return owner.layout.params[mark.index].logical_shape
+    place = place_of(parameter)
+    return tuple(parameter.shape) if place is None else place[0].layout.params[place[1]].logical_shape
 
 
 def _held_by_all(engine: Engine, names: Mapping[str, Tensor]) -> list[Held]:
@@ -329,10 +327,9 @@ def _held_by(engine: Engine, names: Mapping[str, Tensor], rank: int) -> Held:
         return {}
     place, steps, found = rank // tp % comms.gather.size, rank % tp - comms.world.rank % tp, {}
     for name, parameter in names.items():
-        mark = mark_of(parameter)
-        assert mark is not None
-        assert mark.group is not None
-        facts = mark.group.facts
+        held = place_of(parameter)
+        assert held is not None
+        facts = held[0].facts
         if place % facts.ep == comms.gather.rank % facts.ep:
             extent = extent_of(parameter, facts.place(place))
             found[name] = extent if facts.is_expert else _shifted(extent, steps)
@@ -350,14 +347,12 @@ def _shifted(extent: Extent, steps: int) -> Extent:
 
 def extent_of(parameter: Tensor, rank: int | None = None) -> Extent:
     """The range of a matrix that this rank holds, or the rank at that place among those that share it."""
-    owner, mark = group_of(parameter), mark_of(parameter)
-    assert owner is not None
-    assert mark is not None
-    pieces = owner.held
+    place = place_of(parameter)
+    assert place is not None
+    (owner, index), pieces = place, place[0].held
     if rank is not None and owner.row.shards_optimizer:
         pieces = owner.layout.owned_by_param(rank)
-    piece = pieces[mark.index]
-    return owner.layout.params[mark.index].extent(piece.start, piece.stop)
+    return owner.layout.params[index].extent(pieces[index].start, pieces[index].stop)
 
 
 def _like(flat: Tensor, parameter: Tensor) -> Tensor:

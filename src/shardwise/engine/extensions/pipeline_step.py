@@ -21,7 +21,7 @@ from shardwise.comm.base import Comm
 from shardwise.engine.attach import Step
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions.module_buffers import begin
-from shardwise.engine.storage.attachment import mark_of
+from shardwise.engine.storage.attachment import place_of
 from shardwise.engine.storage.waiting import WaitingSums
 from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import StateError
@@ -252,14 +252,14 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
         Between the ranks of each parameter: the whole gradient from each to each.
     """
     for parameter, ranks in copies.items():
-        mark = mark_of(parameter)
-        group = mark.group if mark is not None else None
-        if mark is None or group is None or not group.wants_gradients:
+        place = place_of(parameter)
+        if place is None or not place[0].wants_gradients:
             continue
-        gradient, spec = group.gradient, group.layout.params[mark.index]
-        views = gradient.local_views(mark.index, engine.gradients)
+        group, index = place
+        gradient, spec = group.gradient, group.layout.params[index]
+        views = gradient.local_views(index, engine.gradients)
         own = views[0].new_empty(spec.numel)
-        torch._foreach_copy_(gradient.parts(mark.index, own), views)
+        torch._foreach_copy_(gradient.parts(index, own), views)
         unit = f"copies of {spec.name}"
         terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}
         peers = [peer for peer in ranks if peer != comm.rank]
@@ -268,4 +268,4 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
         total = terms[ranks[0]].clone()
         for peer in ranks[1:]:
             total += terms[peer]
-        torch._foreach_copy_(views, gradient.parts(mark.index, total))
+        torch._foreach_copy_(views, gradient.parts(index, total))

@@ -117,3 +117,10 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
 def mark_of(parameter: Tensor) -> Mark | None:
     """The mark that :func:`mark_shards` made, or ``None`` for a parameter that is not ours."""
     return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None
+
+
+def place_of(parameter: Tensor) -> tuple[Group, int] | None:
+    """The group of a shard and its number there, while its model lives; ``None`` for a parameter that is not ours."""
+    mark = mark_of(parameter)
+    group = mark.group if mark is not None else None
+    return None if mark is None or group is None else (group, mark.index)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
-from shardwise.engine.storage.attachment import engine_of, mark_of
+from shardwise.engine.storage.attachment import engine_of, place_of
 from shardwise.engine.storage.ignored import ignored_of
 from shardwise.engine.storage.waiting import WaitingGradient
 from shardwise.spec.errors import Uncopyable
@@ -236,8 +236,8 @@ def group_of(parameter: Tensor) -> Group | None:
     """The group of a shard or of a flat parameter, ``None`` for a parameter that is not ours."""
     if isinstance(parameter, FlatParameter):
         return parameter.group
-    mark = mark_of(parameter)
-    return mark.group if mark is not None else None
+    place = place_of(parameter)
+    return place[0] if place is not None else None
 
 
 def flats_of(optimizer: torch.optim.Optimizer) -> list[FlatParameter]:

@@ -20,6 +20,7 @@ from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
 from shardwise.engine.storage.attachment import engine_around, engine_of, mark_of
+from shardwise.engine.storage.flat_parameters import group_of
 from shardwise.engine.storage.inner import Around
 from shardwise.engine.storage.part import cover_shards, uncover_shards
 from shardwise.engine.unit import Unit
@@ -117,8 +118,7 @@ def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
     """The units that hold a parameter of ``module``, by engine and number."""
     found: dict[int, tuple[Engine, Unit]] = {}
     for parameter in module.parameters():
-        mark = mark_of(parameter)
-        group = mark.group if mark is not None else None
+        group = group_of(parameter)
         engine = engine_around(group.unit) if group is not None else None
         if group is not None and engine is not None:
             found[id(group.unit)] = (engine, group.unit)

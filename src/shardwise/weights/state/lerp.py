@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.storage.attachment import engine_around, mark_of
+from shardwise.engine.storage.attachment import engine_around, place_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Cut, Slice, simplest, slice_of
@@ -124,9 +124,8 @@ def _cuts(part: Slice | None) -> tuple[Cut, ...]:
 
 
 def _side(name: str, parameter: nn.Parameter) -> _Side:
-    mark = mark_of(parameter)
-    group = None if mark is None else mark.group
-    return _Side(name, parameter, group, 0 if mark is None or group is None else mark.index)
+    group, index = place_of(parameter) or (None, 0)
+    return _Side(name, parameter, group, index)
 
 
 def _pairs(target: nn.Module, source: nn.Module) -> list[tuple[_Side, _Side]]:
