@@ -23,6 +23,7 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 from shardwise.testing import RankFailure, report_stalls_after, run_on_ranks
+from tests.common.ranks import on_ranks
 
 #: Elements that are added at once in these tests, and those of one slice: nothing, one, odd, two chunks and a bit.
 CHUNK_NUMEL = 1 << 12
@@ -193,7 +194,8 @@ def check_large():
     assert_same_bits(whole, expected)
 
 
-def check_results():
+@on_ranks(1, 2, 3, 4, 8)
+def test_every_collective_gives_the_naive_result_bit_for_bit():
     check_all_gather()
     check_reduce_scatter()
     check_all_reduce()
@@ -204,11 +206,6 @@ def check_results():
     check_uneven()
     check_large()
     open_comm().barrier()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_every_collective_gives_the_naive_result_bit_for_bit(world):
-    run_on_ranks(check_results, world)
 
 
 def thirds():
@@ -302,15 +299,11 @@ def use_two_comms_in_other_orders():
     assert y.tolist() == [sum(range(gather.size))] * 8
 
 
-def use_handles():
+@on_ranks(1, 2, 3, 4)
+def test_several_collectives_can_be_under_way_and_waited_for_in_any_order():
     keep_many_in_flight()
     wait_for_all_reduces_from_last_to_first()
     use_two_comms_in_other_orders()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_several_collectives_can_be_under_way_and_waited_for_in_any_order(world):
-    run_on_ranks(use_handles, world)
 
 
 def exchange_in_halves():

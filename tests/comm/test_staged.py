@@ -21,6 +21,7 @@ from shardwise.spec.errors import CommError
 from shardwise.testing import optimizer_state, probe, run_on_ranks, same_bits
 from tests.comm import test_gloo
 from tests.common import models
+from tests.common.ranks import on_ranks
 from tests.common.training import make_optimizer
 from tests.gpu import test_staged as on_a_gpu
 
@@ -68,7 +69,8 @@ def test_messages_arrive_in_order():
         assert second.tolist() == [10.0 + before] * 5
 
 
-def untouched() -> None:
+@on_ranks(2)
+def test_nothing_is_written_but_what_is_received_and_only_once():
     """A staged collective writes what it received and nothing else, and not before it is waited for."""
     comm = staged()
     size, rank = comm.size, comm.rank
@@ -86,10 +88,6 @@ def untouched() -> None:
     assert out.tolist() == [sum(range(size))] * 4
     handle.wait()
     assert source.unique().tolist() == [rank]
-
-
-def test_nothing_is_written_but_what_is_received_and_only_once():
-    run_on_ranks(untouched, 2)
 
 
 # -- the engine on top

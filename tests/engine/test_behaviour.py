@@ -14,13 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.testing import run_on_ranks
 from shardwise.testing.oracle import gradient_sync
 from tests.common.oracle import Block, Chain, Waiting, compare_each, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
-
-WORLDS = pytest.mark.parametrize("world", [2, 3])
-
 
 # -- outputs of any shape
 
@@ -109,14 +105,10 @@ def packed_loss(model, rank, step):
     return x.square().mean() + y
 
 
-def outputs():
+@on_ranks(2, 3)
+def test_outputs_may_be_tuples_dicts_dataclasses_objects_and_nests_of_them():
     for kind in ("tuple", "dict", "named", "dataclass", "frozen", "mapping", "proxy", "object"):
         compare_each(lambda kind=kind: Packed(kind), packed_loss, ("zero1", "zero3"), steps=3)
-
-
-@WORLDS
-def test_outputs_may_be_tuples_dicts_dataclasses_objects_and_nests_of_them(world):
-    run_on_ranks(outputs, world)
 
 
 # -- forwards that do not train
@@ -159,15 +151,11 @@ def skip_evaluation(model, rank, step):
     return plain_loss(model, rank, step)
 
 
-def evaluations():
+@on_ranks(2, 3)
+def test_forwards_without_grad_may_come_before_between_inside_and_after():
     compare_each(Chain, evaluate_between)
     compare_each(Chain, skip_evaluation)
     compare_each(Guided, plain_loss)
-
-
-@WORLDS
-def test_forwards_without_grad_may_come_before_between_inside_and_after(world):
-    run_on_ranks(evaluations, world)
 
 
 # -- requires_grad switched between steps
@@ -202,16 +190,12 @@ def freeze_all_but_the_head(model, step):
         parameter.requires_grad_("head" in name or step % 2 == 1)
 
 
-def switch():
+@on_ranks(2, 3)
+def test_requires_grad_may_be_switched_between_steps():
     compare_each(frozen_but_for_the_last, plain_loss, steps=6, between=lambda m, s: thaw(m, s + 1))
     compare_each(Chain, plain_loss, steps=6, between=freeze_gradually)
     compare_each(Chain, plain_loss, steps=6, between=toggle)
     compare_each(Chain, plain_loss, steps=5, between=freeze_all_but_the_head)
-
-
-@WORLDS
-def test_requires_grad_may_be_switched_between_steps(world):
-    run_on_ranks(switch, world)
 
 
 # -- requires_grad switched inside a step
@@ -392,7 +376,8 @@ def sequence_loss(model, rank, step):
     return model(sample(rank, step, 3, 4, 8)).square().mean()
 
 
-def stateful():
+@on_ranks(2, 3)
+def test_batch_norm_recurrent_nets_and_buffers_written_in_forward_are_right():
     for build, script in (
         (lambda: Chain(Normed), plain_loss),
         (lambda: Chain(Recurrent), sequence_loss),
@@ -408,11 +393,6 @@ def stateful():
                 trained.model.named_buffers(), trained.plain.named_buffers(), strict=True
             ):
                 assert torch.equal(ours, plain), f"{strategy}: buffer {name}"
-
-
-@WORLDS
-def test_batch_norm_recurrent_nets_and_buffers_written_in_forward_are_right(world):
-    run_on_ranks(stateful, world)
 
 
 # -- hooks of the user
@@ -515,14 +495,10 @@ def detach_inside(model, rank, step):
     return loss
 
 
-def depth():
+@on_ranks(2, 3)
+def test_forwards_may_leave_units_out_and_backward_may_end_early():
     compare_each(Drops, leave_out, steps=6)
     compare_each(Drops, leave_out_at_first)
     compare_each(Chain, detach_inside)
     compare_each(lambda: Chain(Block, 1), plain_loss, auto_wrap_policy=sw.wrap_by_class({Block}))
     compare_each(Chain, plain_loss, auto_wrap_policy="none")
-
-
-@WORLDS
-def test_forwards_may_leave_units_out_and_backward_may_end_early(world):
-    run_on_ranks(depth, world)

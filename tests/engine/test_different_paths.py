@@ -60,17 +60,13 @@ def drop(model, rank, step):
     return model(sample(rank, step), LEFT_OUT[step][rank]).square().mean()
 
 
-def drops():
+@on_ranks(2, 3, timeout_s=120)
+def test_ranks_may_leave_out_different_layers_of_a_list_from_the_first_step_on():
     for policy in ("auto", sw.wrap_by_class({Nested}), sw.wrap_by_class({Nested, Block})):
         compare_each(Drops, drop, presets(), auto_wrap_policy=policy)
     compare(Drops, drop, "zero3", activation_checkpointing="full")
     compare(Drops, drop, "zero3", merge_units=1 << 20)
     compare(Drops, drop, "zero3", merge_units=False, activation_checkpointing="full")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_may_leave_out_different_layers_of_a_list_from_the_first_step_on(world):
-    run_on_ranks(drops, world, timeout_s=120)
 
 
 # -- in the first step already ranks run different parts
@@ -139,7 +135,8 @@ def drop_of_two_lists(model, rank, step):
     return model(sample(rank, step), OF_TWO_LISTS[step][rank]).square().mean()
 
 
-def differ():
+@on_ranks(2, 3, timeout_s=120)
+def test_ranks_may_run_different_parts_of_a_model_from_the_first_step_on():
     by_block = {"auto_wrap_policy": sw.wrap_by_class({Block})}
     for when in (MIXED, LATE):
         compare_each(Tower, mix(when), steps=5, **by_block)
@@ -148,11 +145,6 @@ def differ():
     compare(Tower, mix(LATE), steps=3, accumulation="unsharded", **by_block)
     with_updates = sw.wrap_by_class({Block})
     compare(Tower, mix(MIXED), steps=3, auto_wrap_policy=with_updates, reshard_after_forward=False)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_may_run_different_parts_of_a_model_from_the_first_step_on(world):
-    run_on_ranks(differ, world, timeout_s=120)
 
 
 class Between(Chain):

@@ -18,8 +18,6 @@ from shardwise.testing import probe, report_stalls_after, run_on_ranks
 from tests.common.oracle import Block, Chain, Wanders, compare, compare_each, plain_loss, sample, seeded
 from tests.common.ranks import on_ranks
 
-WORLDS = pytest.mark.parametrize("world", [2, 3])
-
 
 class Skips(Chain):
     def forward(self, x: Tensor, left_out: tuple[int, ...] = ()) -> Tensor:
@@ -94,18 +92,14 @@ def train_fewer_first(model, rank, step):
     return model(sample(rank, step), 3 if step < 2 else 5).square().mean()
 
 
-def skips():
+@on_ranks(2, 3, timeout_s=120)
+def test_from_the_second_step_on_a_rank_may_skip_whole_units():
     for script in (skip_from_step_two_on, skip_at_the_ends, skip_all, skip_and_evaluate):
         compare_each(Skips, script)
     for script in (skip_from_step_two_on, skip_the_turn):
         compare_each(SkipsTwice, script)
     compare_each(Partial, train_fewer)
     compare_each(Partial, train_fewer_first)
-
-
-@WORLDS
-def test_from_the_second_step_on_a_rank_may_skip_whole_units(world):
-    run_on_ranks(skips, world, timeout_s=120)
 
 
 class Branching(nn.Module):
@@ -155,17 +149,13 @@ def one_way_on_one_rank_alone(model, rank, step):
     return model(sample(rank, step), "ca" if step >= 2 and is_alone else "a").square().mean()
 
 
-def branch():
+@on_ranks(2, 3, timeout_s=120)
+def test_a_model_may_branch_by_its_input():
     compare_each(Branching, alternate, steps=6, auto_wrap_policy=BY_BLOCK)
     compare_each(Branching, every_rank_its_own, steps=5, auto_wrap_policy=BY_BLOCK)
     compare_each(Branching, other_ways_from_the_first_step_on, steps=4, auto_wrap_policy=BY_BLOCK)
     compare_each(Branching, one_way_on_one_rank_alone, steps=4, auto_wrap_policy=BY_BLOCK)
     compare_each(Wanders, wander, steps=3)
-
-
-@WORLDS
-def test_a_model_may_branch_by_its_input(world):
-    run_on_ranks(branch, world, timeout_s=120)
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import compare_with_one_process, probe, run_on_ranks
 from tests.common.blockwise import TORCHAO
 from tests.common.oracle import presets
-from tests.common.ranks import refusal
+from tests.common.ranks import on_ranks, refusal
 
 pytestmark = pytest.mark.skipif(not TORCHAO.exists(), reason=f"torchao is not in {TORCHAO}; `make venv` puts it there")
 
@@ -47,18 +47,15 @@ def loss_of(model: nn.Module, reader: int, step: int) -> Tensor:
     return model(x).float().square().mean()
 
 
-def train(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks(2)
+def test_layers_that_compute_in_float8_train_as_in_one_process(recipe):
     for options in (*({"strategy": name} for name in presets()), {"activation_checkpointing": "full"}):
         plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class(Block), **options)
         result = compare_with_one_process(
             lambda: build(recipe), loss_of, lambda model, plan=plan: sw.parallelize(model, plan), where=str(options)
         )
         assert [unit.name for unit in probe(result.model).units] == ["root", "0", "1"]
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_layers_that_compute_in_float8_train_as_in_one_process(recipe: str) -> None:
-    run_on_ranks(train, 2, recipe)
 
 
 def refuse() -> list[str]:

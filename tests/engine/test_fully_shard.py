@@ -16,8 +16,6 @@ from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, compare_local_sums, plain_loss, sample
 from tests.common.ranks import on_ranks, refusal
 
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
-
 
 def bottom_up(model, **options):
     for block in model.blocks:

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, sample
 from tests.common.own import own
+from tests.common.ranks import on_ranks
 
 STRATEGIES = ("ddp", "zero1", "zero3")
 
@@ -42,7 +42,11 @@ def same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
-def load_after_move(strategy, move, path):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("move", MOVES)
+@on_ranks(2)
+def test_what_is_loaded_after_parameters_were_moved_stays(strategy, move, tmp_path):
+    path = tmp_path / "checkpoint"
     model, optimizer = trained(strategy)
     wanted = sw.full_state_dict(model)
     sw.save(path, model, optimizer)
@@ -58,12 +62,9 @@ def load_after_move(strategy, move, path):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("move", MOVES)
-def test_what_is_loaded_after_parameters_were_moved_stays(strategy, move, tmp_path):
-    run_on_ranks(load_after_move, 2, strategy, move, tmp_path / "checkpoint")
-
-
-def read_after_change(strategy, path):
+@on_ranks(2)
+def test_values_put_in_by_data_are_what_is_read_saved_and_averaged(strategy, tmp_path):
+    path = tmp_path / "checkpoint"
     model, optimizer = trained(strategy)
     average = sw.ExponentialMovingAverage(model, decay=0.0)
     for p in model.parameters():
@@ -89,8 +90,3 @@ def read_after_change(strategy, path):
         assert all(bool((part == 4).all()) for part in (flat.cut(flat) if stands_for else ()))
     sw.load(path, model)
     assert all(bool((t == 2).all()) for t in sw.full_state_dict(model).values())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_values_put_in_by_data_are_what_is_read_saved_and_averaged(strategy, tmp_path):
-    run_on_ranks(read_after_change, 2, strategy, tmp_path / "checkpoint")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import probe
 from tests.common.oracle import (
     SHARDED,
     Block,
@@ -26,9 +26,6 @@ from tests.common.oracle import (
     sample,
 )
 from tests.common.ranks import on_ranks, refusal
-
-WORLDS = pytest.mark.parametrize("world", [2, 3])
-
 
 # -- outputs that are somebody else's
 
@@ -91,18 +88,14 @@ def with_every_second_block_off(model, rank, step):
     return plain_loss(model, rank, step)
 
 
-def outputs_of_others():
+@on_ranks(2, 3)
+def test_a_parent_that_returns_its_childs_output_and_inputs_handed_through_are_right():
     for strategy in presets():
         nested = sw.wrap_by_class({Wrapper, Block})
         trained = compare(lambda: Chain(Wrapper), plain_loss, strategy, auto_wrap_policy=nested)
         assert len(trained.probe.units) == 11
         compare(SharedBias, plain_loss, strategy)
         compare(lambda: Chain(Identity), with_every_second_block_off, strategy)
-
-
-@WORLDS
-def test_a_parent_that_returns_its_childs_output_and_inputs_handed_through_are_right(world):
-    run_on_ranks(outputs_of_others, world)
 
 
 # -- backward, more than once or not to its end
@@ -146,15 +139,11 @@ class WithUndefined(nn.Module):
         return UndefinedGradient.apply(torch.tanh(self.linear(x)), self.large)
 
 
-def repeated_backwards():
+@on_ranks(2, 3)
+def test_a_graph_can_be_run_backward_again_and_gradients_may_be_undefined():
     compare_each(Chain, backward_twice)
     compare_each(Chain, two_losses_on_one_graph, steps=2)
     compare_each(lambda: Chain(WithUndefined), plain_loss, steps=2)
-
-
-@WORLDS
-def test_a_graph_can_be_run_backward_again_and_gradients_may_be_undefined(world):
-    run_on_ranks(repeated_backwards, world)
 
 
 class Refuses(torch.autograd.Function):
@@ -228,16 +217,12 @@ def fail_twice_then_backward(model, rank, step):
     return loss
 
 
-def exceptions():
+@on_ranks(2, 3)
+def test_after_an_exception_in_forward_or_backward_the_next_step_is_right():
     for script in (fail_then_backward, fail_twice_then_backward):
         compare_each(lambda: Chain(Fragile), script)
     compare_each(lambda: Chain(Fragile), fail_then_work("backward"))
     compare_each(lambda: Chain(Fragile), fail_then_work("forward"))
-
-
-@WORLDS
-def test_after_an_exception_in_forward_or_backward_the_next_step_is_right(world):
-    run_on_ranks(exceptions, world)
 
 
 class Graph(nn.Module):
@@ -352,14 +337,10 @@ def train_through_the_encoder(model, rank, step):
     yield loss
 
 
-def encoders():
+@on_ranks(2, 3)
+def test_an_encoder_can_be_called_without_the_root():
     compare_each(EncoderDecoder, encode_then_train)
     compare_each(EncoderDecoder, train_through_the_encoder)
-
-
-@WORLDS
-def test_an_encoder_can_be_called_without_the_root(world):
-    run_on_ranks(encoders, world)
 
 
 # -- what the engine leaves behind
@@ -421,15 +402,11 @@ class LoopsOverHolders(nn.Module):
         return x
 
 
-def containers():
+@on_ranks(2, 3)
+def test_auto_takes_only_modules_that_are_called():
     compare_each(Loops, plain_loss)
     compare_each(LoopsOverHolders, plain_loss)
     return [unit.name for unit in compare(LoopsOverHolders, plain_loss, steps=1).probe.units]
-
-
-@WORLDS
-def test_auto_takes_only_modules_that_are_called(world):
-    run_on_ranks(containers, world)
 
 
 # -- used parameters
@@ -478,15 +455,11 @@ def one_uses_none(model, rank, step):
     return model(sample(rank, step), choices).square().mean()
 
 
-def used_flags():
+@on_ranks(2, 3)
+def test_ranks_may_use_different_parameters_of_a_unit_and_unused_ones_keep_no_gradient():
+    """pytorch#158719, torchtitan#2747, DeepSpeed#7170, Megatron-LM#2218: ranks that use different parameters hang."""
     for script in (everyone_another, only_rank_one, one_uses_none):
         compare_each(Choosing, script, steps=5)
-
-
-@WORLDS
-def test_ranks_may_use_different_parameters_of_a_unit_and_unused_ones_keep_no_gradient(world):
-    """pytorch#158719, torchtitan#2747, DeepSpeed#7170, Megatron-LM#2218: ranks that use different parameters hang."""
-    run_on_ranks(used_flags, world)
 
 
 @on_ranks(3)

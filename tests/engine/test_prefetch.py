@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import probe
 from shardwise.testing.probe import checks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks
@@ -44,7 +44,8 @@ def ahead(forward: int, backward: int) -> dict[str, object]:
     return {"forward_prefetch": forward, "backward_prefetch": backward, "merge_units": False}
 
 
-def every_depth() -> None:
+@on_ranks(2, 3)
+def test_any_depth_gives_the_same_bits():
     with checks():
         for strategy in ("zero2", "zero3"):
             compare_each(Uneven, plain_loss, (strategy,), steps=2, **ahead(3, 2))
@@ -61,11 +62,6 @@ def every_depth() -> None:
                     **PARTS,
                     **ahead(depth, depth),
                 )
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_any_depth_gives_the_same_bits(world: int) -> None:
-    run_on_ranks(every_depth, world)
 
 
 def trained(build: type[nn.Module], **options: object) -> tuple[nn.Module, list[tuple[object, ...]]]:

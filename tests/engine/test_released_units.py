@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.engine import Engine
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import probe
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
-
-WORLDS = pytest.mark.parametrize("world", [2, 3])
 
 
 class Twice(Chain):
@@ -50,14 +48,10 @@ class ThereAndBack(Chain):
         return self.head(x)
 
 
-def orders():
+@on_ranks(2, 3)
+def test_units_that_run_more_than_once_find_their_data_again():
     for build in (Twice, InARow, ThereAndBack):
         compare_each(build, plain_loss)
-
-
-@WORLDS
-def test_units_that_run_more_than_once_find_their_data_again(world):
-    run_on_ranks(orders, world)
 
 
 def freeze(model, names):
@@ -67,7 +61,9 @@ def freeze(model, names):
     return model
 
 
-def frozen():
+@on_ranks(2, 3)
+def test_frozen_units_and_frozen_parts_of_units_have_data_but_no_gradients():
+    """pytorch#91167, pytorch#104690: parameters of a unit must be trained or frozen all together."""
     for build in (Chain, Twice):
         compare_each(lambda build=build: freeze(build(), ["blocks.0", "blocks.2", "blocks.3"]), plain_loss)
         compare_each(lambda build=build: freeze(build(), ["stem", "blocks.0", "blocks.1"]), plain_loss)
@@ -78,12 +74,6 @@ def frozen():
         assert all(shard.grad is None and shard not in trained.optimizer.state for shard in frozen_shards)
         plain_loss(trained.model, dist.get_rank(), 9).backward()
         assert seen.held_bytes()["gradients"] == seen.predicted_bytes()["gradients"]  # none of frozen ones
-
-
-@WORLDS
-def test_frozen_units_and_frozen_parts_of_units_have_data_but_no_gradients(world):
-    """pytorch#91167, pytorch#104690: parameters of a unit must be trained or frozen all together."""
-    run_on_ranks(frozen, world)
 
 
 class Family(nn.Module):
@@ -172,18 +162,14 @@ def two_in_the_first_steps(model, rank, step):
 CHANGING = (two_from_the_third_step_on, two_in_the_first_steps)
 
 
-def several_forwards():
+@on_ranks(2, 3)
+def test_several_forwards_may_come_before_a_backward():
     for script in (two_forwards, separate_backwards, newer_first, forward_forgotten, forward_kept):
         compare_each(Chain, script, steps=3)
     for script in CHANGING:
         compare_each(Chain, script)
     compare_each(Twice, two_forwards, steps=3)
     compare_each(Twice, separate_backwards, steps=3)
-
-
-@WORLDS
-def test_several_forwards_may_come_before_a_backward(world):
-    run_on_ranks(several_forwards, world)
 
 
 class Parallel(nn.Module):
@@ -225,14 +211,10 @@ class Dense(Chain):
         return self.head(F.gelu(torch.stack(outputs).sum(0)))
 
 
-def branches():
+@on_ranks(2, 3)
+def test_parallel_branches_and_dense_connections_are_right():
     for build in (Parallel, BoundaryTensor, Dense):
         compare_each(build, plain_loss)
-
-
-@WORLDS
-def test_parallel_branches_and_dense_connections_are_right(world):
-    run_on_ranks(branches, world)
 
 
 class Uneven(Chain):

@@ -19,8 +19,6 @@ from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import SHARDED, Block, Chain, compare, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks, refusal
 
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
-
 
 class Box:
     """An object that no one looks into."""
@@ -85,16 +83,12 @@ def with_aux_loss_later(model, rank, step):
     return loss + 0.1 * sum(block.aux for block in model.blocks) if step > 2 else loss
 
 
-def hide(is_checked):
+@pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "as-users-run-it"])
+@on_ranks(1, 2, 3)
+def test_hidden_values_and_losses_kept_on_modules_are_right_in_every_step(is_checked):
     compare_each(Boxed, plain_loss, steps=5, is_checked=is_checked, heals=True)
     compare_each(lambda: Chain(KeepsLoss), with_aux_loss, steps=5, is_checked=is_checked, heals=True)
     compare_each(SealedRoot, open_box, is_checked=is_checked)
-
-
-@pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "as-users-run-it"])
-@WORLDS
-def test_hidden_values_and_losses_kept_on_modules_are_right_in_every_step(world, is_checked):
-    run_on_ranks(hide, world, is_checked)
 
 
 @on_ranks(2)

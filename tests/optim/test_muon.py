@@ -19,7 +19,7 @@ from shardwise.testing import part_of, run_on_ranks
 from tests.common import models
 from tests.common.families import FAMILIES, build_transformers
 from tests.common.oracle import compare, presets
-from tests.common.ranks import refusal
+from tests.common.ranks import on_ranks, refusal
 from tests.optim.test_granularity_ranks import Both, loss_of
 
 WHOLE = {"*.qkv.weight": 1}
@@ -57,7 +57,8 @@ def test_it_is_torchs_muon_and_adamw_bit_for_bit_under_every_strategy(world):
     run_on_ranks(with_torchs, world, presets() if world == 2 else ("zero3",))
 
 
-def fused() -> None:
+@on_ranks(2)
+def test_fused_projections_are_orthogonalized_by_themselves():
     compare(
         build,
         loss_of,
@@ -67,10 +68,6 @@ def fused() -> None:
         optimizer=sw.Muon,
         parameters=lambda model: sw.muon_groups(model, momentum=0.9, nesterov=False),
     )
-
-
-def test_fused_projections_are_orthogonalized_by_themselves():
-    run_on_ranks(fused, 2)
 
 
 CONFIG = sw.models.GPTConfig(num_layers=2, hidden=32, num_heads=4, vocab_size=64, seq_len=8)
@@ -200,7 +197,10 @@ def test_experts_in_stacked_weights_are_matrices_of_their_own():
     run_on_ranks(by_hand, 2, [{}, {"strategy": "ddp"}, {"ep": 2}], stacked)
 
 
-def saved(folder: str, other: dict[str, int]) -> None:
+@pytest.mark.parametrize("other", [{"tp": 2}, {"pp": 2}])
+@on_ranks(2)
+def test_its_state_loads_on_another_layout(tmp_path, other):
+    folder = str(tmp_path)
     """Two steps, saved under zero3, two more under another plan: as four steps of one process."""
     alone = gpt()
     reference = sw.Muon(sw.muon_groups(alone))
@@ -221,11 +221,6 @@ def saved(folder: str, other: dict[str, int]) -> None:
     state = sw.full_state_dict(model)
     if dist.get_rank() == 0:
         assert all(torch.equal(state[name], tensor) for name, tensor in alone.state_dict().items())
-
-
-@pytest.mark.parametrize("other", [{"tp": 2}, {"pp": 2}])
-def test_its_state_loads_on_another_layout(tmp_path, other):
-    run_on_ranks(saved, 2, str(tmp_path), other)
 
 
 def test_without_ranks_it_is_torchs():

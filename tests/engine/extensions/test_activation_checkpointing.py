@@ -68,14 +68,10 @@ class ByKeyword(Chain):
         return self.head(x)
 
 
-def every_way():
+@on_ranks(1, 2, 3)
+def test_every_policy_gives_the_numbers_of_no_recomputation_dropout_included():
     for way in WAYS:
         compare_each(ByKeyword, plain_loss, steps=3, activation_checkpointing=way)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_policy_gives_the_numbers_of_no_recomputation_dropout_included(world):
-    run_on_ranks(every_way, world)
 
 
 @on_ranks(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from shardwise.engine.extensions.activation_offload import ActivationOffload
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.measure.storage import StorageCount
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.testing import run_on_ranks
 from shardwise.testing.probe import checks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks, refusal
@@ -43,7 +41,8 @@ class Dropping(Block):
         return torch.tanh(x + F.dropout(y, 0.2, training=self.training))
 
 
-def every_way() -> None:
+@on_ranks(1, 2, 3)
+def test_every_policy_gives_the_numbers_without_it_dropout_included():
     for offloaded, recomputed in WAYS:
         compare_each(
             lambda: Chain(Dropping),
@@ -52,11 +51,6 @@ def every_way() -> None:
             offload_activations=offloaded,
             activation_checkpointing=recomputed,
         )
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_policy_gives_the_numbers_without_it_dropout_included(world: int) -> None:
-    run_on_ranks(every_way, world)
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
-from tests.common.ranks import refusal
+from tests.common.ranks import on_ranks, refusal
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytestmark = [
@@ -138,7 +138,8 @@ def test_logits_take_no_memory() -> None:
     assert peaks[1] < 0.05 * peaks[0]
 
 
-def refuse() -> None:
+@on_ranks(2, timeout_s=60)
+def test_what_cannot_be_chunked_is_refused():
     import transformers as hf
 
     shape = {
@@ -157,7 +158,3 @@ def refuse() -> None:
     assert "not that of its head" in refusal(StateError, sw.chunk_cross_entropy, nn.Linear(2, 2))
     model = sw.chunk_cross_entropy(build("llama"))
     assert "tp divides logits by ids as it is" in refusal(PlanError, sw.parallelize, model, sw.ParallelPlan(tp=2))
-
-
-def test_what_cannot_be_chunked_is_refused() -> None:
-    run_on_ranks(refuse, 2, timeout_s=60)

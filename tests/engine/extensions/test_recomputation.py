@@ -9,11 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shardwise as sw
-from shardwise.testing import run_on_ranks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks
-
-WORLDS = pytest.mark.parametrize("world", [2, 3])
 
 
 class PerBlock(Chain):
@@ -108,7 +105,11 @@ class Nested(Chain):
         return x
 
 
-def recompute(is_reentrant):
+# Of a reentrant one in a reentrant one, which runs without grad first.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@on_ranks(2, 3)
+def test_blocks_segments_and_submodules_can_be_recomputed(is_reentrant):
     models = [
         lambda: PerBlock(is_reentrant),
         lambda: PerSegment(is_reentrant),
@@ -118,14 +119,6 @@ def recompute(is_reentrant):
     ]
     for build in models:
         compare_each(build, plain_loss, steps=3)
-
-
-# Of a reentrant one in a reentrant one, which runs without grad first.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("is_reentrant", [False, True])
-@WORLDS
-def test_blocks_segments_and_submodules_can_be_recomputed(world, is_reentrant):
-    run_on_ranks(recompute, world, is_reentrant)
 
 
 class Early(Chain):
@@ -170,13 +163,9 @@ class _Inner(torch.autograd.Function):
         return leaf.grad
 
 
-def inner_backwards():
+@on_ranks(2, 3)
+def test_a_backward_inside_backward_does_not_end_the_outer_one():
     compare_each(lambda: Chain(InnerBackward), plain_loss)
-
-
-@WORLDS
-def test_a_backward_inside_backward_does_not_end_the_outer_one(world):
-    run_on_ranks(inner_backwards, world)
 
 
 class NestedUnits(nn.Module):
@@ -202,13 +191,9 @@ class Outer(Chain):
         return self.head(x)
 
 
-def recompute_nested_units():
+@on_ranks(2, 3)
+def test_units_in_recomputed_units_can_be_recomputed():
     compare_each(Outer, plain_loss, auto_wrap_policy=sw.wrap_by_class({NestedUnits, Block}))
-
-
-@WORLDS
-def test_units_in_recomputed_units_can_be_recomputed(world):
-    run_on_ranks(recompute_nested_units, world)
 
 
 def accumulate_with_recomputation(model, rank, step):
@@ -225,14 +210,11 @@ def whole_model(is_reentrant):
     return script
 
 
-def two_forwards():
+@on_ranks(2)
+def test_a_whole_model_can_be_recomputed_and_two_recomputed_forwards_share_one_backward():
     for is_reentrant in (False, True):
         compare_each(Chain, whole_model(is_reentrant), steps=3)
         compare_each(lambda flag=is_reentrant: PerBlock(flag), accumulate_with_recomputation, steps=3)
-
-
-def test_a_whole_model_can_be_recomputed_and_two_recomputed_forwards_share_one_backward():
-    run_on_ranks(two_forwards, 2)
 
 
 class GivesAnother(Block):

@@ -22,6 +22,7 @@ from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.spec.exact import Tolerance
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common.own import own
+from tests.common.ranks import on_ranks
 from tests.common.split import batch, compare, optimizer_of
 from tests.parallel.experts.test_experts_parity import Mixture
 
@@ -46,7 +47,10 @@ def train(
 # -- checkpoints
 
 
-def save_and_load(folder: str) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_checkpoint_of_some_ep_loads_into_any_other(tmp_path):
+    folder = str(tmp_path)
     """Four steps; and two, a checkpoint, and two more with another ep: the same to fp32's rounding of sums.
 
     With tp, ranks of which read the same, all do.
@@ -73,12 +77,8 @@ def save_and_load(folder: str) -> None:
                 assert torch.allclose(value, whole[name], atol=5e-4), name
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_some_ep_loads_into_any_other(tmp_path):
-    run_on_ranks(save_and_load, 4, str(tmp_path))
-
-
-def states_travel() -> None:
+@on_ranks(2)
+def test_state_dicts_are_whole_and_a_rank_holds_its_experts():
     """A state dict out of ep and into it, and a model that has no values but on rank 0."""
     for case in (CASE, dataclasses.replace(CASE, family="mixtral")):
         plain = case.build()
@@ -104,11 +104,8 @@ def states_travel() -> None:
                 assert int(extent.name.split(".experts.")[1][0]) in range(own.start, own.stop)
 
 
-def test_state_dicts_are_whole_and_a_rank_holds_its_experts():
-    run_on_ranks(states_travel, 2)
-
-
-def stacked_states_travel() -> None:
+@on_ranks(4)
+def test_a_rank_holds_its_columns_of_its_experts():
     """Experts that tp and ep cut both: a rank holds the very elements of its part, and gives them back."""
     case, rank = dataclasses.replace(CASE, family="mixtral"), distributed.get_rank()
     plain = case.build()
@@ -129,14 +126,11 @@ def stacked_states_travel() -> None:
         assert torch.equal(held[f"{path}.down_proj"], values[f"{path}.down_proj"][experts][..., columns].reshape(-1))
 
 
-def test_a_rank_holds_its_columns_of_its_experts():
-    run_on_ranks(stacked_states_travel, 4)
-
-
 # -- odd batches
 
 
-def nobody_comes() -> None:
+@on_ranks(2)
+def test_experts_that_no_token_chose_have_gradients_of_zero_and_nobody_waits():
     """Every token chooses experts 0 and 1, which rank 0 holds: rank 1's experts have no rows, and gradients of zero."""
     for case in (CASE, dataclasses.replace(CASE, family="mixtral")):
         for options in ({}, {"activation_checkpointing": "full"}, {"strategy": "ddp"}):
@@ -161,11 +155,8 @@ def nobody_comes() -> None:
             assert (largest > 0) == (distributed.get_rank() == 0)
 
 
-def test_experts_that_no_token_chose_have_gradients_of_zero_and_nobody_waits():
-    run_on_ranks(nobody_comes, 2)
-
-
-def of_unequal_batches() -> None:
+@on_ranks(2)
+def test_ranks_may_have_different_numbers_of_tokens():
     """Ranks with batches of different sizes exchange tokens all the same."""
     model = sw.parallelize(CASE.build(), sw.ParallelPlan(ep=2))
     tokens, targets = batch(0, 0, distributed.get_rank())
@@ -190,11 +181,8 @@ def of_unequal_batches() -> None:
         assert torch.isfinite(sw.clip_grad_norm(model, 1.0))
 
 
-def test_ranks_may_have_different_numbers_of_tokens():
-    run_on_ranks(of_unequal_batches, 2)
-
-
-def in_narrow_dtypes() -> None:
+@on_ranks(2)
+def test_narrow_dtypes_and_one_ranks_overflow_are_the_same_on_all_ranks():
     """fp16 with its scaler, where one expert's gradient overflows, and bf16: ranks skip and step together."""
     for strategy in ("ddp", "zero3"):
         policy = sw.PrecisionPolicy(param_dtype="fp16", reduce_dtype="fp16")
@@ -218,10 +206,6 @@ def in_narrow_dtypes() -> None:
         model = sw.parallelize(case.build(), sw.ParallelPlan(ep=2, mp_policy=policy, offload_policy="cpu"))
         losses = train(model, optimizer_of(model.parameters()), range(2), case)
         assert losses[0] == pytest.approx(plain, rel=2e-2)
-
-
-def test_narrow_dtypes_and_one_ranks_overflow_are_the_same_on_all_ranks():
-    run_on_ranks(in_narrow_dtypes, 2)
 
 
 CONFIG = """
@@ -275,17 +259,14 @@ def two_steps(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, sw.full_state_dict(model)
 
 
-def every_kind() -> None:
+@on_ranks(2)
+def test_what_else_a_plan_says_changes_no_bit():
     expected, whole = two_steps("plain")
     for kind in ("flat", "in backward", "host", "tensors", "recomputed", "units", "deferred", "rank 0"):
         losses, state = two_steps(kind)
         assert losses == expected, kind
         for name, value in state.items():
             assert torch.equal(value, whole[name]), (kind, name)
-
-
-def test_what_else_a_plan_says_changes_no_bit():
-    run_on_ranks(every_kind, 2)
 
 
 # -- controls

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.spec.exact import Tolerance
 from shardwise.testing import Comparison, compare_with_one_process, run_on_ranks, train_step
 from tests.common import models
+from tests.common.ranks import on_ranks
 from tests.common.training import make_optimizer
 
 NUM_MICROBATCHES = 4
@@ -99,11 +100,8 @@ TIED: tuple[dict[str, Any], ...] = (
 )
 
 
-def train_tied() -> None:
+@pytest.mark.transports
+@on_ranks(4, timeout_s=120)
+def test_tied_parameters_get_the_sum_of_their_copies():
     for options in TIED:
         train("tied", dict(options), Tolerance(relative=1e-9, absolute=1e-8))
-
-
-@pytest.mark.transports
-def test_tied_parameters_get_the_sum_of_their_copies():
-    run_on_ranks(train_tied, 4, timeout_s=120)

@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.traffic.rows import row_bounds
 from shardwise.testing import probe, run_on_ranks
+from tests.common.ranks import on_ranks
 
 ROWS, WIDTH, STEPS = 103, 6, 4
 STRATEGIES = ("ddp", "zero3")
@@ -337,12 +338,10 @@ def misses_rows() -> None:
     assert torch.equal(model.table(torch.tensor([1, ROWS - 1])), build().table.weight[[1, ROWS - 1]])
 
 
-def is_used_with_everything_else(folder: str) -> None:
+@on_ranks(2)
+def test_rows_go_with_precision_and_averages_and_refuse_what_needs_the_whole_table(tmp_path):
+    folder = str(tmp_path)
     computes_in_16_bit()
     averages(folder)
     refuses()
     misses_rows()
-
-
-def test_rows_go_with_precision_and_averages_and_refuse_what_needs_the_whole_table(tmp_path):
-    run_on_ranks(is_used_with_everything_else, 2, str(tmp_path))
