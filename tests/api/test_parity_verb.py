@@ -13,7 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
-from tests.common.ranks import refusal
+from tests.common.ranks import on_ranks, refusal
 
 PLANS = {
     "dp": sw.ParallelPlan(),
@@ -94,23 +94,20 @@ class Twice(sw.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale / 2, found_inf, allow_fp16)
 
 
-def accumulate() -> dict[str, Any]:
+@on_ranks(2, timeout_s=100)
+def test_accumulation_and_a_scaler_are_compared():
     plans = {"each": sw.ParallelPlan(), "whole": sw.ParallelPlan(accumulation="unsharded")}
     given: dict[str, Any] = {"microbatches": 2, "locate": False}
-    return {
+    found = {
         "plain": sw.parity(build, batches(), None, plans, **given),
         "scaled": sw.parity(build, batches(), None, plans, scaler=lambda: sw.GradScaler("cpu"), **given),
         "wrong": sw.parity(build, batches(), None, plans, scaler=lambda: Twice("cpu"), **given),
         "none": refusal(StateError, sw.parity, build, batches(), None, plans, microbatches=0),
     }
-
-
-def test_accumulation_and_a_scaler_are_compared():
-    for found in run_on_ranks(accumulate, 2, timeout_s=100):
-        for name in ("plain", "scaled"):
-            each, whole = found[name].rows
-            assert each.holds, each
-            assert each.allowed == (1e-5, 5e-4)  # each microbatch is reduced by itself: sums are split
-            assert whole.is_bitwise, whole
-        assert [row.holds for row in found["wrong"].rows] == [False, False]
-        assert "microbatches=0" in found["none"]
+    for name in ("plain", "scaled"):
+        each, whole = found[name].rows
+        assert each.holds, each
+        assert each.allowed == (1e-5, 5e-4)  # each microbatch is reduced by itself: sums are split
+        assert whole.is_bitwise, whole
+    assert [row.holds for row in found["wrong"].rows] == [False, False]
+    assert "microbatches=0" in found["none"]

@@ -194,8 +194,7 @@ def check_large():
     assert_same_bits(whole, expected)
 
 
-@on_ranks(1, 2, 3, 4, 8)
-def test_every_collective_gives_the_naive_result_bit_for_bit():
+def check_results():
     check_all_gather()
     check_reduce_scatter()
     check_all_reduce()
@@ -206,6 +205,11 @@ def test_every_collective_gives_the_naive_result_bit_for_bit():
     check_uneven()
     check_large()
     open_comm().barrier()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_every_collective_gives_the_naive_result_bit_for_bit(world):
+    run_on_ranks(check_results, world)
 
 
 def thirds():
@@ -237,16 +241,13 @@ def test_sums_run_in_rank_order_on_every_rank():
     assert run_on_ranks(order_of_sums, 4) == [[1.0] * 4] * 4
 
 
-def zeros_with_signs():
+@on_ranks(3)
+def test_minus_zero_is_the_identity_of_the_sums():
+    """Missing gradients travel as -0.0."""
     comm = open_comm()
     buffer = torch.full((comm.size,), -0.0)
     comm.all_reduce(buffer, unit="u", divisor=comm.size).wait()
-    return torch.signbit(buffer).tolist()
-
-
-def test_minus_zero_is_the_identity_of_the_sums():
-    """Missing gradients travel as -0.0."""
-    assert run_on_ranks(zeros_with_signs, 3) == [[True] * 3] * 3
+    assert torch.signbit(buffer).tolist() == [True] * 3
 
 
 # -- handles
@@ -299,11 +300,15 @@ def use_two_comms_in_other_orders():
     assert y.tolist() == [sum(range(gather.size))] * 8
 
 
-@on_ranks(1, 2, 3, 4)
-def test_several_collectives_can_be_under_way_and_waited_for_in_any_order():
+def use_handles():
     keep_many_in_flight()
     wait_for_all_reduces_from_last_to_first()
     use_two_comms_in_other_orders()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_several_collectives_can_be_under_way_and_waited_for_in_any_order(world):
+    run_on_ranks(use_handles, world)
 
 
 def exchange_in_halves():
@@ -387,7 +392,8 @@ class Wire:
         return self._group.recv(tensors, source, tag)
 
 
-def count_on_the_wire():
+@on_ranks(2, 3, 4)
+def test_events_have_the_bytes_that_gloo_is_given_to_send():
     """By collective, the bytes of its event and those that Gloo was given."""
     comm = open_comm()
     comm.group = wire = Wire(comm.group)
@@ -409,15 +415,9 @@ def count_on_the_wire():
         with comm.record() as events:
             issue().wait()
         found.append((events[0].kind, events[0].sent_bytes, wire.num_bytes - sent_before))
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_events_have_the_bytes_that_gloo_is_given_to_send(world):
-    for found in run_on_ranks(count_on_the_wire, world):
-        assert len(found) == 9
-        for kind, counted, given in found:
-            assert counted == given, kind
+    assert len(found) == 9
+    for kind, counted, given in found:
+        assert counted == given, kind
 
 
 def count_uneven_bytes():
@@ -466,7 +466,8 @@ def test_one_receive_buffer_serves_sums_of_every_size(world, expected):
     assert run_on_ranks(uneven_scratch, world) == [expected] * world
 
 
-def reuse_scratch():
+@on_ranks(3)
+def test_receive_buffers_are_reused():
     """The receive buffers of sums that follow one another are the same."""
     comm = open_comm()
     held = set()
@@ -475,11 +476,7 @@ def reuse_scratch():
         own = buffer.view(comm.size, -1)[comm.rank]
         comm.reduce_scatter(buffer, own, unit="u").wait()
         held.add(tuple(buffer.data_ptr() for buffer in comm._scratch.free))
-    return len(held)
-
-
-def test_receive_buffers_are_reused():
-    assert run_on_ranks(reuse_scratch, 3) == [1] * 3
+    assert len(held) == 1
 
 
 # -- peers that are dead, elsewhere, or of another opinion
@@ -618,7 +615,8 @@ def test_ranks_that_issue_different_collectives_are_told_all_of_them(act, named,
         assert "sw.full_state_dict under `if rank == 0:`: every rank must make it." in text
 
 
-def be_slow():
+@on_ranks(3)
+def test_slow_ranks_do_not_disagree():
     """A rank that is only slow is no disagreement, whatever the watch looks at meanwhile."""
     shorten_watch()
     gather, reduce = open_comms(torch.device("cpu"))
@@ -630,11 +628,6 @@ def be_slow():
         if gather.rank == (round_ + 1) % gather.size:
             time.sleep(1.2)
         reduce.all_reduce(buffer, unit=f"blocks.{round_}").wait()
-    return True
-
-
-def test_slow_ranks_do_not_disagree():
-    assert run_on_ranks(be_slow, 3) == [True] * 3
 
 
 def ask_for_the_highest() -> tuple[list[int], int]:

@@ -9,9 +9,11 @@ from shardwise.comm.axes import WORLD, Place, open_comms
 from shardwise.comm.record import RecordComm
 from shardwise.spec.mesh import Mesh
 from shardwise.testing import run_on_ranks
+from tests.common.ranks import on_ranks
 
 
-def pass_round() -> list[tuple[str, str, int]]:
+@on_ranks(3)
+def test_messages_arrive_in_order():
     """Everyone sends two messages each way, among collectives, and waits for them in another order."""
     comm, _ = open_comms(torch.device("cpu"))
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -25,13 +27,9 @@ def pass_round() -> list[tuple[str, str, int]]:
             handle.wait()
     assert total.tolist() == [comm.size] * 3
     assert [buffer.tolist() for buffer in found] == [[10.0 * left + n] * 5 for n in range(2)]
-    return [(event.kind, event.unit, event.sent_bytes) for event in events]
-
-
-def test_messages_arrive_in_order() -> None:
-    for events in run_on_ranks(pass_round, 3):
-        assert events[:2] == [("send", "act 0", 20), ("send", "act 1", 20)]
-        assert events[3:] == [("receive", "act 0", 0), ("receive", "act 1", 0)]
+    events = [(event.kind, event.unit, event.sent_bytes) for event in events]
+    assert events[:2] == [("send", "act 0", 20), ("send", "act 1", 20)]
+    assert events[3:] == [("receive", "act 0", 0), ("receive", "act 1", 0)]
 
 
 def test_the_recorder_counts_what_is_sent() -> None:

@@ -156,10 +156,11 @@ def test_training_by_way_of_the_host_has_the_same_numbers_and_events(world):
 # -- which Comm is opened
 
 
-def opened() -> list[tuple[str, str, int, bool]]:
+@on_ranks(2)
+def test_a_group_without_nccl_stages_what_is_on_a_gpu_and_is_watched_as_any_gloo_group():
     """For tensors on a GPU, of which opening touches none, over a group of Gloo."""
     device = torch.device("cuda", 0)
-    return [
+    found = [
         (
             type(comm).__name__,
             str(comm.device),
@@ -168,11 +169,7 @@ def opened() -> list[tuple[str, str, int, bool]]:
         )
         for comm in open_comms(device)
     ]
-
-
-def test_a_group_without_nccl_stages_what_is_on_a_gpu_and_is_watched_as_any_gloo_group():
-    for found in run_on_ranks(opened, 2):
-        assert found == [("StagedComm", "cuda:0", 2, True)] * 2
+    assert found == [("StagedComm", "cuda:0", 2, True)] * 2
 
 
 def refused() -> list[str]:

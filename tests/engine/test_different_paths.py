@@ -334,7 +334,8 @@ def squared(output: Tensor, _batch: object) -> Tensor:
     return output.square().mean()
 
 
-def evaluates():
+@on_ranks(2)
+def test_in_an_evaluation_each_rank_may_leave_out_a_tower():
     """For each strategy the held-out losses and those of one process, and a training loss beside one without grad."""
     rank, found = dist.get_rank(), []
     for strategy in ("zero3", "shard_grad_op", "ddp"):
@@ -349,9 +350,5 @@ def evaluates():
         trained = sw.train_step(model, (sample(rank, 0), rank == 1), squared)
         again = sw.eval_step(model, (sample(rank, 0), rank == 1), squared)
         found.append((again.item(), trained.item()))
-    return found
-
-
-def test_in_an_evaluation_each_rank_may_leave_out_a_tower():
-    for held, expected in run_on_ranks(evaluates, 2)[0]:
+    for held, expected in found:
         assert held == pytest.approx(expected, rel=1e-6)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.testing import compare_with_one_process, probe, run_on_ranks
+from shardwise.testing import compare_with_one_process, probe
 from tests.common.blockwise import TORCHAO
 from tests.common.oracle import presets
 from tests.common.ranks import on_ranks, refusal
@@ -58,17 +58,13 @@ def test_layers_that_compute_in_float8_train_as_in_one_process(recipe):
         assert [unit.name for unit in probe(result.model).units] == ["root", "0", "1"]
 
 
-def refuse() -> list[str]:
+@on_ranks(2)
+def test_what_would_lose_float8_is_refused():
     def with_casts() -> None:
         sw.parallelize(build("tensorwise", casts_before_gather=True), sw.ParallelPlan(strategy="zero3"))
 
     def divided() -> None:
         sw.parallelize(build("tensorwise"), sw.ParallelPlan(tp=2, tp_plan={"*.up": "colwise"}))
 
-    return [refusal(StateError, with_casts), refusal(PlanError, divided)]
-
-
-def test_what_would_lose_float8_is_refused() -> None:
-    with_casts, divided = run_on_ranks(refuse, 2)[0]
-    assert "Leave torchao's enable_fsdp_float8_all_gather off" in with_casts
-    assert "Float8Linear has a forward of its own" in divided
+    assert "Leave torchao's enable_fsdp_float8_all_gather off" in refusal(StateError, with_casts)
+    assert "Float8Linear has a forward of its own" in refusal(PlanError, divided)

@@ -8,6 +8,7 @@ import torch
 import shardwise as sw
 from shardwise.launch import notice
 from shardwise.testing import run_on_ranks
+from tests.common.ranks import on_ranks
 
 
 @pytest.mark.parametrize(("device", "num_gpus"), [("cpu", 0), ("cuda", 8), ("meta", 8)])
@@ -28,7 +29,12 @@ def left_on_the_cpu() -> list[str]:
     return told
 
 
-def updated(dtype: torch.dtype, master_dtype: str | None) -> list[list[str]]:
+@pytest.mark.parametrize(
+    ("dtype", "master_dtype", "count"),
+    [(torch.bfloat16, None, 1), (torch.bfloat16, "bf16", 0), (torch.bfloat16, "fp32", 0), (torch.float32, None, 0)],
+)
+@on_ranks(1)
+def test_updates_in_16_bit_are_told_once_unless_they_are_asked_for(dtype, master_dtype, count):
     """On a rank: what is told before the optimizer's first step, at it, and at its second."""
     told: list[str] = []
     sw.engine.extensions.precision.tell_once = told.append
@@ -40,17 +46,7 @@ def updated(dtype: torch.dtype, master_dtype: str | None) -> list[list[str]]:
     for _ in range(2):
         optimizer.step()
         found.append(list(told))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("dtype", "master_dtype", "count"),
-    [(torch.bfloat16, None, 1), (torch.bfloat16, "bf16", 0), (torch.bfloat16, "fp32", 0), (torch.float32, None, 0)],
-)
-def test_updates_in_16_bit_are_told_once_unless_they_are_asked_for(
-    dtype: torch.dtype, master_dtype: str | None, count: int
-) -> None:
-    before, first, second = run_on_ranks(updated, 1, dtype, master_dtype)[0]
+    before, first, second = found
     assert (len(before), len(first), len(second)) == (0, count, count)
     assert all("updated in bf16, in which small updates are lost" in text for text in first)
 

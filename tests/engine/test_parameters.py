@@ -189,7 +189,8 @@ def test_what_cannot_be_sharded_is_refused_by_name():
     assert "'blocks.1.up.weight' is on the meta device" in texts["meta"]
 
 
-def sparse_gradients():
+@on_ranks(2)
+def test_sparse_gradients_are_refused_by_name():
     class Embedding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -205,11 +206,7 @@ def sparse_gradients():
         with pytest.raises(StateError) as caught:
             plain_loss(model, 0, 0).backward()
         texts.append(str(caught.value))
-    return texts
-
-
-def test_sparse_gradients_are_refused_by_name():
-    for text in run_on_ranks(sparse_gradients, 2)[0]:
+    for text in texts:
         assert text.startswith("the gradient of 'blocks.")
         assert text.endswith("Build the embedding with sparse=False.")
 

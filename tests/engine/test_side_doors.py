@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import probe
 from tests.common.oracle import SHARDED, Block, Chain, compare, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks, refusal
 
@@ -96,7 +96,8 @@ def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_under_check
     compare_each(lambda: Chain(KeepsLoss), with_aux_loss_later, steps=6, heals=True)
 
 
-def hide_later_as_users_run_it():
+@on_ranks(2)
+def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_or_refused_as_users_run_it():
     found = []
     for strategy in SHARDED:
         try:
@@ -107,13 +108,8 @@ def hide_later_as_users_run_it():
             found.append(str(error))
         else:
             found.append(f"right, {trained.probe.num_healed} healed")
-    return found
-
-
-def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_or_refused_as_users_run_it():
-    for found in run_on_ranks(hide_later_as_users_run_it, 2):
-        for text in found:
-            assert text.startswith("right") or "a value left the unit otherwise than through its outputs" in text
+    for text in found:
+        assert text.startswith("right") or "a value left the unit otherwise than through its outputs" in text
 
 
 class CheckpointedInside(Block):
@@ -142,21 +138,17 @@ def test_saved_tensor_hooks_of_checkpoint_and_of_the_user_live_beside_ours():
     compare_each(lambda: Chain(OwnHooks), plain_loss)
 
 
-def settle():
+@on_ranks(2)
+def test_saved_tensors_are_watched_in_the_first_steps_and_no_longer_than_needed():
     model = sw.parallelize(Chain())
     seen = []
     hooks = torch._C._autograd._top_saved_tensors_default_hooks
     model.blocks[0].register_forward_pre_hook(lambda _module, _args: seen.append(hooks(False) is not None))
     for step in range(5):
         plain_loss(model, 0, step).backward()
-    return seen, probe(model).num_healed
-
-
-def test_saved_tensors_are_watched_in_the_first_steps_and_no_longer_than_needed():
-    seen, num_healed = run_on_ranks(settle, 2)[0]
     assert seen[:2] == [True, True]
     assert not any(seen[3:])
-    assert num_healed == 0
+    assert probe(model).num_healed == 0
 
 
 class LeavesAnInputAlone(nn.Module):

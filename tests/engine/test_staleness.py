@@ -181,17 +181,14 @@ def test_a_step_of_one_part_of_the_model_lets_the_backward_of_another_one_pass()
     assert message.endswith("units of their own (auto_wrap_policy=sw.wrap_by_name(...)).")
 
 
-def replaced_with_another_kind():
+@on_ranks(2)
+def test_data_of_another_dtype_or_shape_is_refused_with_the_name():
     found = []
     for change in (lambda p: p.data.double(), lambda p: torch.zeros(3, 3, 3)):
         model = sw.parallelize(Chain())
         model.blocks[1].up.weight.data = change(model.blocks[1].up.weight)
         found.append(refusal(StateError, model, sample(0, 0)))
-    return found
-
-
-def test_data_of_another_dtype_or_shape_is_refused_with_the_name():
-    for message in run_on_ranks(replaced_with_another_kind, 2)[0]:
+    for message in found:
         assert message.startswith("parameter 'blocks.1.up.weight' (logical shape [13, 8]) was moved out of its shard")
         assert "sw.load_full_state_dict()" in message
 

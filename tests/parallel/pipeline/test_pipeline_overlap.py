@@ -21,6 +21,7 @@ from shardwise.parallel.pipeline.runner import ScheduleRunner
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
 from shardwise.testing.transports import TRANSPORT
+from tests.common.ranks import on_ranks
 
 LAYERS, SEQ, M = 8, 6, 4
 REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
@@ -258,7 +259,8 @@ def test_nothing_but_tied_parameters_waits_for_another_stage(seen):
 FINISH = ScheduleRunner.finish
 
 
-def fail_and_go_on() -> list[bool]:
+@on_ranks(4, timeout_s=60)
+def test_a_step_that_fails_leaves_nothing_to_the_next():
     results = []
     for options in ({}, {"strategy": "ddp", "pipeline": "zb-v"}):
         model = pipeline(options)
@@ -277,14 +279,11 @@ def fail_and_go_on() -> list[bool]:
         sw.train_step(model, batch(), num_microbatches=M)
         results += [equal(expected, gradients(model)), not seen.reducing]
         results.append(not seen.waiting)
-    return results
+    assert results == [True] * 8
 
 
-def test_a_step_that_fails_leaves_nothing_to_the_next():
-    assert run_on_ranks(fail_and_go_on, 4, timeout_s=60) == [[True] * 8] * 4
-
-
-def come_late() -> list[bool]:
+@on_ranks(4, timeout_s=60)
+def test_a_gradient_that_comes_after_its_unit_was_reduced_is_refused():
     """A gradient comes for a unit that has been reduced: it is refused, on every rank, and the next step is right."""
     model = pipeline({})
     last = probe(model).units[-1].name
@@ -303,8 +302,4 @@ def come_late() -> list[bool]:
         sw.train_step(model, batch(), num_microbatches=M)
     model.zero_grad()
     sw.train_step(model, batch(), num_microbatches=M)
-    return [full.grad is None, equal(expected, gradients(model))]
-
-
-def test_a_gradient_that_comes_after_its_unit_was_reduced_is_refused():
-    assert run_on_ranks(come_late, 4, timeout_s=60) == [[True] * 2] * 4
+    assert [full.grad is None, equal(expected, gradients(model))] == [True] * 2

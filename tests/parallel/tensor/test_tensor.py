@@ -14,6 +14,7 @@ from shardwise.parallel.tensor.cut import find_cuts
 from shardwise.parallel.tensor.linear import ColumnPlan
 from shardwise.spec.errors import PlanError
 from shardwise.testing import part_of, probe, run_on_ranks
+from tests.common.ranks import on_ranks
 from tests.common.split import SEQ, VOCAB, Case, batch, check
 
 SEQUENCE = (("sequence_parallel", True),)
@@ -87,7 +88,9 @@ def test_every_strategy_equals_one_process(strategy):
     check(4, *(Case(strategy=strategy, dtype=dtype, num_microbatches=2, max_norm=0.3, plan=plan) for dtype in dtypes))
 
 
-def start_values() -> list[bool]:
+@pytest.mark.filterwarnings("ignore:the ranks held different values")
+@on_ranks(2)
+def test_every_way_to_begin_gives_the_parts_of_the_plain_model():
     """Whether what each way to begin gives this rank is its part of what the plain model begins with."""
     found = []
     sizes = {"num_layers": 2, "hidden": 24, "num_heads": 4, "vocab_size": VOCAB, "seq_len": SEQ, "tied": True}
@@ -109,24 +112,16 @@ def start_values() -> list[bool]:
             for extent, values in probe(model).extents()
         }
         found.append(all(held[name] for name, _ in model.named_parameters()))
-    return found
+    assert found == [True] * 3
 
 
-@pytest.mark.filterwarnings("ignore:the ranks held different values")
-def test_every_way_to_begin_gives_the_parts_of_the_plain_model():
-    assert run_on_ranks(start_values, 2) == [[True] * 3] * 2
-
-
-def summaries() -> list[str]:
+@on_ranks(2)
+def test_the_summary_says_who_has_the_logits():
     gathers = {"lm_head": "colwise_gather_output", "loss": "replicate"}
     plans = sw.ParallelPlan(tp=2), sw.ParallelPlan(tp=2, tp_plan=gathers)
-    return [str(sw.summary(sw.parallelize(Case().build(), plan))) for plan in plans]
-
-
-def test_the_summary_says_who_has_the_logits():
-    for divided, gathered in run_on_ranks(summaries, 2):
-        assert "output of 'lm_head': with targets each rank has its part; else gathered" in divided
-        assert "output of 'lm_head': gathered, whole on every rank of tp" in gathered
+    divided, gathered = [str(sw.summary(sw.parallelize(Case().build(), plan))) for plan in plans]
+    assert "output of 'lm_head': with targets each rank has its part; else gathered" in divided
+    assert "output of 'lm_head': gathered, whole on every rank of tp" in gathered
 
 
 def table() -> tuple[float, str]:

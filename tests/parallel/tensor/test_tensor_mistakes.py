@@ -15,6 +15,7 @@ from shardwise.comm.axes import open_comms
 from shardwise.parallel.tensor.loss import Vocabulary
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
+from tests.common.ranks import on_ranks
 
 SIZES = {"num_layers": 1, "hidden": 16, "num_heads": 2, "vocab_size": 9, "seq_len": 4}
 
@@ -76,7 +77,8 @@ class Scaled(nn.Linear):
         return super().forward(x) * 3
 
 
-def look() -> dict[str, Any]:
+@on_ranks(2)
+def test_what_is_unusual_is_right():
     found: dict[str, Any] = {}
     model = nn.Sequential(Scaled(4, 4), nn.Linear(4, 4))
     plan = sw.ParallelPlan(tp=2, tp_plan={"0": "colwise", "1": "rowwise"})
@@ -110,14 +112,9 @@ def look() -> dict[str, Any]:
     found["plain"] = sw.models.gpt("gpt-tiny", **SIZES)(ids(), ids()).item()
     found["loss"] = interrupted(ids(), ids()).item()
     found["reader"] = sw.data_parallel_rank(interrupted), sw.data_parallel_size(interrupted)
-    return found
-
-
-def test_what_is_unusual_is_right():
-    for found in run_on_ranks(look, 2):
-        assert "Scaled has a forward of its own" in found["subclass"]
-        assert found["loss"] == pytest.approx(found["plain"], rel=1e-5)
-        assert found["reader"] == (0, 1)
+    assert "Scaled has a forward of its own" in found["subclass"]
+    assert found["loss"] == pytest.approx(found["plain"], rel=1e-5)
+    assert found["reader"] == (0, 1)
 
 
 class Learned(nn.Module):

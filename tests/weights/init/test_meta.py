@@ -532,7 +532,9 @@ def build_bare() -> nn.Module:
     return model
 
 
-def loaded_afterwards(path: str) -> list[str]:
+@on_ranks(2)
+def test_a_model_on_meta_may_be_loaded_after_it_was_parallelized(tmp_path):
+    path = str(tmp_path / "checkpoint")
     """``sw.parallelize`` of a model on meta, and then the state dict, or a checkpoint."""
     plain, rank, refused = build_bare(), int(os.environ["RANK"]), []
     x = torch.ones(3, 6)
@@ -567,15 +569,10 @@ def loaded_afterwards(path: str) -> list[str]:
             stepping.step()
         found, expected = whole(model), all_values(other)
         assert all(torch.equal(found[name], value) for name, value in expected.items()), way
-    return refused
-
-
-def test_a_model_on_meta_may_be_loaded_after_it_was_parallelized(tmp_path):
-    for refused in run_on_ranks(loaded_afterwards, 2, str(tmp_path / "checkpoint")):
-        assert len(refused) == 12
-        calls = ("a forward", "sw.full_state_dict()", "sw.save()", "sw.full_parameters()")
-        assert all(text.startswith(f"{calls[index % 4]}: ") for index, text in enumerate(refused))
-        assert "5 tensors of the model" in refused[0]
-        assert "since Bare has no reset_parameters() ('0.weight')" in refused[0]
-        assert "3 tensors of the model" in refused[4]
-        assert "'1.saved' among them" in refused[4]
+    assert len(refused) == 12
+    calls = ("a forward", "sw.full_state_dict()", "sw.save()", "sw.full_parameters()")
+    assert all(text.startswith(f"{calls[index % 4]}: ") for index, text in enumerate(refused))
+    assert "5 tensors of the model" in refused[0]
+    assert "since Bare has no reset_parameters() ('0.weight')" in refused[0]
+    assert "3 tensors of the model" in refused[4]
+    assert "'1.saved' among them" in refused[4]

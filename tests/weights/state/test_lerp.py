@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
-from tests.common.ranks import refusal
+from tests.common.ranks import on_ranks, refusal
 
 WEIGHT = 0.25
 
@@ -192,7 +192,8 @@ class Cut(nn.Module):
         return self.down(torch.relu(self.up(self.stem(x))))
 
 
-def on_other_meshes() -> tuple[Tensor, Tensor]:
+@on_ranks(4)
+def test_parts_of_equal_size_on_other_ranks_are_gathered():
     """Of a layer that both models divide over two ranks: each over two others."""
     torch.manual_seed(0)
     target, source = Cut(), Cut()
@@ -202,23 +203,15 @@ def on_other_meshes() -> tuple[Tensor, Tensor]:
     sw.parallelize(target, sw.ParallelPlan(strategy="hsdp", dp_replicate=2, **alone))
     sw.parallelize(source, sw.ParallelPlan(tp=2, tp_plan=table, **alone))
     sw.lerp_parameters(target.stem, source.stem, WEIGHT)
-    return sw.full_state_dict(target).get("stem.weight", expected), expected
+    assert torch.equal(sw.full_state_dict(target).get("stem.weight", expected), expected)
 
 
-def test_parts_of_equal_size_on_other_ranks_are_gathered():
-    for found, expected in run_on_ranks(on_other_meshes, 4):
-        assert torch.equal(found, expected)
-
-
-def cut_otherwise() -> str:
+@on_ranks(2)
+def test_slices_that_are_cut_otherwise_are_refused():
     plans = [sw.ParallelPlan(tp=2, tp_plan={"up": style, "down": "rowwise"}) for style in ("colwise", "packed_colwise")]
     models = [sw.parallelize(Cut(), plan) for plan in plans]
-    return refusal(StateError, sw.lerp_parameters, models[0].up, models[1].up, WEIGHT)
-
-
-def test_slices_that_are_cut_otherwise_are_refused():
-    for told in run_on_ranks(cut_otherwise, 2):
-        assert "'weight' has shape [16, 16] with strides [16, 1], cut" in told
+    told = refusal(StateError, sw.lerp_parameters, models[0].up, models[1].up, WEIGHT)
+    assert "'weight' has shape [16, 16] with strides [16, 1], cut" in told
 
 
 def test_a_plain_parameter_may_be_a_view_of_more():

@@ -10,6 +10,7 @@ import torch
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.common.own import own
+from tests.common.ranks import on_ranks
 
 BF16 = sw.PrecisionPolicy(param_dtype="bf16", master_dtype="fp32")
 PLANS = {
@@ -44,7 +45,8 @@ def difference(*args, **options) -> str:
     return ""
 
 
-def compare_under_every_plan() -> dict[str, list[str | None]]:
+@on_ranks(4)
+def test_a_flipped_bit_is_found_where_ranks_hold_copies():
     found = {}
     for name, fields in PLANS.items():
         torch.manual_seed(0)
@@ -78,11 +80,7 @@ def compare_under_every_plan() -> dict[str, list[str | None]]:
             flip_on_rank_3(shards[0].whole)
             texts.append(difference(model, optimizer, after_backward=True))
         found[name] = texts if len(texts) == 3 else [*texts, None]
-    return found
-
-
-def test_a_flipped_bit_is_found_where_ranks_hold_copies() -> None:
-    assert run_on_ranks(compare_under_every_plan, 4) == [FOUND] * 4
+    assert found == FOUND
 
 
 def save_with_two_rates(folder: str) -> str:
