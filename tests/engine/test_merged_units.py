@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -28,32 +29,38 @@ from tests.engine.extensions import test_activation_checkpointing, test_recomput
 PAIRS, ALL = 2000, 1 << 30
 
 SCENARIOS = {
-    "orders": (test_released_units.orders,),
-    "frozen": (test_released_units.frozen,),
-    "several forwards": (test_released_units.several_forwards,),
-    "branches": (test_released_units.branches,),
-    "skips": (test_disagreement.skips,),
-    "recomputation": (test_recomputation.recompute, False),
-    "reentrant recomputation": (test_recomputation.recompute, True),
-    "nested units": (test_recomputation.recompute_nested_units,),
-    "two recomputed forwards": (test_recomputation.two_forwards,),
-    "inner backwards": (test_recomputation.inner_backwards,),
-    "outputs": (test_behaviour.outputs,),
-    "evaluations": (test_behaviour.evaluations,),
-    "requires_grad": (test_behaviour.switch,),
-    "stateful": (test_behaviour.stateful,),
-    "depth": (test_behaviour.depth,),
-    "outputs of others": (test_pitfalls.outputs_of_others,),
-    "repeated backwards": (test_pitfalls.repeated_backwards,),
-    "exceptions": (test_pitfalls.exceptions,),
-    "encoders": (test_pitfalls.encoders,),
-    "containers": (test_pitfalls.containers,),
-    "used flags": (test_pitfalls.used_flags,),
-    "side doors": (test_side_doors.hide, True),
-    "branching": (test_disagreement.branch,),
-    "different paths": (test_different_paths.differ,),
-    "layer drop": (test_different_paths.drops,),
-    "activation checkpointing": (test_activation_checkpointing.every_way,),
+    "orders": (test_released_units.test_units_that_run_more_than_once_find_their_data_again,),
+    "frozen": (test_released_units.test_frozen_units_and_frozen_parts_of_units_have_data_but_no_gradients,),
+    "several forwards": (test_released_units.test_several_forwards_may_come_before_a_backward,),
+    "branches": (test_released_units.test_parallel_branches_and_dense_connections_are_right,),
+    "skips": (test_disagreement.test_from_the_second_step_on_a_rank_may_skip_whole_units,),
+    "recomputation": (test_recomputation.test_blocks_segments_and_submodules_can_be_recomputed, False),
+    "reentrant recomputation": (test_recomputation.test_blocks_segments_and_submodules_can_be_recomputed, True),
+    "nested units": (test_recomputation.test_units_in_recomputed_units_can_be_recomputed,),
+    "two recomputed forwards": (
+        test_recomputation.test_a_whole_model_can_be_recomputed_and_two_recomputed_forwards_share_one_backward,
+    ),
+    "inner backwards": (test_recomputation.test_a_backward_inside_backward_does_not_end_the_outer_one,),
+    "outputs": (test_behaviour.test_outputs_may_be_tuples_dicts_dataclasses_objects_and_nests_of_them,),
+    "evaluations": (test_behaviour.test_forwards_without_grad_may_come_before_between_inside_and_after,),
+    "requires_grad": (test_behaviour.test_requires_grad_may_be_switched_between_steps,),
+    "stateful": (test_behaviour.test_batch_norm_recurrent_nets_and_buffers_written_in_forward_are_right,),
+    "depth": (test_behaviour.test_forwards_may_leave_units_out_and_backward_may_end_early,),
+    "outputs of others": (
+        test_pitfalls.test_a_parent_that_returns_its_childs_output_and_inputs_handed_through_are_right,
+    ),
+    "repeated backwards": (test_pitfalls.test_a_graph_can_be_run_backward_again_and_gradients_may_be_undefined,),
+    "exceptions": (test_pitfalls.test_after_an_exception_in_forward_or_backward_the_next_step_is_right,),
+    "encoders": (test_pitfalls.test_an_encoder_can_be_called_without_the_root,),
+    "containers": (test_pitfalls.test_auto_takes_only_modules_that_are_called,),
+    "used flags": (test_pitfalls.test_ranks_may_use_different_parameters_of_a_unit_and_unused_ones_keep_no_gradient,),
+    "side doors": (test_side_doors.test_hidden_values_and_losses_kept_on_modules_are_right_in_every_step, True),
+    "branching": (test_disagreement.test_a_model_may_branch_by_its_input,),
+    "different paths": (test_different_paths.test_ranks_may_run_different_parts_of_a_model_from_the_first_step_on,),
+    "layer drop": (test_different_paths.test_ranks_may_leave_out_different_layers_of_a_list_from_the_first_step_on,),
+    "activation checkpointing": (
+        test_activation_checkpointing.test_every_policy_gives_the_numbers_of_no_recomputation_dropout_included,
+    ),
 }
 NESTED_REENTRANT = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 QUICK = ("orders", "frozen", "skips", "recomputation", "reentrant recomputation", "evaluations", "used flags")
@@ -63,7 +70,7 @@ def run_merged(names, limit, only):
     for name in names:
         scenario, *args = SCENARIOS[name]
         with planned(only=only, merge_units=limit):
-            scenario(*args)
+            inspect.unwrap(scenario)(*args)
 
 
 @NESTED_REENTRANT
