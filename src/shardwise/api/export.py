@@ -124,14 +124,7 @@ def write_folder(
     arriving: Iterable[dict[str, Tensor]],
     options: FolderOptions,
 ) -> None:
-    """Write a Hugging Face folder from tensors that arrive unit by unit.
-
-    Args:
-        path: As :func:`export`.
-        form: How transformers knows the model.
-        units: The whole extents of each unit's tensors.
-        arriving: Their values, unit by unit; each is emptied once it is written.
-        options: How.
+    """Write a Hugging Face folder from tensors that arrive unit by unit; each unit is emptied once it is written.
 
     Raises:
         ConfigError: ``path`` is in use.

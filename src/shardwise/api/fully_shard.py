@@ -487,9 +487,7 @@ class _UnitMethod(Uncopyable):
 def rename(unit: Unit, places: Mapping[str, str]) -> None:
     """Give a unit the names of the model around the one that it was made in.
 
-    Args:
-        unit: The unit.
-        places: The new path of each unit's module, by its path so far (``""``: the whole model so far).
+    ``places`` has the new path of each unit's module, by its path so far (``""``: the whole model so far).
     """
 
     def moved(path: str) -> str:

@@ -250,12 +250,7 @@ def divide(
 ) -> list[str]:
     """Leave this rank's parts of parameters in ``model``, in place, with forwards that communicate.
 
-    Args:
-        model: The whole model.
-        prepared: What the plan means for it.
-        comms: The axes of this rank.
-        pipelined: Its stages, none of which has been dropped yet.
-        source: The source of values for parameters on meta.
+    Of the stages of ``pipelined`` none has been dropped yet. ``source`` has values for parameters on meta.
 
     Returns:
         Lines for a summary.

@@ -44,12 +44,7 @@ def shard_model(
 ) -> Engine:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``weights.init.sync``).
 
-    Args:
-        model: The root.
-        prepared: What the plan means for this rank's part of the model.
-        comms: For gathers and for reductions, on each axis.
-        options: How the engine is to work.
-        source: Gives meta parameters their values, unit by unit.
+    ``prepared`` is of this rank's part of the model. ``source`` gives meta parameters their values, unit by unit.
 
     Raises:
         StateError: The model holds something that cannot be sharded.
@@ -185,11 +180,7 @@ class Description:
 def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *, sync_buffers: str) -> None:
     """Keep buffers equal over the ranks, connect batch norm over all ranks, and keep ``generate()`` in step.
 
-    Args:
-        model: The root.
-        engine: Its engine.
-        open_samples: Opens a Comm over the ranks that have samples of their own, where some batch norm needs one.
-        sync_buffers: As ``ParallelPlan.sync_buffers``.
+    ``open_samples`` opens a Comm over the ranks that have samples of their own, where some batch norm needs one.
 
     Collective:
         As ``open_samples``, where it is called.

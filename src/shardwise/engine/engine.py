@@ -47,13 +47,9 @@ is_checking = False
 class Engine:
     """The engine of one model.
 
-    Args:
+    Attributes:
         units: The units, outermost first; ``units[0]`` is the root.
         row: Placements of the strategy.
-        comms: Carry gathers and reductions.
-        options: How the engine is to work.
-
-    Attributes:
         extras: What attaches from outside.
         window: What lies between two updates of the parameters.
         gradients: Which gradient buffers are in use.

@@ -71,14 +71,7 @@ class Backward:
 
 
 class RankPeers:
-    """The ranks of a Comm, of which each passes through the model by the same entry.
-
-    Args:
-        comm: The Comm.
-        entry: The entry.
-        units: The units of the model.
-        backward: The backward under way, in an order of backwards.
-    """
+    """The ranks of a Comm, of which each passes through the model by the same entry; ``backward`` in a backward."""
 
     def __init__(
         self,

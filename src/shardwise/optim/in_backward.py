@@ -217,9 +217,7 @@ class UpdateInBackward(Observer):
     def _update_on_host(self, group: Group, num_threads: int) -> None:
         """Update a group whose gradients are in host memory, or on their way there. Runs in the thread for updates.
 
-        Args:
-            group: The group.
-            num_threads: Threads that the optimizer's kernels use: each thread of the process has a number of its own.
+        The optimizer's kernels use ``num_threads``: each thread of the process has a number of its own.
         """
         try:
             if group.device.type == "cuda":

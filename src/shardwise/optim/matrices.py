@@ -122,7 +122,8 @@ class Exchange:
             self._comm,
             "matrices",
         )
-        wholes, place = {name: self._empty(name, arrived) for name in self.owned}, 0
+        wholes = {name: arrived.new_empty(self._matrices[name].whole.numel) for name in self.owned}
+        place = 0
         for rank, names in enumerate(self._from_senders):
             for name in names:
                 extent = self._matrices[name].holders[rank]
@@ -162,9 +163,6 @@ class Exchange:
             sum(self._matrices[n].holders[holder(rank)].numel for n in names) for rank, names in enumerate(by_rank)
         ]
         return list(accumulate(sizes, initial=0))
-
-    def _empty(self, name: str, like: Tensor) -> Tensor:
-        return like.new_empty(self._matrices[name].whole.numel)
 
     def _view(self, name: str, flat: Tensor) -> Tensor:
         whole = self._matrices[name].whole

@@ -205,42 +205,30 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
         An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
     """
     engine.require_idle(call)
-    if not all(_can_stay(unit) for unit in engine.units):
+    if not all(unit.is_resident or not unit.reshards_after_forward or _is_whole(unit) for unit in engine.units):
         yield
         return
     was_open = engine.window.is_open
     engine.open_window(begin)
     try:
         for unit in engine.units:
-            _put(engine, unit)
+            if unit.is_resident or not _is_whole(unit):
+                engine.unshard(unit)
+            unit.use()
         with engine.window.having(step=ConstantParameters(call)):
             yield
     finally:
         if not was_open:
             engine.window.close()
         for unit in engine.units:
-            _take_back(engine, unit)
-
-
-def _can_stay(unit: Unit) -> bool:
-    return unit.is_resident or not unit.reshards_after_forward or _is_whole(unit)
+            unit.use_sharded()
+            if unit.state is State.UNSHARDED:
+                engine.reshard(unit)
 
 
 def _is_whole(unit: Unit) -> bool:
     """The whole parameters, as forward needs them, are this rank's master."""
     return all(group.facts.is_alone and not group.form.is_shown for group in unit.groups)
-
-
-def _put(engine: Engine, unit: Unit) -> None:
-    if unit.is_resident or not _is_whole(unit):
-        engine.unshard(unit)
-    unit.use()
-
-
-def _take_back(engine: Engine, unit: Unit) -> None:
-    unit.use_sharded()
-    if unit.state is State.UNSHARDED:
-        engine.reshard(unit)
 
 
 def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]], comm: Comm) -> None:

@@ -81,13 +81,6 @@ def choose_modules(
 ) -> dict[str, nn.Module]:
     """Modules that a policy of the plan's ``field`` names, by name, each ``every``-th of them.
 
-    Args:
-        model: The root.
-        units: The other units.
-        modules: ``"units"``, or a wrap policy.
-        every: 1: all.
-        field: For messages.
-
     Raises:
         PlanError: There are none, or one lies inside another.
     """

@@ -15,12 +15,7 @@ from shardwise.spec.policies import OffloadPolicy
 
 
 def form_of(facts: GroupFacts, offload: OffloadPolicy | None) -> Form:
-    """The form of a group.
-
-    Args:
-        facts: What the group is.
-        offload: What of the group's unit is kept on the host, and how; ``None``: nothing.
-    """
+    """The form of a group; ``offload`` says what of its unit is kept on the host, ``None``: nothing."""
     form = Form()
     if facts.held_as is not None:
         form = Frozen()

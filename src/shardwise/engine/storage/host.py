@@ -69,12 +69,7 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device, *, pins: bo
 
 
 class OnHost(Around):
-    """Keeps on the host what the optimizer works on.
-
-    Args:
-        within: How the group is held, apart from the place.
-        policy: What is kept where.
-    """
+    """Keeps on the host what the optimizer works on; ``within`` says how the group is held, apart from the place."""
 
     def __init__(self, within: Form, policy: OffloadPolicy) -> None:
         super().__init__(within)

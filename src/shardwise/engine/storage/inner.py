@@ -33,11 +33,7 @@ def _as_within(name: str) -> Any:
 
 
 class Around(Form):
-    """A form that changes some moves of another one, and leaves the rest to it.
-
-    Args:
-        within: The other form.
-    """
+    """A form that changes some moves of another one, ``within``, and leaves the rest to it."""
 
     def __init__(self, within: Form) -> None:
         self.within = within

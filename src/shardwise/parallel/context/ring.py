@@ -13,6 +13,7 @@ Shape suffixes: ``B`` batch, ``H`` heads, ``T`` positions of this rank, ``D`` he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.comm.base import Comm, Handle
+from shardwise.comm.base import Comm
 from shardwise.parallel.context.kernel import attend, attend_backward, wide
 from shardwise.spec.traffic.context import part_of
 
@@ -56,25 +57,22 @@ class Ring:
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(q_BHTD, k_BHTD, v_BHTD, self, scale, is_causal)
 
-    def pass_on(self, block: Tensor) -> _Hop:
-        """Begin to send ``block`` to the next rank, and to receive as much from the one before."""
+    def pass_on(self, block: Tensor) -> Callable[[], Tensor]:
+        """Begin to send ``block`` to the next rank, and to receive as much from the one before.
+
+        Returns:
+            A function that waits, and returns the received block; the sent one may then be written again.
+        """
         rank, size = self.comm.rank, self.comm.size
         received = torch.empty_like(block)
         sends = [(block, (rank + 1) % size, self.unit)]
-        return _Hop(received, self.comm.exchange(sends, [(received, (rank - 1) % size, self.unit)]))
+        handle = self.comm.exchange(sends, [(received, (rank - 1) % size, self.unit)])
 
+        def arrived() -> Tensor:
+            handle.wait()
+            return received
 
-@dataclass(frozen=True)
-class _Hop:
-    """A block that is being sent, and one that is being received."""
-
-    received: Tensor
-    handle: Handle
-
-    def wait(self) -> Tensor:
-        """The received block; the sent one may be written again."""
-        self.handle.wait()
-        return self.received
+        return arrived
 
 
 class _Pair:
@@ -123,7 +121,7 @@ class _Attention(torch.autograd.Function):
             else:
                 _join(out[:, :, rows], lse[:, :, rows], partial, log_sum)
             if passing is not None:
-                block = block.with_content(passing.wait())
+                block = block.with_content(passing())
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = ring, scale, is_causal
@@ -139,7 +137,7 @@ class _Attention(torch.autograd.Function):
         block = _Pair.of(k, v)
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
         own = total = _Pair.zeros(k, v, wide(k.dtype))
-        coming: _Hop | None = None
+        coming: Callable[[], Tensor] | None = None
         for hop in range(size):
             passing = ring.pass_on(block.flat) if hop < size - 1 else None
             rows, columns, diagonal = part_of(rank, (rank - hop) % size, q.shape[2], is_causal=is_causal)
@@ -152,15 +150,15 @@ class _Attention(torch.autograd.Function):
             )
             dq[:, :, rows] += dq_rows
             if hop:
-                total = _Pair.zeros(k, v, wide(k.dtype)) if coming is None else own.with_content(coming.wait())
+                total = _Pair.zeros(k, v, wide(k.dtype)) if coming is None else own.with_content(coming())
             total.k[:, :, columns] += dk
             total.v[:, :, columns] += dv
             if hop:
                 coming = ring.pass_on(total.flat)
             if passing is not None:
-                block = block.with_content(passing.wait())
+                block = block.with_content(passing())
         if coming is not None:
-            own.flat.add_(coming.wait())
+            own.flat.add_(coming())
         return dq.to(q.dtype), own.k.to(k.dtype), own.v.to(v.dtype), None, None, None
 
 
