@@ -16,6 +16,11 @@ import torch.distributed.run as torchrun
 
 from shardwise.cli import main
 from shardwise.testing import run_on_ranks
+from tests.museum import catalogue as museum
+from tests.reliability.board import IDS
+from tests.spmd import families, test_faults
+from tests.streams import plans, planted
+from tests.testing import test_locate
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -148,6 +153,24 @@ def test_times_of_generation_are_those_of_the_file_that_is_linked() -> None:
     measured = (ROOT / "docs" / re.findall(r"\]\(([^)]+-generation\.md)\)", page)[0]).read_text().splitlines()
     assert len(shown) == 4
     assert set(shown) <= set(measured)
+
+
+def test_the_numbers_of_planted_faults_are_those_of_the_tests() -> None:
+    kinds = [bug.found in {*planted.KINDS, "wait"} for bug in planted.BUGS.values()]
+    num_found, num_equivalent = sum(kinds), len(kinds) - sum(kinds)
+    num_locate = len(test_locate.FAULTS) + 1  # OTHER_GROUP
+    own = sum(bug.framework.startswith("shardwise") for bug in museum.BUGS.values())
+    expected = [
+        f"| {num_locate} faults that users make",
+        f" {len(plans.CASES)} plans, {len(plans.WIDE)} products of degrees",
+        f" {len(kinds)} planted bugs check the detector. It finds {num_found}; the other {num_equivalent} change",
+        f"All {len(families.SUPPORT)} [families]",
+        f"All of {len(test_faults.FAULTS) + len(test_faults.BACKWARDS)} planted faults",
+        f"| {len(museum.BUGS)} bugs are planted into the engine one at a time, {len(museum.BUGS) - own} reported of",
+        f"| {len(IDS)} faults are injected",
+    ]
+    page = (ROOT / "docs" / "testing.md").read_text()
+    assert [text for text in expected if text not in page] == []
 
 
 def test_every_page_is_linked() -> None:

@@ -742,6 +742,7 @@ def tensors() -> tuple[Tensor, Tensor]:
         (lambda _whole, part: part * 0, "missing", "zero"),
         (lambda _whole, part: part / 0, "not finite", ""),
         (lambda _whole, part: part.exp(), "other", "no pattern"),
+        (lambda _whole, part: part, "other", "equal in a second run of the step"),
     ],
 )
 def test_kinds(change, kind, text):
