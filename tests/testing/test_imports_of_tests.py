@@ -27,7 +27,7 @@ ABOUT = {
     "engine/extensions/test_selective.py": "engine.extensions.selective torch_private",
     # launching, rendezvous, transports, stalls
     "conftest.py": "launch.world",
-    "train/test_same_start.py": "comm.axes launch.environment train.control",
+    "train/test_control.py": "comm.axes launch.environment train.control",
     "launch/elastic_body.py": "launch",
     "parallel/pipeline/pipeline_body.py": "launch.exit_codes launch.world parallel.pipeline.runner",
     "launch/stuck_body.py": "comm launch",

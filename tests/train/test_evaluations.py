@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
+from shardwise.train import evaluation, loop
 from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
 from tests.train.test_spec import Line, train_on
@@ -91,3 +94,22 @@ def test_what_evaluations_do_not_give_is_refused(given: dict[str, Any], words: s
     with pytest.raises(ConfigError) as caught:
         resolve(read_config(None, base=given), 1, spec=towers)
     assert words in str(caught.value)
+
+
+def asked_to_stop_in_the_first_evaluation() -> None:
+    evaluation.MICROBATCHES_AT_ONCE = 1
+    look = loop.Loop.must_stop
+
+    def asked(trainer: loop.Loop) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return look(trainer)
+
+    loop.Loop.must_stop = asked  # type: ignore[method-assign]
+
+
+def test_a_request_during_an_evaluation_leaves_it_and_saves_the_step(tmp_path: Path) -> None:
+    ((code, text),) = train_here(tmp_path, 1, ("--run-dir", "run"), before=asked_to_stop_in_the_first_evaluation)
+    assert code == 75, text
+    assert "step 0  the evaluation was left: a stop was requested" in text
+    assert "stop requested, saved step 1, continue with --resume" in text
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1]

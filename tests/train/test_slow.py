@@ -1,7 +1,8 @@
-"""Slow ranks are named, and saves that would take too long are left out."""
+"""Slow ranks and losses that stand out are noticed, and saves that would take too long are left out."""
 
 from __future__ import annotations
 
+import random
 import time
 from types import SimpleNamespace
 from typing import cast
@@ -9,6 +10,7 @@ from typing import cast
 import pytest
 
 from shardwise.train.loop import Loop
+from shardwise.train.steps.health import LossSpikes
 from shardwise.train.steps.unread import SlowRanks
 
 
@@ -45,3 +47,19 @@ def test_a_save_is_left_out_that_does_not_fit_the_time_left(save_s: float, saved
     assert (text is not None) == is_refused
     if text is not None:
         assert "step 14 is not saved: that needs about 25 s, and 20 of 30 s (train.grace_s) are left; safe: ch" in text
+
+
+def test_a_loss_that_stands_out_is_noticed() -> None:
+    draws, spikes = random.Random(0), LossSpikes(10.0)
+    falling = [5 - 0.01 * step + draws.gauss(0, 0.1) for step in range(300)]
+    assert [spikes.look(loss) for loss in falling] == [None] * 300
+    assert spikes.look(float("nan")) is None
+    text = spikes.look(9.0)
+    assert text is not None
+    assert text.startswith("the loss is 9.0000, ")
+    assert spikes.look(2.0) is None
+    assert spikes.look(9.0) is not None  # the first one has not moved the median
+    constant = LossSpikes(10.0)
+    assert [constant.look(1.0) for _ in range(30)] == [None] * 30
+    assert constant.look(1.001) is None
+    assert LossSpikes(10.0).look(100.0) is None

@@ -309,3 +309,67 @@ def test_a_folder_that_machines_do_not_share_is_refused_before_the_first_step(tm
     assert shared_code == 0
     for folder in (tmp_path / "apart", tmp_path / "shared"):
         assert not list(folder.glob(".shared-*"))
+
+
+def let_the_disk_be_full() -> None:
+    """For processes that are started from here on: those that write checkpoints."""
+    os.environ[fault.ARMED] = "1"
+    os.environ[fault.FAULT] = "mid_shard_write@rank=1@step=10:enospc"
+
+
+def test_checkpoints_are_written_while_training_goes_on(tmp_path: Path) -> None:
+    asynchronous = ("--run-dir", "a", *sets("checkpoint.asynchronous=true"))
+    resumes = (*asynchronous, "--resume", "step-00000015")
+    results = train_here(tmp_path, 2, ("--run-dir", "b"), asynchronous, resumes, before=let_the_disk_be_full)
+    assert [code for code, _ in results] == [0, 0, 0], results
+    _, text, resumed = (text for _, text in results)
+    assert text.count("WARNING: step 10 was not saved; step 5 is kept. ") == 1
+    assert re.search(r"rank 1: No space left on device \([\d.]+ \w+ needed, [\d.]+ \w+ free\): ", text)
+    assert "resumed at step 15" in resumed
+    run = tmp_path / "a"
+    assert losses(run) == losses(tmp_path / "b")
+    names = sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("step"))
+    assert names == ["step-00000005", "step-00000015", "step-00000020"]
+    assert summary(run)["failed_saves"] == []
+
+
+#: One microbatch a step: strategies add several up in orders of their own.
+AVERAGES = sets("train.ema_decay=0.9", "train.steps=10", "train.global_batch_size=4")
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("average")
+    train_well(folder, 2, ("--run-dir", "run", *AVERAGES))
+    return folder / "run"
+
+
+def held_out(run: Path) -> tuple[float, float]:
+    summary = json.loads((run / "summary.json").read_text())
+    return summary["eval_loss_first"], summary["eval_loss_final"]
+
+
+@pytest.mark.long
+def test_held_out_losses_are_of_the_average_and_training_is_the_same(averaged: Path, tmp_path: Path) -> None:
+    train_well(tmp_path, 2, ("--run-dir", "without", *sets("train.steps=10", "train.global_batch_size=4")))
+    without = tmp_path / "without"
+    assert losses(without) == losses(averaged)
+    assert held_out(without)[0] == held_out(averaged)[0]
+    first, final = held_out(averaged)
+    assert held_out(without)[1] < final < first  # it lags behind
+
+
+def test_a_run_resumes_with_its_average_and_an_optimizer_by_name(averaged: Path, tmp_path: Path) -> None:
+    shutil.copytree(averaged, tmp_path / "run")
+    resume = ("--resume", "step-00000005", *sets("optimizer.flat=false", "parallel.strategy=zero1"))
+    (shown,) = train_well(tmp_path, 2, ("--run-dir", "run", *AVERAGES, *resume))
+    assert "resumed at step 5" in shown
+    assert losses(tmp_path / "run") == losses(averaged)
+    assert held_out(tmp_path / "run") == held_out(averaged)
+
+
+def test_predicted_and_measured_peak_agree_with_an_average(averaged: Path) -> None:
+    summary = json.loads((averaged / "summary.json").read_text())
+    plan = json.loads((averaged / "plan.json").read_text())
+    assert plan["predicted_bytes_per_rank"]["average"] > 0
+    assert summary["peak_memory_bytes"] == pytest.approx(summary["predicted_peak_memory_bytes"], rel=0.02)
