@@ -16,15 +16,19 @@ import torch
 from torch import nn
 
 from shardwise.api.extra_state import pack_extra_state, unpack_extra_state
-from shardwise.api.names import groups_of, members_here, settings_by_group, shared_members, tied_names
 from shardwise.api.saved_optimizer import (
     SavedOptimizer,
     changed_settings,
     describe_changes,
+    groups_of,
+    members_here,
     read_average,
     read_optimizer,
     refuse_unknown,
     refused,
+    settings_by_group,
+    shared_members,
+    tied_names,
 )
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.background import Background
@@ -150,16 +154,7 @@ def save_async(
     went wrong with it. So do :func:`finish_save`, which belongs behind the last step, and the end of the interpreter,
     which can only print it. The copy takes as much memory of the host as this rank saves, from the first save on.
 
-    Args:
-        path: As of :func:`save`, and so are
-        model: the model,
-        optimizer: the optimizers,
-        state: the state,
-        average: the average,
-        rank_state: the rank's own state,
-        keep: the number of checkpoints to keep (the files are read again and compared before any is removed),
-        frozen: what is done with frozen parameters, and
-        allow_non_finite: what is done with NaN and infinity.
+    Its arguments are those of :func:`save`. With ``keep`` the files are read again and compared before any is removed.
 
     Returns:
         The folder, which is not there yet.

@@ -100,14 +100,8 @@ def eval_step(
 ) -> Tensor:
     """The loss of :func:`train_step`, computed without gradients. ``model.eval()`` is the caller's.
 
-    Args:
-        model: A parallelized model.
-        batch: As for :func:`train_step`.
-        loss_fn: As for :func:`train_step`.
-        num_microbatches: As for :func:`train_step`; with ``pp`` ``None`` takes as many, up to those of
-            ``plan.pipeline``, as divide the batch, so that the last batch may be smaller.
-        forward: As for :func:`train_step`.
-        losses: As for :func:`train_step`.
+    Its arguments are those of :func:`train_step`. With ``pp`` ``num_microbatches=None`` takes as many, up to those of
+    ``plan.pipeline``, as divide the batch, so that the last batch may be smaller.
 
     Returns:
         The mean loss as :func:`train_step` gives it.
