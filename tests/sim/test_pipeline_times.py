@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.sim.pipeline import StageSeconds, simulate_pipeline, stage_seconds
@@ -18,7 +20,7 @@ EVEN = StageSeconds(0.010, 0.010, 0.010)
     [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved-1f1b", 4, 8, 2), ("zb-h1", 4, 8, 1), ("zb-v", 4, 8, 2)],
 )
 def test_equal_stages_have_the_bubble_of_the_closed_form(schedule, pp, m, v):
-    step = simulate_pipeline(schedule, pp, m, [EVEN] * pp * v, num_virtual_stages=v, optimizer_s=0.5)
+    step = replace(simulate_pipeline(schedule, pp, m, [EVEN] * pp * v, num_virtual_stages=v), optimizer_s=0.5)
     ideal = m * v * 0.030
     expected = bubble(schedule, pp, m, v, Durations())
     assert step.seconds == pytest.approx(ideal * (1 + float(expected)) + 0.5)

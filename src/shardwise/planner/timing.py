@@ -407,20 +407,11 @@ class Timing:
     # -- pipelines
 
     def _pipeline(self) -> dict[str, float]:
-        policy = self.plan.pipeline_policy
-        assert policy is not None
-        virtual, pp = policy.virtual_stages, self.plan.pp
-        split = self._split(pp * virtual)
-        stages = self._stages(split)
-        count = self.num_microbatches
-        simulated = min(count, 2 * pp)
-        step = simulate_pipeline(
-            policy.schedule, pp, simulated, stages, num_virtual_stages=virtual if virtual > 1 else None
-        )
+        step, count = self._simulated_pipeline(2 * self.plan.pp), self.num_microbatches
         found = dict(step.by_category)
-        more = count - simulated
+        more = count - step.schedule.num_microbatches
         if more:
-            fullest = [stages[stage] for stage in step.schedule.stages(step.fullest_rank)]
+            fullest = [step.stages[stage] for stage in step.schedule.stages(step.fullest_rank)]
             whole = sum(each.forward_s + each.backward_input_s + each.backward_weight_s for each in fullest)
             exposed: dict[str, float] = {}
             for each in fullest:
@@ -430,28 +421,24 @@ class Timing:
                 found[name] = found.get(name, 0.0) + more * spent
             found["compute"] += more * (whole - sum(exposed.values()))
         # The simulation lets messages travel beside each other; on a link one waits for the one before it.
-        wire = max(sum(stages[stage].message_s for stage in step.schedule.stages(rank)) for rank in range(pp))
+        ranks = map(step.schedule.stages, range(self.plan.pp))
+        wire = max(sum(step.stages[stage].message_s for stage in stages) for stages in ranks)
         found["pp bubble"] += max(count * wire - sum(found.values()), 0.0)
         found["optimizer"] = found.get("optimizer", 0.0) + self._last_update_s
         return self._with_waits(found)
 
     def pipeline(self, most_microbatches: int) -> SimulatedPipeline:
         """The step of a plan with ``pp``, of no more than so many microbatches, for a drawing."""
-        policy, pp = self.plan.pipeline_policy, self.plan.pp
+        return dataclasses.replace(self._simulated_pipeline(most_microbatches), optimizer_s=self._last_update_s)
+
+    def _simulated_pipeline(self, most_microbatches: int) -> SimulatedPipeline:
+        """The step without the optimizer's."""
+        policy, pp, count = self.plan.pipeline_policy, self.plan.pp, self.num_microbatches
         assert policy is not None
-        virtual = policy.virtual_stages
-        count = self.num_microbatches
         if count > most_microbatches:
             count = max(pp, most_microbatches // pp * pp)
-        stages = self._stages(self._split(pp * virtual))
-        return simulate_pipeline(
-            policy.schedule,
-            pp,
-            count,
-            stages,
-            num_virtual_stages=virtual if virtual > 1 else None,
-            optimizer_s=self._last_update_s,
-        )
+        stages = self._stages(self._split(pp * policy.virtual_stages))
+        return simulate_pipeline(policy.schedule, pp, count, stages, num_virtual_stages=policy.virtual_stages)
 
     def _split(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
         blocks = self.works[1:-1]

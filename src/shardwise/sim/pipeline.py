@@ -3,7 +3,7 @@
 How to call it::
 
     stages = [stage_seconds(units, PRESETS["zero3"], message_s=0.0004) for units in units_of_each_stage]
-    step = simulate_pipeline("1f1b", 8, 32, stages, optimizer_s=0.012)
+    step = simulate_pipeline("1f1b", 8, 32, stages)
     step.seconds
     step.by_category    # of the rank that computes longest; adds up to ``seconds``; "pp bubble" is the time it waits
 
@@ -134,7 +134,6 @@ def simulate_pipeline(
     stages: Sequence[StageSeconds],
     *,
     num_virtual_stages: int | None = None,
-    optimizer_s: float = 0.0,
 ) -> SimulatedPipeline:
     """Simulate a pipeline's step.
 
@@ -144,7 +143,6 @@ def simulate_pipeline(
         num_microbatches: Microbatches of the step.
         stages: One for each (virtual) stage, in the order of the model's forward.
         num_virtual_stages: Stages of each rank; ``None``: the schedule's default.
-        optimizer_s: What follows the last backward.
 
     Raises:
         PlanError: The numbers do not fit the schedule.
@@ -167,7 +165,7 @@ def simulate_pipeline(
             kind = Kind.BACKWARD_WEIGHT if plain.is_split else Kind.BACKWARD
             exceptions[kind, number, last] = _rounded(whole + stage.last_backward_s)
     timing = simulate(plain, durations, exceptions=exceptions, earliest=_gathered_at(plain, stages))
-    return SimulatedPipeline(plain, tuple(stages), timing, optimizer_s)
+    return SimulatedPipeline(plain, tuple(stages), timing)
 
 
 def _gathered_at(schedule: Schedule, stages: Sequence[StageSeconds]) -> dict[Key, Fraction]:

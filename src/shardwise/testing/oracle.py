@@ -130,45 +130,17 @@ def compare_with_one_process(
     script: Script,
     parallelize: Callable[[nn.Module], object],
     *,
-    steps: int = 4,
-    optimizer: OptimizerFactory | None = None,
-    parameters: Callable[[nn.Module], Any] = nn.Module.parameters,
-    given: Callable[[nn.Module], Any] | None = None,
-    between: Callable[[nn.Module, int], None] | None = None,
-    prepare_plain: Callable[[nn.Module], object] | None = None,
-    max_norm: float | None = None,
-    in_backward: bool = False,
-    tolerance: Tolerance | None = None,
-    is_checked: bool = True,
-    heals: bool = False,
-    shares_buffers: bool = True,
-    builds_by_rank: bool = False,
-    where: str = "",
+    where: str = "comparison",
+    **options: Any,
 ) -> Comparison:
     """Train a parallelized model and plain copies of it, and compare everything; to be called inside ``run_on_ranks``.
-
-    Parameters that the plan ignores are each rank's own: a rank's copy steps on its own gradients of them.
 
     Args:
         build: Builds the model, with the same weights each time.
         script: What is done in a step.
         parallelize: Makes the model a parallel one, in place.
-        steps: Optimizer steps.
-        optimizer: From parameters to an optimizer; by default AdamW with lr 1e-2.
-        parameters: From the plain model to what its optimizer gets.
-        given: The same for the parallelized model; by default as for the plain one.
-        between: Called with the model and the number of the step after each step, on either side.
-        prepare_plain: Called with each plain copy before training, for what the plan changes besides distributing the
-            model (such as the capacity of experts).
-        max_norm: Gradients are clipped to it before the step, and their norms compared (``math.inf``: only compared).
-        in_backward: The parallelized model's optimizer steps inside backward (``sw.optimizer_in_backward``): after it
-            there must be no gradient.
-        tolerance: Compare with it, where sums are split; ``None``: to the last bit.
-        is_checked: Fill released buffers with NaN and check saved tensors (``checks``).
-        heals: Saved tensors may have to be brought back; else none may.
-        shares_buffers: Every copy's buffers are those that the first copy had, as the plan keeps them equal.
-        builds_by_rank: ``build`` takes the rank: ranks differ in what is ignored.
         where: For messages.
+        **options: As of :func:`compare_each_with_one_process`: ``steps``, ``optimizer``, ``tolerance``, ...
 
     Returns:
         What is left.
@@ -179,25 +151,7 @@ def compare_with_one_process(
     Raises:
         AssertionError: Something differs; the message says what, and in which step.
     """
-    found = compare_each_with_one_process(
-        build,
-        script,
-        {where or "comparison": parallelize},
-        steps=steps,
-        optimizer=optimizer,
-        parameters=parameters,
-        given=given,
-        between=between,
-        prepare_plain=prepare_plain,
-        max_norm=max_norm,
-        in_backward=in_backward,
-        tolerance=tolerance,
-        is_checked=is_checked,
-        heals=heals,
-        shares_buffers=shares_buffers,
-        builds_by_rank=builds_by_rank,
-    )
-    return found[where or "comparison"]
+    return compare_each_with_one_process(build, script, {where: parallelize}, **options)[where]
 
 
 def compare_each_with_one_process(
@@ -223,25 +177,28 @@ def compare_each_with_one_process(
 
     Models whose one process differs (other readers, groups, ignored parameters; another ``accumulation`` where the
     script is a generator) get copies of their own. Scripts are called for each model in turn and must not keep anything
-    from one call to the next.
+    from one call to the next. Parameters that the plan ignores are each rank's own: a rank's copy steps on its own
+    gradients of them.
 
     Args:
-        build: Builds the model.
+        build: Builds the model, with the same weights each time.
         script: What is done in a step.
         parallelize: Makes the model a parallel one, in place; by what messages call it.
         steps: Optimizer steps.
-        optimizer: As for :func:`compare_with_one_process`, like all that follows.
-        parameters: For the plain model's optimizer.
-        given: For the parallelized models', or by their names; where one is missing, as for the plain model.
-        between: Called after each step.
-        prepare_plain: Called with each plain copy before training.
-        max_norm: Gradients are clipped to it.
-        in_backward: The optimizers step inside backward.
-        tolerance: Where sums are split.
-        is_checked: Released buffers are filled with NaN.
-        heals: Saved tensors may have to be brought back.
-        shares_buffers: Every copy has the first one's buffers.
-        builds_by_rank: ``build`` takes the rank.
+        optimizer: From parameters to an optimizer; by default AdamW with lr 1e-2.
+        parameters: From the plain model to what its optimizer gets.
+        given: The same for the parallelized models, or by their names; where one is missing, as for the plain one.
+        between: Called with the model and the number of the step after each step, on either side.
+        prepare_plain: Called with each plain copy before training, for what the plan changes besides distributing the
+            model (such as the capacity of experts).
+        max_norm: Gradients are clipped to it before the step, and their norms compared (``math.inf``: only compared).
+        in_backward: The parallelized model's optimizer steps inside backward (``sw.optimizer_in_backward``): after it
+            there must be no gradient.
+        tolerance: Compare with it, where sums are split; ``None``: to the last bit.
+        is_checked: Fill released buffers with NaN and check saved tensors (``checks``).
+        heals: Saved tensors may have to be brought back; else none may.
+        shares_buffers: Every copy's buffers are those that the first copy had, as the plan keeps them equal.
+        builds_by_rank: ``build`` takes the rank: ranks differ in what is ignored.
 
     Returns:
         What is left, by the same names.
