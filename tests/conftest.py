@@ -36,7 +36,7 @@ ON_TRANSPORTS = (
     *("parallel/pipeline/test_pipeline_fp16", "parallel/pipeline/test_pipeline_overlap"),
     *("parallel/pipeline/test_pipeline_state", "parallel/pipeline/test_pipeline_steps.py", "product/test_product.py"),
     *("parallel/tensor/test_tensor.py", "parallel/tensor/test_tensor_families", "parallel/tensor/test_tensor_mistakes"),
-    *("train/test_train_context", "train/test_train_pipeline"),
+    "train/test_train_divided",
 )
 TRANSPORTS = ("in-order", "early-free")
 #: Layouts and agreed orders, which `make test` repeats on 3 ranks: beginnings of paths in tests/. Any other repetition

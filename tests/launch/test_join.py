@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import sys
@@ -87,13 +86,12 @@ def test_a_group_that_was_there_outlasts_a_run():
     assert run_on_ranks(runs_in_its_group, 1, process_group=False) == [(True, False)]
 
 
-def taken(port):
-    world = World(0, 2, 0, 2, 1, "127.0.0.1", port, "variables")
-    try:
-        init_process_group(world, timeout_s=5)
-    except CommError as error:
-        return str(error)
-    return "joined"
+def refused(rank, num_nodes, address, port):
+    """What rank 0 or 1 of two is told that cannot join; on each of several machines is one."""
+    local, per_node = (rank, 2) if num_nodes == 1 else (0, 1)
+    with pytest.raises(CommError) as caught:
+        init_process_group(World(rank, 2, local, per_node, num_nodes, address, port, "variables"), timeout_s=1)
+    return str(caught.value)
 
 
 def test_a_port_in_use_is_named():
@@ -101,40 +99,22 @@ def test_a_port_in_use_is_named():
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        (message,) = run_on_ranks(taken, 1, port, process_group=False)
+        (message,) = run_on_ranks(refused, 1, 0, 1, "127.0.0.1", port, process_group=False)
     assert f"rank 0 cannot listen on 127.0.0.1:{port}: Address already in use" in message
     assert "MASTER_PORT" in message
 
 
-def nobody_comes(port):
-    world = World(1, 2, 1, 2, 1, "127.0.0.1", port, "variables")
-    try:
-        init_process_group(world, timeout_s=1)
-    except CommError as error:
-        return str(error)
-    return "joined"
-
-
 def test_a_peer_that_does_not_come_is_an_error_in_time():
-    (message,) = run_on_ranks(nobody_comes, 1, free_port(), timeout_s=30, process_group=False)
+    (message,) = run_on_ranks(refused, 1, 1, 1, "127.0.0.1", free_port(), timeout_s=30, process_group=False)
     assert message.startswith("rank 1 of 2 could not join the others at 127.0.0.1:")
     assert "See whether every rank was started" in message
-
-
-def far_away(address):
-    world = dataclasses.replace(World(), size=2, num_nodes=2, master_addr=address, master_port=29555)
-    try:
-        init_process_group(world, timeout_s=2)
-    except CommError as error:
-        return str(error)
-    return "joined"
 
 
 @pytest.mark.parametrize(
     ("address", "text"), [("192.0.2.1", "cannot listen on 192.0.2.1:29555"), ("a.invalid", "known")]
 )
 def test_rank_0_of_several_machines_listens_on_its_own_address_or_says_why_not(address, text):
-    (message,) = run_on_ranks(far_away, 1, address, process_group=False)
+    (message,) = run_on_ranks(refused, 1, 0, 2, address, 29555, process_group=False)
     assert text in message
     assert "MASTER_ADDR" in message
 

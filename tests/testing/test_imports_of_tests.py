@@ -54,7 +54,7 @@ ABOUT = {
     "checkpoint/test_pretrained.py": "checkpoint train",
     "train/train_here.py": "launch.file train.predicted.memory",
     "train/test_train_command.py": "launch.fault train.folder",
-    "train/test_train_fp16.py": "checkpoint",
+    "train/test_train_accumulation.py": "checkpoint",
     "train/test_train_lora.py": "checkpoint",
     "train/test_train_tokenizer.py": "train.saves.checkpoints train.data.tokenizer",
     "train/test_peak.py": "engine.storage.attachment train.config train.predicted",

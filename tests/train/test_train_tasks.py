@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.train.config.resolve import data_of, resolve
 from shardwise.train.config.sections import read_config
 from tests.common.tokenizers import TEXT, save_tokenizer
+from tests.train.chats import cache_here
 from tests.train.train_here import sets, train_here
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -62,10 +62,6 @@ def save(folder: Path, task: str) -> str:
         return "text.txt"
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return "rows.jsonl"
-
-
-def cache_here() -> None:
-    os.environ["XDG_CACHE_HOME"] = str(Path.cwd() / "cache")
 
 
 @pytest.mark.parametrize("task", ["masked", "classes", "answers"])

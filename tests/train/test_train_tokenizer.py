@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from shardwise.cli import main
 from shardwise.train.data.tokenizer import OfFolder
 from shardwise.train.saves.checkpoints import saved_config
 from tests.common.tokenizers import TEXT, save_model, save_tokenizer
+from tests.train.chats import cache_here
 from tests.train.train_here import losses, sets, train_here
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -22,10 +22,6 @@ data: {source: text.txt, seq_len: 16, held_out: 0.1}
 train: {steps: 12, micro_batch_size: 2, gradient_accumulation_steps: 1, eval_every: null}
 optimizer: {lr: 1e-2}
 """
-
-
-def cache_here() -> None:
-    os.environ["XDG_CACHE_HOME"] = str(Path.cwd() / "cache")
 
 
 def test_a_folder_is_trained_and_continues_text_with_its_tokenizer(
