@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
@@ -44,6 +45,22 @@ def of_family(name: str) -> nn.Module:
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **llama))
     is_tied = name == "tied llama"
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(tie_word_embeddings=is_tied, **llama))
+
+
+def of_other_files(name: str) -> nn.Module:
+    """A small model whose files have other names or shapes than its parameters."""
+    import transformers
+
+    torch.manual_seed(3)
+    llama = {**_SIZES, **_HEADS, "num_hidden_layers": 2}
+    if name == "camembert":  # the head, which has the embedding's weight, comes first
+        config = transformers.CamembertConfig(**llama, is_decoder=True, max_position_embeddings=64)
+        return transformers.CamembertForCausalLM(config)
+    # the files' experts are transposed where their shapes say so
+    text = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8, **llama}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 32}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -85,6 +102,18 @@ def test_transformers_loads_what_any_layout_exports(tmp_path: Path) -> None:
 
 
 @on_ranks(2, timeout_s=60)
+def test_files_have_the_names_and_values_that_transformers_writes(tmp_path: Path) -> None:
+    for name in ("camembert", "qwen3_vl_moe"):
+        plain = of_other_files(name)
+        sw.export(tmp_path / name, sw.parallelize(of_other_files(name)))
+        if distributed.get_rank() == 0:
+            plain.save_pretrained(tmp_path / "plain")
+            got, wanted = (load_file(tmp_path / each / "model.safetensors") for each in (name, "plain"))
+            assert got.keys() == wanted.keys()
+            assert [key for key in got if not torch.equal(got[key], wanted[key])] == []
+
+
+@on_ranks(2, timeout_s=60)
 def test_weights_are_cast_and_all_ranks_hear_of_what_was_refused(tmp_path: Path) -> None:
     """Nothing is left behind, and ranks go on together."""
     from transformers import AutoModelForCausalLM
@@ -105,6 +134,10 @@ def test_weights_are_cast_and_all_ranks_hear_of_what_was_refused(tmp_path: Path)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     for name, value in found.named_parameters():
         assert torch.equal(value, plain.get_parameter(name).bfloat16()), name
+    model.generation_config.temperature = 0.5  # without do_sample, which transformers refuses to write
+    text = refusal(ConfigError, sw.export, tmp_path / "settings", model)
+    assert "settings was not written: ValueError: GenerationConfig is invalid" in text
+    assert not (tmp_path / "settings").exists()
     other = sw.parallelize(nn.Sequential(nn.Linear(4, 4)))
     assert "transformers has no Sequential" in refusal(ConfigError, sw.export, tmp_path / "other", other)
     experts = sw.parallelize(sw.models.gpt("gpt-tiny", num_layers=1, num_experts=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 
 import pytest
@@ -21,12 +22,17 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
     "tie_word_embeddings": False,
+    "attention_bias": True,
 }
 TARGETS = {"target_modules": ["q_proj", "v_proj"]}
 METHODS = {
     "lora": ("LoraConfig", {"r": 2, **TARGETS}),
     "lora embedding": ("LoraConfig", {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}),
     "lora tokens": ("LoraConfig", {"r": 2, "trainable_token_indices": [3, 4], **TARGETS}),
+    "lora biases": ("LoraConfig", {"r": 2, "bias": "lora_only", **TARGETS}),
+    "lora all biases": ("LoraConfig", {"r": 2, "bias": "all", **TARGETS}),
+    "lora bias of B": ("LoraConfig", {"r": 2, "lora_bias": True, **TARGETS}),
+    "lora head": ("LoraConfig", {"r": 2, "target_modules": ["q_proj", "lm_head"]}),
     "dora": ("LoraConfig", {"r": 2, "use_dora": True, **TARGETS}),
     "adalora": ("AdaLoraConfig", {"init_r": 2, "target_r": 2, "total_step": 10, **TARGETS}),
     "ia3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
@@ -129,18 +135,58 @@ def with_adapter(base, folder):
     return peft.PeftModel.from_pretrained(base, folder)
 
 
+def test_an_adapter_has_the_files_that_peft_writes(tmp_path):
+    from safetensors.torch import load_file
+
+    from shardwise.api.export_form import form_of
+
+    warnings.simplefilter("ignore")
+    for method in ("lora", "lora all biases", "lora biases", "lora bias of B", "dora"):
+        model = build(method, "none", tmp_path / "base")
+        model.peft_config["default"].task_type = None
+        model.save_pretrained(tmp_path / method)
+        tensors = form_of(model).convert(dict(model.named_parameters()))
+        assert tensors.keys() == load_file(tmp_path / method / "adapter_model.safetensors").keys(), method
+        form_of(model).write_config(tmp_path / method / "form", torch.float32)
+        got, wanted = (
+            json.loads((tmp_path / method / part / "adapter_config.json").read_text()) for part in ("form", "")
+        )
+        assert got == wanted
+
+
+@pytest.mark.parametrize("change", ["tied", "replicated"])
+def test_an_adapter_of_a_weight_that_other_layers_have_too_is_not_merged(change):
+    import peft
+    import transformers
+
+    from shardwise.api.export_form import form_of
+
+    if change == "tied":
+        base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"tie_word_embeddings": True}))
+        options = {"target_modules": ["lm_head"]}
+    else:
+        base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+        options = {"layer_replication": [[0, 1], [0, 1]], **TARGETS}
+    warnings.simplefilter("ignore")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, **options))
+    with pytest.raises(sw.ConfigError, match="also another layer's"):
+        form_of(sw.parallelize(model), merges=True)
+
+
 @pytest.mark.parametrize(
     "methods",
-    [("lora", "dora", "ia3"), pytest.param(tuple(METHODS), marks=pytest.mark.long)],
+    [("lora", "lora biases", "dora", "ia3"), pytest.param(tuple(METHODS), marks=pytest.mark.long)],
     ids=["some", "all"],
 )
 def test_peft_loads_what_was_trained_on_shards_with_and_without_whole_modules(methods, tmp_path):
     wrong, refused = run_on_ranks(save_each, 2, str(tmp_path), methods, timeout_s=280)[0]
     assert wrong == []
     for (method, _, form), text in refused.items():
-        assert method != "lora"
+        assert method not in {"lora", "lora biases", "lora all biases", "lora head"}
         if "of kind" in text:  # what it says has just been done, and is right
             assert "model.save_pretrained(folder, state_dict=state)" in text
             assert ("inside of sw.full_parameters(model.prompt_encoder)" in text) == (method == "prompt")
         else:
-            assert (form, method) in {("merged", each) for each in ("dora", "lora embedding", "lora tokens")}
+            assert (form, method) in {
+                ("merged", each) for each in ("dora", "lora embedding", "lora tokens", "lora bias of B")
+            }

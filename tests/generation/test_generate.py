@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.generation.conveyor import Conveyor
 from shardwise.generation.sample import RngStreams, Sampling
 from shardwise.models.transformer import KeyValueCache
 from shardwise.parallel.context.apply import CACHE_NAMES
 from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
 from shardwise.testing import probe, run_on_ranks
+from tests.common.ranks import refusal
 
 VOCAB, SEQ, LAYERS, NEW = 31, 24, 3, 9
 PROMPTS = [[5, 3, 8], [1], [9, 9, 2, 30, 7, 4, 4], [12, 0]]
@@ -361,6 +363,31 @@ def test_a_mixture_that_is_trained_with_a_loss_of_its_routers_continues_rows_of_
     found = sw.generate(model, PROMPTS, max_new_tokens=NEW)
     model.config.output_router_logits = False  # transformers' own cannot do it with them before 5.23
     assert found == [own_generate(model, prompt)[0] for prompt in PROMPTS]
+
+
+def test_a_model_of_pictures_and_text_continues_text():
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    llama = build_family("llama").config
+    vision = CLIPVisionConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=llama, vision_config=vision)).eval()
+    assert sw.generate(model, PROMPTS, max_new_tokens=NEW) == [own_generate(model, prompt)[0] for prompt in PROMPTS]
+
+
+def test_prompts_of_unequal_length_are_refused_where_padding_would_shift_their_positions():
+    from transformers import BartConfig, BartForCausalLM
+
+    torch.manual_seed(3)
+    config = BartConfig(
+        vocab_size=VOCAB, d_model=24, decoder_ffn_dim=48, decoder_layers=2, decoder_attention_heads=4,
+        max_position_embeddings=SEQ, init_std=0.3, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = BartForCausalLM(config).eval()
+    text = refusal(sw.ConfigError, sw.generate, model, PROMPTS, max_new_tokens=NEW)
+    assert text.endswith("positions of a BartForCausalLM.\n  Pass prompts of one length in each call.")
+    each = [sw.generate(model, [prompt], max_new_tokens=NEW)[0] for prompt in PROMPTS]
+    assert each == [own_generate(model, prompt)[0] for prompt in PROMPTS]
+    assert "padding would shift their positions" in refusal(sw.StateError, Conveyor, model)
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)

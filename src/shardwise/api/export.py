@@ -89,6 +89,12 @@ def _export(path: str | os.PathLike[str], model: nn.Module, options: FolderOptio
             write_folder(Path(path), form, units.extents, arriving, options)
         except ShardwiseError as found:
             error = found
+        except Exception as found:  # noqa: BLE001 - transformers refuses a configuration, on this rank alone
+            error = ConfigError(
+                f"{printable(path)} was not written: {type(found).__name__}: {printable(found)}.\n"
+                "  Mend model.config or model.generation_config as it says."
+            )
+            error.__cause__ = found
     for _ in arriving:  # on rank 0 what an error has left: the others send it all the same
         pass
     fail_together(world, error)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.api.model import logical_shape
 from shardwise.models.transformer import GPT
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.shape.gpt import GPTConfig
@@ -67,6 +69,10 @@ class OfTransformers:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        #: Other names of tied weights, and the name that a weight has in files.
+        self._kept = {alias: name for alias, name in tied.items() if parameters.get(alias) is parameters.get(name, 0)}
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """As :class:`Form`."""
@@ -75,7 +81,9 @@ class OfTransformers:
         )
 
         left_out = self._model._keys_to_ignore_on_save or ()  # noqa: SLF001  what save_pretrained reads
-        return revert_weight_conversion(self._model, {k: v for k, v in tensors.items() if k not in left_out})
+        held = {self._kept.get(name, name): tensor for name, tensor in tensors.items()}
+        whole: Any = _Whole(self._model)
+        return revert_weight_conversion(whole, {k: v for k, v in held.items() if k not in left_out})
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """As :class:`Form`."""
@@ -85,6 +93,19 @@ class OfTransformers:
         config.save_pretrained(folder)
         if self._model.can_generate():
             self._model.generation_config.save_pretrained(folder)
+
+
+class _Whole:
+    """A model whose parameters have the shapes of the plain model, by which conversions decide."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(logical_shape(self._model.get_parameter(name)), device="meta")
 
 
 #: What peft puts before the names of a model, in the model and in files.
@@ -135,6 +156,9 @@ class Adapter:
 
     def __init__(self, model: Any) -> None:
         self._model, self._name = model, _only_adapter(model)
+        self._config = model.peft_config[self._name]
+        #: Ends of the names of the model's own biases that are trained with it.
+        self._biases = {"none": (), "all": (".bias",), "lora_only": (".base_layer.bias",)}[self._config.bias]
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """As :class:`Form`: the adapter's alone, by the names that they have in files."""
@@ -145,14 +169,19 @@ class Adapter:
             whole, own = f".modules_to_save.{self._name}.", f".{self._name}."
             part = whole if whole in plain else own
             if part in plain:
-                found[_PREFIX + plain.replace(part, ".", 1).removesuffix(".")] = tensor
+                plain = plain.replace(part, ".", 1).removesuffix(".")
+                found[_PREFIX + plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")] = tensor
+            elif name.endswith(self._biases):
+                found[_PREFIX + plain.removesuffix(".")] = tensor
         return found
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:  # noqa: ARG002  an adapter's own does not say it
         """As :class:`Form`."""
-        config = copy.deepcopy(self._model.peft_config[self._name])
+        config = copy.deepcopy(self._config)
         config.inference_mode = True
-        config.save_pretrained(folder)
+        base = type(self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model)
+        found_by = {"base_model_class": base.__name__, "parent_library": base.__module__}
+        config.save_pretrained(folder, auto_mapping_dict=found_by if config.task_type is None else None)
 
 
 class Merged:
@@ -171,13 +200,20 @@ class Merged:
         self._layers = {
             path.removeprefix(_PREFIX): layer for path, layer in model.named_modules() if hasattr(layer, "base_layer")
         }
+        uses = Counter(id(each) for _, each in base.named_parameters(remove_duplicate=False))
         for path, layer in self._layers.items():
             weight = getattr(layer.base_layer, "weight", None)  # of experts in one tensor there is none
             is_linear = isinstance(weight, Tensor) and weight.dim() == 2
-            if not is_linear or name not in getattr(layer, "lora_A", {}) or name in getattr(layer, "lora_variant", {}):
+            adds_more = name in getattr(layer, "lora_variant", {}) or getattr(layer, "lora_bias", {}).get(name)
+            if not is_linear or adds_more or name not in getattr(layer, "lora_A", {}):
                 raise ConfigError(
                     f"the adapter of {path} adds no plain product of two matrices.\n"
                     "  Merge it with peft: PeftModel.from_pretrained(base, folder).merge_and_unload()."
+                )
+            if uses[id(weight)] > 1:
+                raise ConfigError(
+                    f"the weight of {path} is also another layer's, which its adapter does not change.\n"
+                    "  Export the adapter by itself, without merge_adapter (--merge)."
                 )
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

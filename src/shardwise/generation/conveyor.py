@@ -52,7 +52,13 @@ class Conveyor:
                 f"the {self._engine.comms.world.size} ranks hold {self._engine.comms.control.size} copies of the model,"
                 " and a conveyor feeds one.\n  Set tp and pp so that their product is the number of ranks."
             )
-        self._make_decoder, _, self.vocab_size, self.positions = decoder_of(model)
+        decodes = decoder_of(model)
+        self._make_decoder, self.vocab_size, self.positions = decodes.make, decodes.vocab_size, decodes.positions
+        if decodes.is_shifted_by_padding:
+            raise StateError(
+                f"rows of a {type(model).__name__} cannot join others on their way: padding would shift their"
+                " positions.\n  Use sw.generate with prompts of one length in each call."
+            )
         self._make_decoder(1, (0,), None).check_joins()
         pipelined = pipelined_of(model)
         #: Lanes, which take turns: 0, 1, ..., 0, 1, ...

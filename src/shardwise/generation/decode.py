@@ -170,14 +170,20 @@ class _Call:
         engine: Engine | None,
     ) -> None:
         self._model, self._engine = model, engine
-        make_decoder, _, vocab_size, positions = decoder_of(model)
+        decodes = decoder_of(model)
+        vocab_size, positions = decodes.vocab_size, decodes.positions
         self._rows = rows_of(prompts)
+        if decodes.is_shifted_by_padding and len(lengths := {len(row) for row in self._rows}) > 1:
+            raise ConfigError(
+                f"prompts have {min(lengths)} to {max(lengths)} tokens, and padding would shift the positions of a"
+                f" {type(model).__name__}.\n  Pass prompts of one length in each call."
+            )
         self._ends = frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
         check_fit(self._rows, max_new_tokens, vocab_size=vocab_size, positions=positions)
         check_ids(sorted(self._ends), vocab_size, "eos")
         self._is_own_seed = seed is None
         seed = int(torch.randint(1 << 62, ())) if seed is None and sampling.temperature else seed or 0
-        self._settings = Settings(make_decoder, sampling, seed, max_new_tokens)
+        self._settings = Settings(decodes.make, sampling, seed, max_new_tokens)
         self._batches = [{"digest": "", "num_rows": len(self._rows)}]  # by data-parallel rank
 
     def compare(self) -> None:

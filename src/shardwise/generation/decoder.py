@@ -68,6 +68,7 @@ class Decodes(NamedTuple):
     make_once: Callable[[int], Forward]
     vocab_size: int
     positions: int | None  # the most positions, where they are limited
+    is_shifted_by_padding: bool = False  # positions are counted from the first column on, whatever is masked
 
 
 def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool = True) -> Decodes:
@@ -90,12 +91,15 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
                 f" {type(model).__name__}.\n"
                 "  Call model.generate(...), which works on the parallelized model too (but not over a pipeline)."
             )
-        positions = getattr(config, "max_position_embeddings", None)
+        text = config.get_text_config(decoder=True)
+        positions = getattr(text, "max_position_embeddings", None)
+        counts = "position_ids" not in known and any("PositionalEmbedding" in type(m).__name__ for m in model.modules())
         return Decodes(
             functools.partial(_OfTransformers, config, frozenset(known), cache_name=cache or ""),
             functools.partial(_OfTransformersOnce, frozenset(known)),
-            config.vocab_size,
+            text.vocab_size,
             positions if positions and positions > 0 else None,
+            counts,
         )
     raise StateError(
         f"{call} takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"

@@ -130,7 +130,8 @@ class Scorer:
 
     def __init__(self, model: nn.Module, engine: Engine | None, batch_tokens: int, num_top: int) -> None:
         self._model = model
-        _, self._make, self._vocab_size, self._positions = decoder_of(model, "sw.score", with_cache=False)
+        decodes = decoder_of(model, "sw.score", with_cache=False)
+        self._make, self._vocab_size, self._positions = decodes.make_once, decodes.vocab_size, decodes.positions
         if batch_tokens < 1:
             raise ConfigError(f"batch_tokens={batch_tokens}: expected at least 1.\n  Leave it out.")
         if not 0 <= num_top <= self._vocab_size:
