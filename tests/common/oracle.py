@@ -76,7 +76,7 @@ def descend(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> None:
         optimizer.zero_grad()
 
 
-_OF_THE_ORACLE = inspect.signature(compare_with_one_process).parameters.keys()
+_OF_THE_ORACLE = inspect.signature(compare_each_with_one_process).parameters.keys()
 
 
 def compare(
