@@ -20,6 +20,8 @@ from shardwise.cost.measured import (
 )
 from shardwise.cost.software import PYTORCH, SOFTWARE
 from shardwise.planner import Cluster, Workload, estimate, rescale
+from shardwise.planner.explain import why
+from shardwise.planner.screen import heading
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 64, 128, 32, 2
 TOKENS = SEQ * BATCH
@@ -229,3 +231,12 @@ def test_every_microbatch_is_estimated_where_no_rough_time_orders_them(tmp_path)
     best = min(made.step_time_s for made in every if made.fits and not made.is_tight)
     found = sw.planner.search(SHAPE, cluster, work, **fixed)
     assert min(made.step_time_s for made in found if made.fits) == best
+
+
+def test_a_page_of_several_nodes_says_that_their_network_was_not_measured(tmp_path):
+    gpu = machine(tmp_path)
+    cluster = Cluster(gpu=gpu, num_gpus=4, gpus_per_node=2)
+    workload = Workload(seq_len=SEQ, global_batch=4 * BATCH, micro_batch=BATCH, precision="fp32")
+    lines = " ".join(why(estimate(SHAPE, sw.ParallelPlan(strategy="zero3"), cluster, workload)))
+    assert "Links were measured between 2 ranks." in lines
+    assert "GB/s a node" not in "".join([lines, *heading(SHAPE, cluster, workload)])

@@ -203,7 +203,14 @@ def trust(made: Planned) -> str:
 def _assumed_network(made: Planned) -> Iterator[str]:
     """The assumption about a network that nobody stated, and the step time with half of it."""
     cluster = made.cluster
-    if cluster.num_gpus <= cluster.gpus_per_node or cluster.inter_gbits_per_s_per_node is not None:
+    measured = cluster.device.measured
+    if measured is not None and cluster.num_gpus > max(measured.num_ranks, cluster.gpus_per_node):
+        yield (
+            f"Links were measured between {measured.num_ranks} ranks. A slower network between nodes is not in these"
+            " times, and --network does not change them: calibrate on all nodes, by torchrun."
+        )
+    is_given = measured is not None or cluster.inter_gbits_per_s_per_node is not None
+    if is_given or cluster.num_gpus <= cluster.gpus_per_node:
         return
     gbits = cluster.device.node_gbits
     half = made.again(cluster=dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits / 2))
@@ -233,7 +240,8 @@ def _remedies_of_time(made: Planned) -> Iterator[str]:
     if spent < _NOTABLE * made.step_time_s:
         return
     cluster = made.cluster
-    if name in {"exposed gather", "exposed reduce", "cp", "ep"} and cluster.num_gpus > cluster.gpus_per_node:
+    is_network = cluster.num_gpus > cluster.gpus_per_node and cluster.device.measured is None
+    if name in {"exposed gather", "exposed reduce", "cp", "ep"} and is_network:
         gbits = 2 * cluster.node_bandwidth * 8 / 1e9
         faster = dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits)
         other = made.again(cluster=faster)

@@ -28,9 +28,9 @@ WORDS = (1, 3)
 def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str]:
     """The heading: model, cluster, and what a step trains."""
     nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
-    where = f"{cluster.num_gpus} x {cluster.gpu}" + (
-        f" in {nodes} nodes, {cluster.node_bandwidth / 1e9:.0f} GB/s a node" if nodes > 1 else " in one node"
-    )
+    where = f"{cluster.num_gpus} x {cluster.gpu} in " + (f"{nodes} nodes" if nodes > 1 else "one node")
+    if nodes > 1 and cluster.device.measured is None:
+        where += f", {cluster.node_bandwidth / 1e9:.0f} GB/s a node"
     active = (
         f" ({shape.num_active_parameters / 1e9:.1f}B active)"
         if shape.num_active_parameters != shape.num_parameters
