@@ -151,6 +151,10 @@ def test_rows_that_cannot_be_used_are_named_by_number(folder: Path, tmp_path: Pa
     source = save_rows(tmp_path / "rows.jsonl", [{"messages": TURNS}, {"messages": [{"content": "x"}]}])
     with pytest.raises(DataError, match=r"rows.jsonl:2 cannot be used: expected that every message has a role"):
         resolved(source, folder)
+    for answer in ({"role": "assistant", "content": None}, {"from": "gpt", "value": None}, {"from": [], "value": "x"}):
+        source = save_rows(tmp_path / "null.jsonl", [{"messages": TURNS}, {"messages": [TURNS[0], answer]}])
+        with pytest.raises(DataError, match=r"null.jsonl:2 cannot be used: expected that every message has a role"):
+            resolved(source, folder)
     (tmp_path / "broken.jsonl").write_text('{"messages": [\n')
     with pytest.raises(DataError, match=r"broken.jsonl:1 cannot be read: it is not JSON"):
         resolved(tmp_path / "broken.jsonl", folder)

@@ -65,6 +65,8 @@ class PlacementError(ShardwiseError, ValueError):
 class StateError(ShardwiseError, RuntimeError):
     """A call that a model, unit or optimizer does not allow in its present state."""
 
+    exit_code = 78
+
 
 class CommError(ShardwiseError, RuntimeError):
     """Communication between ranks failed, for example because a peer is gone."""

@@ -149,13 +149,15 @@ class Chat:
             raise self._wrong(place, f"{self.column} is a list of messages, each with a role and a content")
         found = []
         for message in value:
-            if isinstance(message, Mapping) and "from" in message and "value" in message:
-                speaker = message["from"]
-                found.append({"role": _SPEAKERS.get(speaker, speaker), "content": message["value"]})
-            elif isinstance(message, Mapping) and isinstance(message.get("role"), str):
-                found.append({key: held for key, held in message.items() if held is not None})
-            else:
+            if not isinstance(message, Mapping):
                 raise self._wrong(place, "every message has a role and a content")
+            held = {key: held for key, held in message.items() if held is not None}
+            if "from" in held and "value" in message:
+                held = {"role": _SPEAKERS.get(str(held["from"]), held["from"]), "content": held.get("value")}
+            is_said = held.get("content") is not None or held.keys() & {"tool_calls", "function_call"}
+            if not isinstance(held.get("role"), str) or not is_said:
+                raise self._wrong(place, "every message has a role and a content, or an assistant's tool_calls")
+            found.append(held)
         if not found:
             raise self._wrong(place, "a conversation has messages")
         return found
