@@ -333,6 +333,18 @@ def test_options_that_do_not_combine_here_are_left_out_with_the_reason(tmp_path:
     text = converted(tmp_path / "t.toml")
     assert "compile" not in yaml.load(text, yaml.CSafeLoader)["parallel"]
     assert "training.compile: true\n#     -> left out: compile=True with cp=2" in text
+    (tmp_path / "t.toml").write_text("[training]\ncompile = true\n[activation_checkpoint]\nmode = 'selective'\n")
+    plan = yaml.load(converted(tmp_path / "t.toml"), yaml.CSafeLoader)["parallel"]
+    assert plan["compile"] is True
+    assert "activation_checkpointing" not in plan
+
+
+def test_a_linear_warm_up_of_deepspeed_is_as_here_and_another_has_no_counterpart(tmp_path: Path) -> None:
+    for kind, title in {"linear": "# Nothing to set:", "log": "# No counterpart:"}.items():
+        scheduler = {"type": "WarmupLR", "params": {"warmup_type": kind}}
+        (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, "scheduler": scheduler}))
+        below = converted(tmp_path / "ds.json").partition(title)[2].partition("\n\n")[0]
+        assert f'warmup_type: "{kind}"' in below
 
 
 @pytest.mark.parametrize(

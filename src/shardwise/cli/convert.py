@@ -316,9 +316,15 @@ def _finish(made: Conversion, file: Path) -> None:
     steps, warmup = made.made.get("train.steps", 1000), made.made.get("schedule.warmup_steps", 0)
     if warmup > steps:
         made.put("train.steps", 10 * warmup, f"a stand-in: {warmup} warm-up steps do not fit in {steps}")
+    plan = made.parallel()
+    without = {key: value for key, value in plan.items() if key != "activation_checkpointing"}
+    recomputes_twice = plan.get("compile") and plan.get("activation_checkpointing") == "selective"
+    if recomputes_twice and _problem(without) is None:
+        reason = "left out: a compiled unit keeps products and attention, and recomputes the rest by itself"
+        made.drop("parallel.activation_checkpointing", reason)
     while (problem := _problem(plan := made.parallel())) is not None:
-        without = {name: {key: plan[key] for key in plan if key != name} for name in _OPTIONAL if name in plan}
-        helps = [name for name, rest in without.items() if _problem(rest) != problem]
+        each = {name: {key: plan[key] for key in plan if key != name} for name in _OPTIONAL if name in plan}
+        helps = [name for name, rest in each.items() if _problem(rest) != problem]
         if not helps:
             raise ConfigError(
                 f"{printable(file)} asks for a plan that is refused here: {problem}\n"
