@@ -400,6 +400,23 @@ def test_a_model_that_reads_values_is_refused_by_name():
         sw.dry_run(Reads, world_size=2, batch=torch.zeros(1, 8))
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 8, 8))
+
+    def forward(self, x):
+        ends = torch.tensor([2, 4], dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(x.to(self.weight.dtype), self.weight, offs=ends).square().mean()
+
+
+def test_experts_that_run_without_values_in_bf16_alone_are_refused_with_that_advice():
+    with pytest.raises(sw.StateError, match="set mp_policy='bf16'"):
+        sw.dry_run(Experts, world_size=2, batch=torch.zeros(4, 8))
+    plan = sw.ParallelPlan(strategy="zero3", mp_policy=sw.PrecisionPolicy("bf16"))
+    assert sw.dry_run(Experts, plan, world_size=2, batch=torch.zeros(4, 8)).events
+
+
 # -- the verb
 
 RUN = """

@@ -381,7 +381,9 @@ def _named_errors(model: nn.Module) -> Iterator[None]:
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, StateError):
             raise
-        raise StateError(
-            f"{type(model).__name__} cannot run without values: {first_line(error)}\n"
+        advice = (
             "  sw.dry_run needs a forward that reads no tensor's values (.item(), boolean masks, `if` on a tensor)."
-        ) from error
+        )
+        if "BF16" in str(error):  # torch's grouped products of experts (torch 2.13)
+            advice = "  Its experts run without values in bf16 alone: set mp_policy='bf16' (parallel.mp_policy=bf16)."
+        raise StateError(f"{type(model).__name__} cannot run without values: {first_line(error)}\n{advice}") from error

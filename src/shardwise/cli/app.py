@@ -55,7 +55,8 @@ def build() -> typer.Typer:
         if isinstance(held, typer.Typer):
             app.add_typer(held, name=verb)
         else:  # its first sentence in the list, whole
-            first = " ".join((held.__doc__ or "Python's -OO takes help away").split()).partition(". ")[0].removesuffix(".")
+            words = held.__doc__ or "Python's -OO takes help away"
+            first = " ".join(words.split()).partition(". ")[0].removesuffix(".")
             app.command(verb, short_help=f"{first}.")(held)
     return app
 
