@@ -20,7 +20,7 @@ from shardwise.train.config.resolve import resolve
 from shardwise.train.config.sections import read_config
 from tests.train.test_spec import Line, train_on
 from tests.train.towers import spec as towers
-from tests.train.train_here import metrics, sets, summary, train_here
+from tests.train.train_here import metrics, sets, summary, train_here, train_well
 
 DATA = [(torch.full((3,), i / 32), torch.tensor(i / 16)) for i in range(32)]
 #: Of the evaluations before the first step and after every second one.
@@ -62,8 +62,7 @@ def test_prompts_are_continued_at_each_evaluation_as_the_checkpoint_continues_th
     config = "model: {preset: gpt-nano, vocab_size: 256}\ndata: {source: stdlib, max_bytes: 100000, seq_len: 16}\n"
     config += "train: {steps: 4, micro_batch_size: 2, eval_every: 2, eval_batches: 1, sample_tokens: 6}\n"
     prompts = sets("train.sample_prompts=[def , import os]")
-    ((code, text),) = train_here(tmp_path, 2, ("--run-dir", "run", *prompts), config=config)
-    assert code == 0, text
+    train_well(tmp_path, 2, ("--run-dir", "run", *prompts), config=config)
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in lines] == [
         (s, p) for s in (0, 2, 4) for p in ("def", "import os")
@@ -71,12 +70,8 @@ def test_prompts_are_continued_at_each_evaluation_as_the_checkpoint_continues_th
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "run", "--prompt", "import os", "--max-new-tokens", "6", "--nproc", "1", "--json"]) == 0
     assert json.dumps(lines[-1]["text"]) in capsys.readouterr().out
-    assert losses_are_those_without_samples(tmp_path, config)
-
-
-def losses_are_those_without_samples(folder: Path, config: str) -> bool:
-    ((code, _),) = train_here(folder, 2, ("--run-dir", "without"), config=config)
-    return code == 0 and metrics(folder / "run") == metrics(folder / "without")
+    train_well(tmp_path, 2, ("--run-dir", "without"), config=config)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "without")
 
 
 @pytest.mark.parametrize(

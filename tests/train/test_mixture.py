@@ -238,6 +238,14 @@ def test_conversations_and_texts_share_a_batch_and_keep_their_own_positions_and_
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with both sources."""
+    sources(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def resolved(folder: Path, data: str, *overrides: str, train: str = "steps: 2") -> RunConfig:
     """A run of two ranks, with a global batch of 4 samples of 16 tokens, in the current folder."""
     lines = f"model: {{preset: gpt-nano, vocab_size: 256}}\ndata: {data}\ntrain: {{micro_batch_size: 2, {train}}}\n"
@@ -271,51 +279,41 @@ def resolved(folder: Path, data: str, *overrides: str, train: str = "steps: 2") 
         ),
     ],
 )
-def test_mixtures_that_cannot_be_are_refused_where_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, message: str
-) -> None:
-    sources(tmp_path)
-    (tmp_path / "short.txt").write_text("abc")
-    monkeypatch.chdir(tmp_path)
+def test_mixtures_that_cannot_be_are_refused_where_they_are_written(here: Path, data: str, message: str) -> None:
+    (here / "short.txt").write_text("abc")
     with pytest.raises((ConfigError, DataError), match=message):
-        resolved(tmp_path, data)
+        resolved(here, data)
 
 
-def test_a_resolved_mixture_reads_back_and_is_not_resumed_with_other_weights_or_other_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "web").mkdir()
-    (tmp_path / "web" / "a.txt").write_text("some text " * 100)
+def test_a_resolved_mixture_reads_back_and_is_not_resumed_with_other_weights_or_other_data(here: Path) -> None:
+    (here / "web").mkdir()
+    (here / "web" / "a.txt").write_text("some text " * 100)
     data = "{mix: [{source: words.txt, name: w, weight: 3}, {source: code.tokens}], held_out: 0.2}"
-    run = resolved(tmp_path, data)
-    (tmp_path / "again.yaml").write_text(run.config.to_yaml())
+    run = resolved(here, data)
+    (here / "again.yaml").write_text(run.config.to_yaml())
     again = resolve(read_config("again.yaml", ["name=run"]), 2)
     assert again.config == run.config
     before = run.source.fingerprint()
     assert again.source.fingerprint() == before
     assert [name for _, name, _ in run.source.parts] == ["w", "code"]
-    globbed = resolved(tmp_path, data.replace("words.txt, name: w", f"{tmp_path}/web/*.txt"))
+    globbed = resolved(here, data.replace("words.txt, name: w", f"{here}/web/*.txt"))
     assert [name for _, name, _ in globbed.source.parts] == ["web", "code"]
-    other = resolved(tmp_path, data.replace("3", "2"))
+    other = resolved(here, data.replace("3", "2"))
     with pytest.raises(ConfigError, match=r"data\.mix"):
         check_config(run.config.model_dump(mode="json"), other.config)
-    (tmp_path / "words.txt").write_text("x" * 2001)
+    (here / "words.txt").write_text("x" * 2001)
     assert run.source.fingerprint() != before
-    write_tokens(tmp_path / "code.tokens", [np.full(102, 256)], vocab_size=257, should_replace=True)
+    write_tokens(here / "code.tokens", [np.full(102, 256)], vocab_size=257, should_replace=True)
     with pytest.raises(ConfigError, match=r"data.mix.1.source: its tokens have a vocabulary of 257"):
-        resolved(tmp_path, data)
+        resolved(here, data)
 
 
-def test_a_source_that_is_laid_over_a_mixture_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_a_source_that_is_laid_over_a_mixture_takes_its_place(here: Path) -> None:
     mix = "{mix: [{source: words.txt}, {source: code.tokens}], held_out: 0.2}"
-    alone = resolved(tmp_path, mix, "data.source=words.txt")
+    alone = resolved(here, mix, "data.source=words.txt")
     assert (alone.source.name, alone.config.data.mix) == ("words.txt", None)
-    (tmp_path / "base.yaml").write_text("data: {source: words.txt, held_out: 0.2}\ntrain: {steps: 7}\n")
-    (tmp_path / "over.yaml").write_text(f"extends: base.yaml\ndata: {mix}\ntrain: {{epochs: 2}}\n")
+    (here / "base.yaml").write_text("data: {source: words.txt, held_out: 0.2}\ntrain: {steps: 7}\n")
+    (here / "over.yaml").write_text(f"extends: base.yaml\ndata: {mix}\ntrain: {{epochs: 2}}\n")
     config = read_config("over.yaml").config
     assert (config.data.source, config.train.epochs) == (None, 2)
     assert [each.source for each in config.data.sources] == ["words.txt", "code.tokens"]
@@ -329,28 +327,24 @@ def test_a_source_that_is_laid_over_a_mixture_takes_its_place(tmp_path: Path, mo
     ],
 )
 def test_all_of_a_source_is_trained_on_where_there_is_other_data_to_evaluate_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
+    here: Path, monkeypatch: pytest.MonkeyPatch, data: str
 ) -> None:
-    sources(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "held.txt").write_text("held out " * 20)  # 180 bytes: 11 samples
-    run = resolved(tmp_path, f"{data[:-1]}, eval_source: held.txt}}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    (here / "held.txt").write_text("held out " * 20)  # 180 bytes: 11 samples
+    run = resolved(here, f"{data[:-1]}, eval_source: held.txt}}")
     found = data_of(run)
     assert found.train.num_samples == (125 + 6 if "mix" in data else 125)
     assert found.held_out.num_samples == 11
     assert bytes(found.held_out.rows([10]).inputs[0].astype(np.uint8)) == (b"held out " * 20)[160:176]
     before = run.source.fingerprint()
-    (tmp_path / "held.txt").write_text("held.out " * 20)
+    (here / "held.txt").write_text("held.out " * 20)
     assert run.source.fingerprint() != before
-    (tmp_path / "held.txt").write_bytes(b"\xff" * 180)
+    (here / "held.txt").write_bytes(b"\xff" * 180)
     with pytest.raises(DataError, match=r"held.txt:1: byte 0xff is not UTF-8"):
         run.source.check(256)
 
 
-def test_epochs_make_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_epochs_make_steps(here: Path) -> None:
     words, held = "{source: words.txt, held_out: 0.2}", "{mix: [{source: words.txt}, {source: code.tokens}]"
     for data, epochs, steps in (
         (words, "1", 25),  # 100 samples in batches of 4
@@ -358,16 +352,16 @@ def test_epochs_make_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (words, "2.03", 51),
         (f"{held}, eval_source: words.txt}}", "2", 66),  # of 125 + 6 samples
     ):
-        run = resolved(tmp_path, data, train=f"epochs: {epochs}")
+        run = resolved(here, data, train=f"epochs: {epochs}")
         assert run.config.train.steps == steps
         assert run.config.train.epochs == float(epochs)
-        (tmp_path / "again.yaml").write_text(run.config.to_yaml())
+        (here / "again.yaml").write_text(run.config.to_yaml())
         assert resolve(read_config("again.yaml", ["name=run"]), 2).config == run.config
-    run = resolved(tmp_path, words, train="epochs: 1, steps: 25")
-    assert resolved(tmp_path, words, "train.steps=7", train="epochs: 1, steps: 25").config.train.steps == 7
-    assert resolved(tmp_path, words, "train.steps=7", train="epochs: 1, steps: 25").config.train.epochs is None
-    assert resolved(tmp_path, words, "train.epochs=2", train="steps: 7").config.train.steps == 50
-    longer = resolved(tmp_path, words, "train.epochs=2", train="epochs: 1, steps: 25")
+    run = resolved(here, words, train="epochs: 1, steps: 25")
+    assert resolved(here, words, "train.steps=7", train="epochs: 1, steps: 25").config.train.steps == 7
+    assert resolved(here, words, "train.steps=7", train="epochs: 1, steps: 25").config.train.epochs is None
+    assert resolved(here, words, "train.epochs=2", train="steps: 7").config.train.steps == 50
+    longer = resolved(here, words, "train.epochs=2", train="epochs: 1, steps: 25")
     told = check_config(run.config.model_dump(mode="json"), longer.config)
     assert [line.partition(" (")[0] for line in told] == ["train.steps: 25 -> 50", "train.epochs: 1.0 -> 2.0"]
 
@@ -386,23 +380,19 @@ def test_epochs_make_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_epochs_of_unknown_length_or_beside_other_steps_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, train: str, message: str
+    here: Path, data: str, train: str, message: str
 ) -> None:
-    sources(tmp_path)
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        resolved(tmp_path, data, train=train)
+        resolved(here, data, train=train)
     advice = train.replace("epochs: 1, ", "").replace("epochs: 1", "steps: 9").replace("epochs: 0", "epochs: 1")
-    assert resolved(tmp_path, data, train=advice).config.train.steps in {9, 30}
+    assert resolved(here, data, train=advice).config.train.steps in {9, 30}
 
 
-def test_a_schedule_is_checked_with_the_steps_of_the_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_a_schedule_is_checked_with_the_steps_of_the_epochs(here: Path) -> None:
     words = "{source: words.txt, held_out: 0.2}"
-    assert resolved(tmp_path, words, "schedule.warmup_steps=1100", train="epochs: 50").config.train.steps == 1250
+    assert resolved(here, words, "schedule.warmup_steps=1100", train="epochs: 50").config.train.steps == 1250
     with pytest.raises(ConfigError, match=r"26 warm-up steps do not fit in train.steps=25"):
-        resolved(tmp_path, words, "schedule.warmup_steps=26", train="epochs: 1")
+        resolved(here, words, "schedule.warmup_steps=26", train="epochs: 1")
 
 
 def test_epochs_of_a_user_s_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
