@@ -92,7 +92,7 @@ ABOUT = {
     "parallel/tensor/test_tensor_memory.py": (
         "engine.extensions.recompute engine.extensions.wrap engine.storage.attachment measure.meta"
     ),
-    "generation/test_generate.py": "parallel.context.apply generation.sample",
+    "generation/test_generate.py": "parallel.context.apply generation.conveyor generation.sample",
     "parallel/pipeline/test_pipeline_steps.py": "parallel.pipeline.batch parallel.pipeline.pipelined",
     # faults that are injected, and steps that are watched from within
     "product/test_product_memory.py": "parallel.pipeline.runner",
@@ -104,6 +104,7 @@ ABOUT = {
     "parallel/pipeline/test_deferred_weights.py": "parallel.pipeline.runner",
     "parallel/experts/test_expert_parallel.py": "parallel.experts.route engine.build",
     "api/test_export.py": "engine.storage.attachment",
+    "api/test_export_peft.py": "api.export_form",
     "api/test_recipe.py": "checkpoint",
     "train/test_offloaded_update.py": "train.model.build train.config",
     "engine/test_hybrid_ranks.py": "comm",
