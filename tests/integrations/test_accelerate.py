@@ -83,11 +83,16 @@ def test_the_loop_gives_the_plain_losses_norms_and_weights_and_goes_on_from_its_
 
 
 def refuse() -> None:
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
     from shardwise.integrations.accelerate import ShardwiseAccelerator
     from shardwise.spec.plan import ParallelPlan
 
     text = refusal(PlanError, ShardwiseAccelerator, plan=ParallelPlan(pp=2), cpu=True)
     assert "pp=2: ShardwiseAccelerator gives every rank samples of its own" in text
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    text = refusal(PlanError, ShardwiseAccelerator, cpu=True, kwargs_handlers=[hook])
+    assert "got DistributedDataParallelKwargs(comm_hook=...): DistributedDataParallel is not used here" in text
     accelerator = ShardwiseAccelerator(cpu=True)
     model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     assert "in no parallelized" in refusal(StateError, accelerator.clip_grad_norm_, [torch.ones(3)], 1.0)

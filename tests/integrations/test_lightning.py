@@ -105,6 +105,8 @@ def test_what_the_strategy_cannot_do_is_refused() -> None:
     from shardwise.integrations.lightning import ShardwiseStrategy
 
     assert "tp=2: ShardwiseStrategy gives" in refusal(PlanError, ShardwiseStrategy, sw.ParallelPlan(tp=2))
+    text = refusal(PlanError, ShardwiseStrategy, ddp_comm_hook=print, find_unused_parameters=True)
+    assert "got ddp_comm_hook, find_unused_parameters: DistributedDataParallel is not used" in text
     given = {"accelerator": "cpu", "devices": 1, "logger": False}
     text = refusal(PlanError, lightning.Trainer, strategy=ShardwiseStrategy(), precision="bf16-true", **given)
     assert "bf16-true" in text

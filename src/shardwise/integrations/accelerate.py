@@ -20,11 +20,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator  # pyrefly: ignore[missing-import]
+from accelerate.utils import DDPCommunicationHookType  # pyrefly: ignore[missing-import]
 from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine.storage.attachment import attachment_of
-from shardwise.integrations.trainer import check_alone, check_axes, check_samples, optimizers_of, save_over
+from shardwise.integrations.trainer import (
+    check_alone,
+    check_axes,
+    check_ddp_options,
+    check_samples,
+    optimizers_of,
+    save_over,
+)
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
@@ -50,6 +58,8 @@ class ShardwiseAccelerator(Accelerator):
         check_samples(self.plan, "ShardwiseAccelerator")
         super().__init__(*args, **kwargs)
         check_alone("ShardwiseAccelerator")
+        if self.ddp_handler is not None and self.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
+            check_ddp_options({"DistributedDataParallelKwargs(comm_hook=...)"}, "ShardwiseAccelerator")
         if self.mixed_precision == "fp16":
             raise PlanError(
                 'mixed_precision="fp16": the loss scaler would skip a step on one rank alone.\n'

@@ -77,7 +77,8 @@ class ShardwiseStrategy(DDPStrategy):
         check_samples(self.plan, "ShardwiseStrategy")
         self._read_from: Path | None = None
         super().__init__(**kwargs)
-        check_ddp_options(self._ddp_kwargs, "ShardwiseStrategy")
+        hooks = {name for name in kwargs if name.startswith("ddp_comm_") or name == "model_averaging_period"}
+        check_ddp_options(self._ddp_kwargs.keys() | hooks, "ShardwiseStrategy")
 
     # -- precision
 
