@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.parallel.pipeline.runner import ScheduleRunner
-from shardwise.spec.schedule import Kind
+from shardwise.spec.schedule import Kind, Schedule
 from shardwise.spec.schedule import build as build_schedule
-from shardwise.spec.schedule.closed import peak_bytes, peak_held
+from shardwise.spec.schedule.closed import peak_held
 from shardwise.testing import Probe, StorageCount, probe, run_on_ranks
 from tests.engine.test_memory import Storages
 from tests.product.step import gpt_stages
@@ -204,6 +205,29 @@ def changes(held: list[tuple[str, int, int]]) -> dict[tuple[str, int], int]:
     assert before <= 4 * M, "what is left of a step: its losses"
     assert all(len(sizes) == 1 for sizes in found.values()), found
     return {what: sizes.pop() for what, sizes in found.items()}
+
+
+def peak_bytes(schedule: Schedule, rank: int, stage_bytes: Sequence[int], kept_bytes: Sequence[int]) -> int:
+    """The most bytes of activations that a rank holds between two of its actions.
+
+    Args:
+        schedule: Any schedule.
+        rank: The rank.
+        stage_bytes: For each stage (of all ranks), what a microbatch holds from its forward to its (input) gradient.
+        kept_bytes: What a microbatch holds from there to the weights' gradients, where backward has two parts.
+    """
+    now = most = 0
+    for action in schedule.actions[rank]:
+        whole, kept = stage_bytes[action.stage], kept_bytes[action.stage]
+        change = {
+            Kind.FORWARD: whole,
+            Kind.BACKWARD: -whole,
+            Kind.BACKWARD_INPUT: kept - whole,
+            Kind.BACKWARD_WEIGHT: -kept,
+        }
+        now += change.get(action.kind, 0)
+        most = max(most, now)
+    return most
 
 
 def test_activations_in_flight_are_those_that_the_schedule_says():

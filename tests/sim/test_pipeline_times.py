@@ -47,7 +47,7 @@ def test_a_stage_is_gathered_from_the_beginning_on_and_reduced_in_its_last_backw
     block = StepUnit(
         "block", 4, 8, gather=(Transfer(6),), reduce=(Transfer(3),), forward_exchanges=(Transfer(1, stream="tp"),)
     )
-    stage = stage_seconds([block, block], PRESETS["zero3"], message_s=0.5)
+    stage = replace(stage_seconds([block, block], PRESETS["zero3"]), message_s=0.5)
     assert (stage.forward_s, stage.backward_input_s, stage.backward_weight_s) == (10, 8, 8)
     # The first gather, and what the second lasts longer than a block's forward.
     assert (stage.gather_s, stage.first_wait_s) == (12, 6 + 1)

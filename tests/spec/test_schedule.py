@@ -22,7 +22,7 @@ from shardwise.spec.schedule import (
     closed,
     forward_only,
 )
-from shardwise.spec.schedule.closed import Held, held, peak_bytes, peak_held
+from shardwise.spec.schedule.closed import Held, held, peak_held
 from shardwise.spec.schedule.closed import measured as step_measured
 from shardwise.spec.schedule.simulate import Durations, simulate
 
@@ -168,19 +168,6 @@ def test_a_stage_holds_what_is_between_its_own_forward_and_backward():
     assert [held(actions, stage) for stage in (0, 5)] == [Held(6, 6), Held(1, 1)]
     actions = build("zb-h1", 3, 6).actions[2]
     assert held(actions, 2) == held(actions) == Held(activations=1, in_flight=3)
-
-
-@settings(deadline=None)
-@given(schedules(), st.data())
-def test_peak_bytes_are_those_of_the_microbatches_in_flight(schedule, data):
-    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
-    counts = held(schedule.actions[rank])
-    even = [7] * schedule.num_stages
-    assert peak_bytes(schedule, rank, even) == 7 * counts.in_flight
-    assert peak_bytes(schedule, rank, even, [0] * schedule.num_stages) == 7 * counts.activations
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=schedule.num_stages, max_size=schedule.num_stages))
-    most = peak_bytes(schedule, rank, sizes)
-    assert most <= sum(held(schedule.actions[rank], s).in_flight * sizes[s] for s in schedule.stages(rank))
 
 
 # -- what is broken is found

@@ -70,7 +70,7 @@ class Clock:
     align: Callable[[], None]
     budget_s: float = 0.12
 
-    def seconds(self, call: Callable[[], Any], *, least: int = 3, most: int = 40) -> float:
+    def seconds(self, call: Callable[[], Any], *, least: int = 3) -> float:
         """The lower quartile of a call's times, after one that is not counted: what else runs only adds to them."""
         num_calls = _BURST if self.device.type == "cuda" else 1
         call()
@@ -78,7 +78,7 @@ class Clock:
         self.align()
         times: list[float] = []
         end = time.perf_counter() + self.budget_s
-        while len(times) < least or (len(times) < most and time.perf_counter() < end):
+        while len(times) < least or (len(times) < 40 and time.perf_counter() < end):
             start = time.perf_counter()
             for _ in range(num_calls):
                 call()
@@ -360,12 +360,12 @@ def _pass_on(comm: Comm, buffer: Tensor, received: Tensor) -> None:
         comm.send(buffer, to=peer, unit="calibrate").wait()
 
 
-def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any], *, count: int = 8) -> float:
+def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any]) -> float:
     """The lower quartile of a collective's times; as many on every rank, which a clock would not give."""
     num_calls = _BURST if clock.device.type == "cuda" else 1
     call()
     times = []
-    for _ in range(count):
+    for _ in range(8):
         clock.align()
         clock._synchronise()  # noqa: SLF001
         start = time.perf_counter()

@@ -96,13 +96,12 @@ def title(made: Planned) -> str:
     return " ".join(words)
 
 
-def table_rows(plans: Sequence[Made], most: int = 12) -> list[Made]:
-    """The plans of a table: the recommended one, the fastest, and the best of each kind, as the search ordered them.
+#: Plans of a table that fit, at most; the slowest are left out.
+_MOST_ROWS = 12
 
-    Args:
-        plans: The result of a search.
-        most: Plans that fit, at most; the slowest are left out.
-    """
+
+def table_rows(plans: Sequence[Made]) -> list[Made]:
+    """The plans of a table: the recommended one, the fastest, and the best of each kind, as the search ordered them."""
     fastest = fastest_of(plans)
     seen: set[str] = set()
     rows: list[Made] = []
@@ -115,7 +114,7 @@ def table_rows(plans: Sequence[Made], most: int = 12) -> list[Made]:
     others = [made for made in rows if not made.fits]
     if fitting:  # of what does not fit, the strategies of data parallelism alone
         others = [made for made in others if kind_of(made.plan) == str(made.plan.strategy)]
-    return fitting[:most] + others[: max(most - len(fitting), most // 2)]
+    return fitting[:_MOST_ROWS] + others[: max(_MOST_ROWS - len(fitting), _MOST_ROWS // 2)]
 
 
 def misfits(rows: Sequence[Planned]) -> str:

@@ -70,10 +70,10 @@ def _row(process: int, row: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": row, "name": "thread_name", "args": {"name": name}}
 
 
-def step_trace(step: SimulatedStep | SimulatedPipeline, name: str = "simulated") -> str:
+def step_trace(step: SimulatedStep | SimulatedPipeline) -> str:
     """The JSON of a simulated step: a row for each stream, or of a pipeline for each rank."""
     if isinstance(step, SimulatedPipeline):
-        return chrome_trace({name: _pipeline_slices(step)})
+        return chrome_trace({"simulated": _pipeline_slices(step)})
     found: list[Slice] = []
     begin = 0.0
     for number, (timeline, count) in enumerate(step.microbatches):
@@ -83,7 +83,7 @@ def step_trace(step: SimulatedStep | SimulatedPipeline, name: str = "simulated")
         begin += timeline.end_s
     if step.optimizer_s:
         found.append(Slice("compute", "optimizer", begin, begin + step.optimizer_s, "optimizer"))
-    return chrome_trace({name: found})
+    return chrome_trace({"simulated": found})
 
 
 def _pipeline_slices(step: SimulatedPipeline) -> list[Slice]:

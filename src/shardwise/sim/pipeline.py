@@ -2,7 +2,7 @@
 
 How to call it::
 
-    stages = [stage_seconds(units, PRESETS["zero3"], message_s=0.0004) for units in units_of_each_stage]
+    stages = [stage_seconds(units, PRESETS["zero3"]) for units in units_of_each_stage]
     step = simulate_pipeline("1f1b", 8, 32, stages)
     step.seconds
     step.by_category    # of the rank that computes longest; adds up to ``seconds``; "pp bubble" is the time it waits
@@ -189,20 +189,14 @@ def stage_seconds(
     units: Sequence[StepUnit],
     row: Placements,
     *,
-    message_s: float = 0.0,
-    weight_share: float = 0.5,
-    num_gradient_buffers: int = 2,
     releases: bool = False,
     slowdown: Slowdown = NO_SLOWDOWN,
 ) -> StageSeconds:
-    """A stage of these units.
+    """A stage of these units, without messages. Half of a backward computes the gradients of weights.
 
     Args:
         units: The units of the stage in the order of forward.
         row: Placements of the strategy.
-        message_s: As in :class:`StageSeconds`.
-        weight_share: Of a backward's time, the part that computes the gradients of weights.
-        num_gradient_buffers: As in ``EngineOptions``.
         releases: Units are released after each forward and backward, and gathered again for the next one; else what is
             gathered stays until the stage's last backward.
         slowdown: How much longer work takes where computation and communication overlap.
@@ -216,7 +210,7 @@ def stage_seconds(
         releases=releases,
         trained=frozenset(number for number, unit in chain.items() if number and unit.is_trained),
         num_phases=2 if has_replicas else 1,
-        num_left=0 if has_replicas else num_gradient_buffers - 2,
+        num_left=0,
         reduces=True,
         is_first_of_window=True,
         ahead=(1 if releases else len(chain), 1),
@@ -242,9 +236,8 @@ def stage_seconds(
     }
     return StageSeconds(
         forward_s=ways["forward"].end_s,
-        backward_input_s=ways["backward"].end_s * (1 - weight_share),
-        backward_weight_s=ways["backward"].end_s * weight_share,
-        message_s=message_s,
+        backward_input_s=ways["backward"].end_s / 2,
+        backward_weight_s=ways["backward"].end_s / 2,
         gather_s=0.0 if releases else max((span.end_s for span in gathers), default=0.0),
         first_wait_s=ways["first"].end_s - ways["forward"].end_s,
         last_backward_s=max(computed - ways["backward"].end_s, 0.0),

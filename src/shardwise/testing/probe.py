@@ -366,15 +366,13 @@ class Probe:
         *,
         is_synchronising: bool = True,
         is_first_of_window: bool = True,
-        seconds: Callable[[Collective], float] = lambda _collective: 1.0,
         computation: Callable[[int], UnitSeconds] = lambda _unit: UnitSeconds(),
     ) -> Timeline:
-        """The same step as a timeline, from the moments at which the engine issues and waits.
+        """The same step as a timeline, from the moments at which the engine issues and waits; a collective takes 1 s.
 
         Args:
             is_synchronising: As of :meth:`predicted_collectives`.
             is_first_of_window: As of :meth:`predicted_collectives`.
-            seconds: How long a collective takes alone.
             computation: What a unit computes, and the collectives inside it, by the unit's number.
         """
         engine = self._engine
@@ -387,18 +385,16 @@ class Probe:
             num_gradient_buffers=engine.gradients.limit,
             is_synchronising=is_synchronising,
             is_first_of_window=is_first_of_window,
-            seconds=seconds,
             computation=computation,
         )
 
-    def predicted_bytes(self, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> dict[str, int]:
-        """The arithmetic's values for :meth:`held_bytes` after a backward.
+    def predicted_bytes(self, *, num_microbatches: int | None = None) -> dict[str, int]:
+        """The arithmetic's values for :meth:`held_bytes` after a backward, with two state tensors of each parameter.
 
         Args:
-            optimizer_tensors: State tensors of each parameter.
             num_microbatches: Of a step, all but the last without reduction; ``None``: as many as there have been.
         """
-        return predict(self._engine, optimizer_tensors=optimizer_tensors, num_microbatches=num_microbatches).as_dict()
+        return predict(self._engine, optimizer_tensors=2, num_microbatches=num_microbatches).as_dict()
 
     def free_gradients(self) -> None:
         """Free what ``.grad`` lived in, as the next forward would, once gradients are zeroed."""

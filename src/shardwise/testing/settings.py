@@ -19,14 +19,13 @@ def forget_declaration(optimizer_class: type[torch.optim.Optimizer]) -> None:
     del optimizer._NEEDS[optimizer_class]  # noqa: SLF001
 
 
-def report_stalls_after(seconds: float, *, interval_s: float = 0.1, idle_interval_s: float | None = None) -> None:
+def report_stalls_after(seconds: float, *, idle_interval_s: float | None = None) -> None:
     """Take a collective for stalled after ``seconds``; for the rest of this process, which is a rank of a test.
 
     Args:
         seconds: After which ranks look for what keeps each other; a busy machine must not take as long by itself.
-        interval_s: Between two looks.
         idle_interval_s: Between two looks while nothing is under way; ``None``: as it is.
     """
-    stall.STALL_S, stall.INTERVAL_S = seconds, interval_s
+    stall.STALL_S, stall.INTERVAL_S = seconds, 0.1
     if idle_interval_s is not None:
         stall.IDLE_INTERVAL_S = idle_interval_s

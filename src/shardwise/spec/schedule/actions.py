@@ -226,17 +226,4 @@ def folded_ranks(pp: int) -> tuple[int, ...]:
     return (*range(pp), *reversed(range(pp)))
 
 
-def check_positive(name: str, value: object, least: int = 1) -> int:
-    """``value``, if it is a whole number of at least ``least``.
-
-    Raises:
-        PlanError: It is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PlanError(
-            f"{name}={value!r}: expected a whole number of at least {least}.\n  Set {name}={least} or more."
-        )
-    return value
-
-
 Orders = Sequence[Sequence[Action]]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.policies import field_names, from_fields
-from shardwise.spec.schedule.actions import Action, Kind, Orders, Schedule, check_positive, folded_ranks, looped_ranks
+from shardwise.spec.policies import field_names, from_fields, is_positive
+from shardwise.spec.schedule.actions import Action, Kind, Orders, Schedule, folded_ranks, looped_ranks
 from shardwise.spec.schedule.simulate import Durations, simulate
 
 #: Names of schedules.
@@ -49,7 +49,7 @@ class PipelinePolicy:
             )
         for name in ("num_microbatches", "num_virtual_stages"):
             if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
+                _check_positive(name, getattr(self, name))
         _ = self.virtual_stages
         object.__setattr__(self, "first_of_stage", tuple(self.first_of_stage))
 
@@ -87,7 +87,7 @@ class PipelinePolicy:
         Raises:
             PlanError: The number does not fit.
         """
-        check_positive("pp", pp)
+        _check_positive("pp", pp)
         m = self.microbatches(pp)
         if self.schedule == "interleaved-1f1b" and m % pp:
             below = m // pp * pp
@@ -104,8 +104,13 @@ class PipelinePolicy:
         Raises:
             PlanError: The number of microbatches does not fit the schedule and ``pp``.
         """
-        check_positive("pp", pp)
+        _check_positive("pp", pp)
         return build(self.schedule, pp, self.microbatches(pp), self.virtual_stages)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not is_positive(value):
+        raise PlanError(f"{name}={value!r}: expected a whole number of at least 1.\n  Set {name}=1 or more.")
 
 
 def build(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int | None = None) -> Schedule:

@@ -131,33 +131,6 @@ def peak_held(schedule: str, pp: int, num_microbatches: int, num_virtual_stages:
     return Held(min(p - rank, m), min(p, m) if schedule == "zb-h1" else min(p - rank, m))
 
 
-def peak_bytes(
-    schedule: Schedule, rank: int, stage_bytes: Sequence[int], kept_bytes: Sequence[int] | None = None
-) -> int:
-    """The most bytes of activations that a rank holds between two of its actions.
-
-    Args:
-        schedule: Any schedule.
-        rank: The rank.
-        stage_bytes: For each stage (of all ranks), what a microbatch holds from its forward to its (input) gradient.
-        kept_bytes: What a microbatch holds from there to the weights' gradients, where backward has two parts; by
-            default as much.
-    """
-    kept_bytes = stage_bytes if kept_bytes is None else kept_bytes
-    now = most = 0
-    for action in schedule.actions[rank]:
-        whole, kept = stage_bytes[action.stage], kept_bytes[action.stage]
-        change = {
-            Kind.FORWARD: whole,
-            Kind.BACKWARD: -whole,
-            Kind.BACKWARD_INPUT: kept - whole,
-            Kind.BACKWARD_WEIGHT: -kept,
-        }
-        now += change.get(action.kind, 0)
-        most = max(most, now)
-    return most
-
-
 # -- as it ran: the computations of a step, and a row per rank with a column per unit of time
 
 #: The columns of a drawing.

@@ -169,7 +169,6 @@ def _llama_like(
     *,
     qkv_bias: bool | str = "attention_bias",
     out_bias: bool | str = "attention_bias",
-    mlp_bias: bool | str = "mlp_bias",
     qk_norm: str = "",
     num_norms: int = 2,
     tied: bool = False,
@@ -182,10 +181,9 @@ def _llama_like(
     """Families with RMS norms, rotary positions and gated feed-forwards.
 
     Args:
-        qkv_bias: Whether queries, keys and values have biases, or the field that says so; the next two likewise.
+        qkv_bias: Whether queries, keys and values have biases, or the field that says so; the next likewise.
             gpt_oss's attention has biases where the field is not there, every other family's has none.
         out_bias: Of the output projection.
-        mlp_bias: Of the feed-forward.
         qk_norm: ``"head"``: a norm over each head of queries and keys; ``"all"``: over all of them; ``""``: none.
         num_norms: Norms of a block.
         tied: Whether the head is the embedding where the file does not say.
@@ -224,7 +222,7 @@ def _llama_like(
                     plain=plain,
                 ),
                 feed_forward=_feed_forward(
-                    config, layer, has_bias=says(config, mlp_bias), is_fused=bool(fused), gated=gated
+                    config, layer, has_bias=says(config, "mlp_bias"), is_fused=bool(fused), gated=gated
                 ),
                 num_norms=num_norms,
                 num_last_norms=num_norms // 2 if num_norms == 4 else 0,
