@@ -70,6 +70,9 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 #: Inside it subclasses of Tensor with ``__torch_function__`` are taken for plain tensors; torch has no public name.
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
+#: Inside it function modes see nothing either.
+without_function_modes: Any = torch._C.DisableTorchFunction
+
 
 def on_plain_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a function inside :data:`without_torch_function`."""

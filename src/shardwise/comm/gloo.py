@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from shardwise import torch_private
 from shardwise.comm import stall
 from shardwise.comm.base import Chain, Comm, Cuts, Handle
 from shardwise.comm.stall import Issued, StallWatch
@@ -176,25 +177,27 @@ class _Exchange(Handle):
         self.on_received: Callable[[], None] | None = None
 
     def receive(self, tensor: Tensor, peer: int) -> None:
-        self._begin("receive", self._comm.group.recv, tensor, peer, self._receives)
+        self._begin("receive", self._comm.group.recv, tensor.data, peer, self._receives)
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        self._begin("send", self._comm.group.send, tensor, peer, self._sends)
+        with torch_private.without_function_modes():  # selective recomputation may keep it: nobody writes to it
+            alias = tensor.data
+        self._begin("send", self._comm.group.send, alias, peer, self._sends)
 
     def _begin(
         self,
         kind: str,
         begin: Callable[..., dist.Work],
-        tensor: Tensor,
+        alias: Tensor,
         peer: int,
         under_way: list[tuple[dist.Work, Tensor]],
     ) -> None:
-        if not tensor.numel():
+        """``alias`` has a count of writes of its own (``.data``): it is written to after the wait."""
+        if not alias.numel():
             return  # both sides know
         place = self._comm.ranks[peer]
-        self.messages.append((kind, place, self._tag, tensor.nbytes))
+        self.messages.append((kind, place, self._tag, alias.nbytes))
         try:
-            alias = tensor.data  # with a count of writes of its own: it is written to after the wait
             if profiler._is_profiler_enabled:
                 begin = _unrecorded(begin)
             under_way.append((begin([alias], place, self._tag), alias))

@@ -15,22 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.engine.extensions import selective
 from shardwise.spec.errors import StateError
 from shardwise.torch_private import TorchDispatchMode
+from tests.common.products import FAMILIES, Products
 
-FAMILIES = ("matmul", "attention")
 WIDTH = 8
-
-
-class Products(TorchDispatchMode):
-    """Counts the operators of the families."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen = {operator for name in FAMILIES for operator in selective.operators(name)}
-        self.count = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += operator in self.chosen
-        return operator(*args, **(kwargs or {}))
 
 
 class Weights(nn.Module):

@@ -11,6 +11,7 @@ import torch
 import shardwise as sw
 from shardwise.parallel.pipeline.runner import ScheduleRunner
 from shardwise.testing import probe, run_on_ranks
+from tests.common.products import Products
 from tests.common.ranks import on_ranks
 
 pytest.importorskip("transformers")
@@ -92,6 +93,20 @@ def _computing(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def train_all() -> dict[str, tuple[Any, Any, Any]]:
     return {name: (train(name, "1f1b")[0], *train(name, "zb-h1"), train(name, "zb-v")[1]) for name in CASES}
+
+
+@on_ranks(4, timeout_s=100)
+def test_selective_recomputation_computes_no_product_again_under_tp_and_zero_bubble_schedules():
+    for name, schedule, by_positions in (("gpt", "1f1b", True), ("gpt2", "1f1b", False), ("llama", "zb-h1", False)):
+        counts = []
+        for recompute in ("none", "selective"):
+            options = {"sequence_parallel": by_positions, "activation_checkpointing": recompute}
+            model = sw.parallelize(build(name), sw.ParallelPlan(pp=2, tp=2, pipeline=schedule, **options))
+            sw.train_step(model, batch(name), num_microbatches=NUM_MICROBATCHES)  # the first one traces the model
+            with Products() as products:
+                sw.train_step(model, batch(name), num_microbatches=NUM_MICROBATCHES)
+            counts.append(products.count)
+        assert counts[0] == counts[1], name
 
 
 def test_w_computes_every_linear_layer_that_tp_has_cut():

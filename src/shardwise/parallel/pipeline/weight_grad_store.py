@@ -139,7 +139,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(given, weight)
         ctx.weight, ctx.bias, ctx.store, ctx.is_transposed = weight, bias, store, is_transposed
-        return _linear(given, weight, bias, is_transposed).data  # no view: a model may write to it in place
+        return _linear(given, weight, bias, is_transposed).detach()  # no view: a model may write to it in place
 
     @staticmethod
     @once_differentiable

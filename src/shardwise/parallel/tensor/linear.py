@@ -106,7 +106,7 @@ class _ColumnLinear(torch.autograd.Function):
         x = gathered_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x
         ctx.save_for_backward(x, weight)
         ctx.plan = plan
-        return plan.forward(x, weight, bias).data  # no view of what addmm made: a model may write to it in place
+        return plan.forward(x, weight, bias).detach()  # no view of what addmm made: a model may write to it in place
 
     @staticmethod
     @once_differentiable
