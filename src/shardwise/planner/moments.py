@@ -1,7 +1,7 @@
 """The memory of a rank at those moments of a step among which its peak is.
 
 Between these moments the bytes held change in equal parts, one for each of several equal units. So the most is held at
-one of the first two or last two units of a run.
+one of the first two or last two units of a run, or where reductions of most units behind are under way.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rank:
                 second = self.backward(held=self.stage.held - 1, has_sums=True, is_middle=True)
                 yield from ((f"second microbatch, {name}", held) for name, held in second)
             yield from ((f"last microbatch, {name}", held) for name, held in self.backward(held=1, has_sums=True))
-        sums = self._over_units("sums") + self._over_units("shard")
+        sums = self._over_units("sums") + self._over_units("shard") + self._over_units("waits")
         update = self._moment(0.0, sums, 0.0, 0.0)
         update["optimizer"] += self.update_bytes
         yield "optimizer", update
@@ -154,7 +154,8 @@ class Rank:
         # Sums of earlier microbatches: in buffers of their own, in pooled ones, or in .grad.
         done, pooled = self._over_units("stays"), 0.0
         if has_sums:
-            done = self._over_units("sums") + (self._over_units("shard") if way == "sharded" else 0.0)
+            done = self._over_units("sums") + self._over_units("waits")
+            done += self._over_units("shard") if way == "sharded" else 0.0
             pooled = self._over_units("buffer") if way == "unsharded" else 0.0
 
         def kept(unit: Unit, count: int) -> tuple[float, float]:
@@ -164,7 +165,7 @@ class Rank:
                 return count * shard, 0.0
             if way == "unsharded":
                 return count * (unit.sums - unit.stays), count * unit.buffer
-            return count * (unit.sums - unit.stays + unit.shard), 0.0
+            return count * (unit.sums - unit.stays + unit.shard + unit.waits), 0.0
 
         last = parts[-1] if parts else None
         live = root.gathered + (last.unit.gathered if shards and last else every) + inner
@@ -179,13 +180,14 @@ class Rank:
             waiting = root.gradients / (2 if self.stage.has_embedding else 1)  # the head's; the embedding's come last
         below = saved - (self.head.kept if self.head else 0.0) + others
         num_behind = 0
-        travels = 0 if way == "unsharded" else 1  # whether reductions are under way
+        before, after = self._under_way(is_added=has_sums and way == "sharded")
         for number, part in enumerate(reversed(parts)):
             unit = part.unit
             following = parts[len(parts) - number - 2].unit if number + 1 < len(parts) else None
             place -= part.count
             for index in sorted(
-                {i for i in (part.count - 1, part.count - 2, 1, 0) if 0 <= i < part.count}, reverse=True
+                {i for i in (part.count - 1, part.count - 2, part.count - 1 - before, 1, 0) if 0 <= i < part.count},
+                reverse=True,
             ):
                 behind = part.count - 1 - index  # units of this part whose backward is over
                 ahead = unit if index else following
@@ -200,7 +202,7 @@ class Rank:
                 name = f"backward of block {place + index}"
                 still = every if is_pipeline else every - behind * unit.gathered
                 gathered = root.gathered + (unit.gathered + prefetched if shards else still) + inner
-                under_way = travels * min(max(rules.num_gradient_buffers - 1, 1), num_behind + behind) * unit.buffer
+                under_way = min(before, num_behind + behind) * unit.buffer
                 end = left + part.saved.terms
                 working = left + part.saved.whole + part.saved.passing
                 yield name, self._moment(gathered, gradients, buffers + under_way, working)
@@ -211,7 +213,7 @@ class Rank:
                 # The earlier reductions are over, or but for some, before this unit takes its buffer.
                 still -= 0.0 if is_pipeline else unit.gathered
                 gathered = root.gathered + (prefetched if shards else still) + inner
-                under_way = travels * min(max(rules.num_gradient_buffers - 2, 0), num_behind + behind) * unit.buffer
+                under_way = min(after, num_behind + behind) * unit.buffer
                 buffers += under_way + (0.0 if has_sums and way == "unsharded" else unit.buffer)
                 yield (
                     f"{name}, gradients collected",
@@ -235,6 +237,20 @@ class Rank:
         others += min(terms, most_terms)
         yield from self._before_units(done, pooled, others)
         yield "backward of the root", self._moment(gathered, gradients, pooled + buffer, others)
+
+    def _under_way(self, *, is_added: bool) -> tuple[int, int]:
+        """Buffers of units behind, before a unit takes one of its own, and after that (``spec.memory.footprint``).
+
+        Args:
+            is_added: ``.grad`` holds the sum of earlier microbatches.
+        """
+        rules = self.rules
+        if rules.accumulation == "unsharded":
+            return 0, 0
+        if not rules.is_replicated:
+            return max(rules.num_gradient_buffers - 1, 1), max(rules.num_gradient_buffers - 2, 0)
+        stays = rules.accumulation != "defer_replicate" and (is_added or rules.reduces_apart)
+        return (2, 1) if stays else (1, 0)  # the sum over dp_replicate is made in the buffer, or in memory of its own
 
     def _before_units(self, gradients: float, pooled: float, others: float) -> Iterator[tuple[str, Bytes]]:
         """The beginning of the backward of what runs before the first unit, where that leaves something."""

@@ -107,6 +107,11 @@ class Rules:
     device_type: str = "cuda"
 
     @property
+    def reduces_apart(self) -> bool:
+        """Whether ``.grad`` is never in the buffer that is reduced."""
+        return self.reduce_dtype != "fp32" or self.offload is not None
+
+    @property
     def receives(self) -> bool:
         """The library adds up sums itself, and so receives the peers' slices first: Gloo on CPUs."""
         return self.device_type == "cpu"
@@ -128,10 +133,11 @@ class Unit:
         blocks: Blocks of the model in each.
         gathered: Bytes of its gathered parameters; 0 where they are never released.
         gradients: Bytes of gradients as autograd makes them, in the compute dtype.
-        shard: Bytes of the memory of ``.grad`` where that is apart from the buffer that is reduced.
+        shard: Bytes of the memory of ``.grad`` where that is apart from the buffer that is reduced, and from ``waits``.
         sums: Bytes of a full-size gradient buffer of its own.
         inner: Bytes that it keeps gathered over an inner group of ranks from forward to backward.
         buffer: Bytes of the pooled full-size buffer that its gradients are reduced in; 0: none.
+        waits: Bytes of sums that wait for ``dp_replicate`` until the last microbatch.
         stays: Bytes of ``sums`` that stay from step to step, as ``.grad`` is elsewhere.
     """
 
@@ -143,6 +149,7 @@ class Unit:
     sums: int
     inner: int
     buffer: int
+    waits: int = 0
     stays: int = 0
 
 
@@ -373,7 +380,7 @@ def _plus(held: Footprint, more: Footprint, fewer: Footprint, count: int) -> Foo
 
 
 def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, depth: int) -> Unit:
-    gathered = gradients = shard = sums = inner = buffer = stays = 0
+    gathered = gradients = shard = sums = inner = buffer = waits = stays = 0
     for group in _groups(parameters, rules, unit=depth):
         if not (group.is_resident or group.is_alone):
             gathered += group.gather_item_bytes * group.layout.numel
@@ -381,9 +388,13 @@ def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, dept
         if not group.is_trainable:
             continue
         gradients += group.gather_item_bytes * group.layout.logical_numel
-        shard += 0 if group.is_offloaded else group.grad_bytes(0)
+        if rules.accumulation == "defer_replicate":
+            waits += group.reduce_item_bytes * group.reduce_layout.slice_numel(0)
+        if rules.accumulation != "defer_replicate" or group.is_reduced_apart:
+            shard += 0 if group.is_offloaded else group.grad_bytes(0)
         full = group.reduce_item_bytes * group.reduce_layout.numel
-        buffer += full if group.pools_gradients else 0
+        is_occupied = rules.accumulation == "sharded" and not group.is_reduced_apart  # by the sum so far
+        buffer += full if group.pools_gradients or is_occupied else 0
         sums += 0 if group.pools_gradients else full
         stays += full if group.is_reduced_apart and not group.pools_gradients else 0
-    return Unit(count, blocks, gathered, gradients, shard, sums, inner, buffer, stays)
+    return Unit(count, blocks, gathered, gradients, shard, sums, inner, buffer, waits, stays)
