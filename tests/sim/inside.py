@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardwise.sim.facts import UnitSeconds
-from shardwise.sim.step import Transfer
+from shardwise.sim.step import Transfer, UnitSeconds
 from shardwise.spec.facts import UnitFacts
 from shardwise.spec.traffic.data import Collective
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.sim.facts import UnitSeconds, simulate_facts
-from shardwise.sim.step import StepUnit, Transfer, simulate_step
+from shardwise.sim.step import StepUnit, Transfer, UnitSeconds, simulate_facts, simulate_step
 from shardwise.sim.streams import Slowdown
 from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec

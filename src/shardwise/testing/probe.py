@@ -37,7 +37,7 @@ from shardwise.engine.unit import State, Unit
 from shardwise.measure.storage import held_bytes
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.parallel.tensor.apply import take
-from shardwise.sim.facts import UnitSeconds, simulate_facts
+from shardwise.sim.step import UnitSeconds, simulate_facts
 from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import UnitFacts
