@@ -178,6 +178,7 @@ def test_a_spec_s_own_optimizer_is_judged_by_the_state_that_it_keeps(given: Any,
     base = {"model": {"preset": "gpt2-xl"}, "data": {"source": "random", "seq_len": 64}}
     resolved = resolve(read_config(None, ["train.micro_batch_size=1"], base=base, title="test"), 1, spec=spec)
     assert optimizer_of(resolved.config.optimizer, given) == counts_as
+    assert workload_of(resolved, shape_of(resolved)).optimizer == counts_as
 
 
 def test_a_run_that_fits_with_its_own_optimizer_is_not_refused() -> None:

@@ -382,7 +382,8 @@ def _named_errors(model: nn.Module) -> Iterator[None]:
         if isinstance(error, StateError):
             raise
         advice = (
-            "  sw.dry_run needs a forward that reads no tensor's values (.item(), boolean masks, `if` on a tensor)."
+            "  sw.dry_run needs a forward and a loss that read no tensor's values (.item(), boolean masks, `if` on a"
+            " tensor) and make tensors on their inputs' device."
         )
         if "BF16" in str(error):  # torch's grouped products of experts (torch 2.13)
             advice = "  Its experts run without values in bf16 alone: set mp_policy='bf16' (parallel.mp_policy=bf16)."

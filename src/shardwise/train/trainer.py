@@ -95,7 +95,7 @@ class Trainer:
             saves_frozen=self._base is None,
         )
         if config.checkpoint.final or config.checkpoint.every is not None:
-            num_bytes = least_checkpoint_bytes(config.optimizer, self.model, self.optimizer)
+            num_bytes = least_checkpoint_bytes(resolved, self.model, self.optimizer)
             control.on_first(lambda: folder.check_room(directory, num_bytes))
         self.loop = Loop(
             self,

@@ -22,7 +22,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import size
 from shardwise.train.config.resolve import RunConfig
-from shardwise.train.predicted.workload import optimizer_of, resolved_plan, shape_of, workload_of
+from shardwise.train.predicted.workload import resolved_plan, shape_of, workload_of
 
 #: Bytes of a process on a CPU besides tensors: 240 MiB are resident once torch (2.13) and the trainer are loaded.
 PROCESS_BYTES = 240 << 20
@@ -42,8 +42,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
         return
     try:
         shape = shape_of(resolved)
-        name = optimizer_of(resolved.config.optimizer, resolved.spec.optimizer)
-        workload = replace(workload_of(resolved, shape), optimizer=name)
+        workload = workload_of(resolved, shape)
         found = memory_on(device.device_type, shape, resolved_plan(resolved), workload)
     except (ShardwiseError, ArithmeticError, LookupError):
         return  # a model that no arithmetic knows

@@ -28,9 +28,9 @@ from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.eight_bit import eight_bit_bytes
 from shardwise.spec.memory.footprint import StateBytes
 from shardwise.train.config.resolve import RunConfig
-from shardwise.train.config.sections import OptimizerSection
 from shardwise.train.control import Control
 from shardwise.train.model.build import blank_batch, build_model, objective_of
+from shardwise.train.predicted.workload import optimizer_of
 from shardwise.weights.state.average import ExponentialMovingAverage
 
 
@@ -121,7 +121,7 @@ def predict(
     """
     engine = engine_of(model, "predict")
     accumulation = resolved.batch.accumulation
-    num_states = _state_bytes(resolved.config.optimizer, engine, optimizer)
+    num_states = _state_bytes(resolved, engine, optimizer)
     held = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if device.type == "cuda":
         held["workspaces"] = 2 * _workspace_bytes(device)  # forward and backward run in threads of their own
@@ -147,10 +147,10 @@ def _workspace_bytes(device: torch.device) -> int:
     return (32 << 20) if torch.cuda.get_device_capability(device) >= (9, 0) else (8 << 20) + (128 << 10)
 
 
-def least_checkpoint_bytes(section: OptimizerSection, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def least_checkpoint_bytes(resolved: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes that a checkpoint has at the least: parameters and optimizer state of what this rank's stage trains."""
     engine, total = engine_of(model, "least_checkpoint_bytes"), 0
-    states = _state_bytes(section, engine, optimizer)
+    states = _state_bytes(resolved, engine, optimizer)
     for group in engine.groups:
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             if shard.requires_grad:
@@ -160,12 +160,13 @@ def least_checkpoint_bytes(section: OptimizerSection, model: nn.Module, optimize
     return total
 
 
-def _state_bytes(section: OptimizerSection, engine: Engine, optimizer: torch.optim.Optimizer) -> int | StateBytes:
+def _state_bytes(resolved: RunConfig, engine: Engine, optimizer: torch.optim.Optimizer) -> int | StateBytes:
     """State tensors that the optimizer keeps for each parameter; of Muon and of 8-bit states their bytes."""
-    if section.name == "adamw8bit":
+    name = optimizer_of(resolved.config.optimizer, resolved.spec.optimizer)
+    if name == "adamw8bit":
         return eight_bit_bytes
-    if section.name != "muon":
-        return int(bool(section.momentum)) if section.name == "sgd" else 2
+    if name != "muon":
+        return {"sgd": 0, "sgd-momentum": 1}.get(name, 2)
     matrices = {id(p) for group in optimizer.param_groups if group["kind"] == "muon" for p in group["params"]}
     names = {name for name, p in ignored_of(engine).parameters.items() if id(p) in matrices}
     for group in engine.groups:

@@ -68,7 +68,7 @@ def workload_of(resolved: RunConfig, shape: ModelShape) -> Workload:
         global_batch=resolved.batch.total,
         micro_batch=resolved.batch.micro,
         precision={"auto": "bf16", "fp64": "fp32", None: "fp32"}.get(dtype, dtype or "fp32"),
-        optimizer=optimizer_of(section),
+        optimizer=optimizer_of(section, resolved.spec.optimizer),
         recompute=_recompute(plan.recompute, resolved),
         compile=plan.compile,
         in_backward=section.in_backward,
