@@ -21,7 +21,7 @@ from shardwise.spec.errors import CommError
 from shardwise.testing import optimizer_state, probe, run_on_ranks, same_bits
 from tests.comm import test_gloo
 from tests.common import models
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 from tests.common.training import make_optimizer
 from tests.gpu import test_staged as on_a_gpu
 
@@ -174,13 +174,8 @@ def test_a_group_without_nccl_stages_what_is_on_a_gpu_and_is_watched_as_any_gloo
 
 def refused() -> list[str]:
     """A group whose backend moves neither; only its name is asked for."""
-    messages = []
     with mock.patch.object(dist, "get_backend_config", return_value="cpu:mpi,cuda:mpi"):
-        for device in (CPU, torch.device("cuda", 0)):
-            with pytest.raises(CommError) as caught:
-                open_comms(device)
-            messages.append(str(caught.value))
-    return messages
+        return [refusal(CommError, open_comms, device) for device in (CPU, torch.device("cuda", 0))]
 
 
 def test_a_group_with_neither_is_refused_by_the_device_that_it_does_not_serve():

@@ -16,7 +16,7 @@ from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.order import AgreedOrder
 from shardwise.testing import probe, report_stalls_after, run_on_ranks
 from tests.common.oracle import Block, Chain, Wanders, compare, compare_each, plain_loss, sample, seeded
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 
 class Skips(Chain):
@@ -257,12 +257,7 @@ def test_ranks_that_wait_for_each_other_are_told_so_at_this_and_every_further_co
     report_stalls_after(0.6)
     rank = dist.get_rank()
     models = [sw.parallelize(Chain()), sw.parallelize(Chain())]
-    texts = []
-    for model in models if rank == 0 else reversed(models):
-        with pytest.raises(RankDisagreement) as caught:
-            model(sample(rank, 0))
-        texts.append(str(caught.value))
-    for text in texts:
+    for text in [refusal(RankDisagreement, model, sample(rank, 0)) for model in models[:: -1 if rank else 1]]:
         assert text.startswith("ranks wait for each other in different collectives:\n  rank 0: all_gather of unit")
 
 

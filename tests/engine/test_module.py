@@ -6,7 +6,6 @@ import copy
 import pickle
 import re
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -143,9 +142,7 @@ def test_state_dict_copies_pickles_and_conversions_are_refused_with_what_to_use(
             "unit double": lambda model=model: model.blocks[1].double(),
             "submodule half": lambda model=model: model.blocks[1].up.half(),
         }.items():
-            with pytest.raises(StateError) as caught:
-                attempt()
-            texts.setdefault(name, str(caught.value))
+            texts.setdefault(name, refusal(StateError, attempt))
         for nothing in (model.float, model.cpu, lambda model=model: model.to("cpu", torch.float32)):
             assert nothing() is model
         model.to(torch.float32).train()
@@ -427,9 +424,7 @@ def test_summary_record_and_calls_on_a_plain_module():
         "load": lambda: sw.load("nowhere", plain),
         "load_full_state_dict": lambda: sw.load_full_state_dict(plain, {}),
     }.items():
-        with pytest.raises(StateError) as caught:
-            call()
-        found[name] = str(caught.value)
+        found[name] = refusal(StateError, call)
     if torch.distributed.get_rank():
         return
     text = found["after"]
@@ -485,9 +480,9 @@ def sync_modes():
             same(state, Stateful().state_dict(), strategy)
         assert torch.equal(model.blocks[3].norm.running_mean, torch.zeros(8))
         assert model.mask.tolist() == [True, False]
-        with pytest.raises(StateError) as error:
-            sw.parallelize(seeded_by_rank(), sw.ParallelPlan(strategy=strategy, sync="error"))
-        found["error"] = str(error.value)
+        found["error"] = refusal(
+            StateError, sw.parallelize, seeded_by_rank(), sw.ParallelPlan(strategy=strategy, sync="error")
+        )
         sw.parallelize(Stateful(), sw.ParallelPlan(strategy=strategy, sync="error"))
         with torch.device("meta" if rank else "cpu"):
             model = Stateful()

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import PRESETS, Chain, compare_each, plain_loss, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 
 class Odd(nn.Module):
@@ -143,9 +143,7 @@ def refusals():
     def attempt(name, change, kind=StateError, **options):
         model = Chain()
         change(model)
-        with pytest.raises(kind) as caught:
-            sw.parallelize(model, sw.ParallelPlan(**options))
-        texts[name] = str(caught.value)
+        texts[name] = refusal(kind, sw.parallelize, model, sw.ParallelPlan(**options))
 
     def give_gradient(model):
         plain_loss(model, 0, 0).backward()
@@ -170,9 +168,7 @@ def refusals():
     attempt("twice", sw.parallelize)
     model = Chain()
     sw.parallelize(model.blocks[0])
-    with pytest.raises(StateError) as caught:
-        sw.parallelize(model)
-    texts["inner"] = str(caught.value)
+    texts["inner"] = refusal(StateError, sw.parallelize, model)
     attempt("meta", give_meta)
     return texts
 
@@ -214,14 +210,10 @@ def test_sparse_gradients_are_refused_by_name():
 @on_ranks(2)
 def test_ranks_with_different_models_are_told_so_all_of_them():
     rank = torch.distributed.get_rank()
-    with pytest.raises(RankDisagreement) as caught:
-        sw.parallelize(Chain(num_blocks=4 + rank))
-    first = str(caught.value)
+    first = refusal(RankDisagreement, sw.parallelize, Chain(num_blocks=4 + rank))
     model = Chain()
     if rank == 1:
         model.blocks[0].up.double()
-    with pytest.raises(RankDisagreement) as caught:
-        sw.parallelize(model)
-    second = str(caught.value)
+    second = refusal(RankDisagreement, sw.parallelize, model)
     assert "rank 1 has blocks.4.up.weight [13, 8]" in first
     assert "rank 0 has blocks.0.up.weight [13, 8] torch.float32" in second

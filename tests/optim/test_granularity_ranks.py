@@ -16,7 +16,7 @@ from shardwise.testing import forget_declaration, run_on_ranks
 from tests.common import models
 from tests.common.blockwise import RowAdagrad
 from tests.common.oracle import Chain, compare, compare_each, plain_loss, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 SHARDING = ("zero1", "zero2", "shard_grad_op", "zero3")
 EVERY = ("element", sw.block(100), "row", "tensor")
@@ -192,9 +192,9 @@ def rows():
             compare_model("gpt", strategy, granularity=granularity, optimizer=RowAdagrad)
     messages = {}
     for granularity in ("element", sw.block(64)):
-        with pytest.raises(StateError) as caught:
-            compare_model("gpt", "zero3", granularity=granularity, optimizer=RowAdagrad)
-        messages[str(granularity)] = str(caught.value)
+        messages[str(granularity)] = refusal(
+            StateError, compare_model, "gpt", "zero3", granularity=granularity, optimizer=RowAdagrad
+        )
     forget_declaration(RowAdagrad)
     return messages
 

@@ -22,7 +22,7 @@ from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.spec.exact import Tolerance
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common.own import own
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 from tests.common.split import batch, compare, optimizer_of
 from tests.parallel.experts.test_experts_parity import Mixture
 
@@ -316,9 +316,7 @@ def refusals() -> list[str]:
         (CASE.build, {"ignored": ["blocks.*.mlp.experts"]}, PlanError),
         (CASE.build, {"ep": 4}, MeshError),
     ):
-        with pytest.raises(error) as caught:
-            sw.parallelize(build(), sw.ParallelPlan(**{"ep": 2, **options}))
-        found.append(str(caught.value))
+        found.append(refusal(error, sw.parallelize, build(), sw.ParallelPlan(**{"ep": 2, **options})))
     ids, _ = batch(0, 0, 0)
     stages = sw.parallelize(dataclasses.replace(CASE, family="mixtral").build(), sw.ParallelPlan(pp=2))
     with pytest.raises(PlanError) as caught:  # a loss of routers, which other stages have

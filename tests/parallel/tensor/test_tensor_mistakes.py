@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from shardwise.comm.axes import open_comms
 from shardwise.parallel.tensor.loss import Vocabulary
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 SIZES = {"num_layers": 1, "hidden": 16, "num_heads": 2, "vocab_size": 9, "seq_len": 4}
 
@@ -30,31 +29,25 @@ def ids(*values: int) -> torch.Tensor:
     return torch.tensor([values or (1, 2, 3, 8)])
 
 
-def message(kind: type[Exception], call: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
-
-
 def ask() -> dict[str, str]:
     rank, found = distributed.get_rank(), {}
     other = cut()
-    found["batch"] = message(RankDisagreement, lambda: other(ids(1, 2, 3, rank)))
+    found["batch"] = refusal(RankDisagreement, lambda: other(ids(1, 2, 3, rank)))
     dropping = cut(dropout=0.1)
     torch.manual_seed(rank)
     dropping.eval()(ids())  # drops nothing yet
-    found["random state"] = message(RankDisagreement, lambda: dropping.train()(ids()))
+    found["random state"] = refusal(RankDisagreement, lambda: dropping.train()(ids()))
     torch.manual_seed(0)
     model = cut()
-    found["id"] = message(IndexError, lambda: model(ids(1, 2, 3, 9)))
-    found["target"] = message(IndexError, lambda: model(ids(), ids(1, 2, 3, -1)))
+    found["id"] = refusal(IndexError, lambda: model(ids(1, 2, 3, 9)))
+    found["target"] = refusal(IndexError, lambda: model(ids(), ids(1, 2, 3, -1)))
     model(ids(), ids(1, 2, 3, -100)).backward()
-    found["whole"] = message(StateError, lambda: sw.full_parameters(model).__enter__())
+    found["whole"] = refusal(StateError, lambda: sw.full_parameters(model).__enter__())
     for name, plan in (("ddp", {"strategy": "ddp"}), ("tensor", {"granularity": "tensor"})):
         matrices = cut(**plan)
         matrices(ids(), ids()).backward()
         muon = torch.optim.Muon([p for n, p in matrices.named_parameters() if n.endswith("up.weight")])
-        found[f"Muon, {name}"] = message(StateError, muon.step)
+        found[f"Muon, {name}"] = refusal(StateError, muon.step)
     return found
 
 
@@ -82,7 +75,7 @@ def test_what_is_unusual_is_right():
     found: dict[str, Any] = {}
     model = nn.Sequential(Scaled(4, 4), nn.Linear(4, 4))
     plan = sw.ParallelPlan(tp=2, tp_plan={"0": "colwise", "1": "rowwise"})
-    found["subclass"] = message(sw.PlanError, lambda: sw.parallelize(model, plan))
+    found["subclass"] = refusal(sw.PlanError, lambda: sw.parallelize(model, plan))
 
     comm, _ = open_comms(torch.device("cpu"))
     whole = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -158,10 +151,10 @@ def use_own_features() -> dict[str, Any]:
     }
     for name, plan in plans.items():
         model = sw.parallelize(learned().float(), sw.ParallelPlan(tp=2, tp_plan=LAYERS, **plan))
-        found[name] = message(RankDisagreement, lambda model=model: model(torch.ones(3, 4)).sum().backward())
+        found[name] = refusal(RankDisagreement, lambda model=model: model(torch.ones(3, 4)).sum().backward())
     table = {"0.up": "colwise", "0.down": "rowwise", "*.act": "replicated_with_grad_allreduce"}
     counted = sw.parallelize(learned(), sw.ParallelPlan(tp=2, tp_plan=table))
-    found["counted"] = message(RankDisagreement, lambda: counted(torch.ones(3, 4).double()).sum().backward())
+    found["counted"] = refusal(RankDisagreement, lambda: counted(torch.ones(3, 4).double()).sum().backward())
     for name, slopes, table in (("one", 1, SHARED), ("each", 8, DIVIDED)):
         model = trained(sw.parallelize(learned(slopes), sw.ParallelPlan(tp=2, tp_plan=table)))
         state, plain = sw.full_state_dict(model), trained(learned(slopes)).state_dict()

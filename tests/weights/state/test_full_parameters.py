@@ -14,7 +14,7 @@ from shardwise.spec.errors import StateError
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS, Chain, compare_each, plain_loss, presets, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -257,9 +257,7 @@ def refusals():
     texts = {}
 
     def note(name, attempt):
-        with pytest.raises(StateError) as caught:
-            attempt()
-        texts[name] = str(caught.value)
+        texts[name] = refusal(StateError, attempt)
 
     rank = dist.get_rank()
     model = sw.parallelize(Chain())
