@@ -108,20 +108,27 @@ class Program:
         """Gradients are added in one order only.
 
         A reentrant recomputation adds a part of a gradient at a time, as does a unit that is reduced twice in one
-        backward, because a part of the graph had been run backward before.
+        backward, because a part of the graph had been run backward before. A parameter that a block returns has one sum
+        for each call of the block that a backward reaches.
         """
         ops = [op for step in self.steps for op in step]
-        is_joint = any(op.other is not None for op in ops) and any(op.retains for op in ops)
-        return not (is_joint or "reentrant" in self.recomputations)
+        is_over_two = any(op.other is not None for op in ops)
+        is_joint = is_over_two and any(op.retains for op in ops)
+        returns = any(node.gives in ("weight", "view") for node in self._every_node())
+        is_summed_by_call = returns and (is_over_two or any(node.again for node in self.nodes))
+        return not (is_joint or is_summed_by_call or "reentrant" in self.recomputations)
 
     @property
     def recomputations(self) -> set[str]:
         """How anything is recomputed."""
+        own = {self.segment[2]} if self.segment is not None else set()
+        return own.union(*({node.recompute, node.inside} for node in self._every_node()))
+
+    def _every_node(self) -> list[Node]:
         held = list(self.nodes)
         for node in held:
             held += node.inner
-        own = {self.segment[2]} if self.segment is not None else set()
-        return own.union(*({node.recompute, node.inside} for node in held))
+        return held
 
 
 def _text(value: Any) -> str:

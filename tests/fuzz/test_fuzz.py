@@ -54,6 +54,15 @@ FOUND = {
         Program(strategy="ddp", nodes=(Node(gives="weight"),), steps=((Op(), Op("backward", loss="first")),)),
         Program(nodes=(Node(gives="view"), *(Node(),) * 4), steps=((Op(), Op("backward", loss="side")),)),
     ),
+    # Right up to rounding: one sum for each call.
+    "a unit returns its parameter twice": (
+        Program(nodes=(Node(gives="weight", again=True),), steps=((Op(), Op("backward", loss="both")),)),
+        Program(
+            strategy="ddp",
+            nodes=(Node(gives="weight"), Node(gives="side")),
+            steps=((Op(graph=1), Op(graph=2), Op("backward", 1, other=2, loss="side")),),
+        ),
+    ),
 }
 
 
