@@ -147,7 +147,9 @@ def test_data_sets_that_cannot_be_used_are_refused(
     assert message in str(caught.value)
 
 
-def test_rows_that_cannot_be_used_are_named_by_number(folder: Path, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_used_are_named_by_number(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save_rows(tmp_path / "rows.jsonl", [{"messages": TURNS}, {"messages": [{"content": "x"}]}])
     with pytest.raises(DataError, match=r"rows.jsonl:2 cannot be used: expected that every message has a role"):
         resolved(source, folder)
@@ -155,6 +157,11 @@ def test_rows_that_cannot_be_used_are_named_by_number(folder: Path, tmp_path: Pa
         source = save_rows(tmp_path / "null.jsonl", [{"messages": TURNS}, {"messages": [TURNS[0], answer]}])
         with pytest.raises(DataError, match=r"null.jsonl:2 cannot be used: expected that every message has a role"):
             resolved(source, folder)
+    (tmp_path / "rows.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    with monkeypatch.context() as patched:
+        patched.setattr("fsspec.utils.infer_compression", lambda _name: None)  # without zstandard
+        with pytest.raises(DataError, match=r"rows.jsonl.zst is compressed by zstd[\s\S]*pip install zstandard"):
+            resolved(tmp_path / "rows.jsonl.zst", folder)
     (tmp_path / "broken.jsonl").write_text('{"messages": [\n')
     with pytest.raises(DataError, match=r"broken.jsonl:1 cannot be read: it is not JSON"):
         resolved(tmp_path / "broken.jsonl", folder)

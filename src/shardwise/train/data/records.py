@@ -92,6 +92,11 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
     import fsspec  # pyrefly: ignore[missing-import]
 
     place = str(file)
+    if place.endswith(".zst") and fsspec.utils.infer_compression(place) is None:
+        raise DataError(
+            f"{printable(place)} is compressed by zstd, which is read by the package zstandard.\n"
+            "  Install it: pip install zstandard"
+        )
     with _reading(lambda: place):
         held: Any = fsspec.open(place, "rb", compression="infer")
         with held as raw:  # fsspec's own files have a readline without a bound
