@@ -56,6 +56,11 @@ CASES = [
         {"strategy": "zero1", "pp": 2, "pipeline": "gpipe", "activation_checkpointing": "full"},
         *(1, 4, "bf16"),
     ),
+    (
+        {**FEW_WORDS, "num_layers": 8},
+        {"strategy": "zero1", "pp": 2, "pipeline": "gpipe", "offload_activations": True},
+        *(4, 4, "bf16"),
+    ),
     ({**FEW_WORDS, "num_layers": 8}, {"strategy": "zero3", "pp": 2, "pipeline": "interleaved-1f1b"}, 4, 4, "bf16"),
     ({**FEW_WORDS, "num_layers": 4}, {"strategy": "zero1", "pp": 2, "pipeline": "zb-h1"}, 4, 2, "bf16"),
     ({**FEW_WORDS, "num_layers": 8}, {"strategy": "zero1", "pp": 2, "pipeline": "zb-v"}, 4, 2, "bf16"),

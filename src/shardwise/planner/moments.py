@@ -143,7 +143,8 @@ class Rank:
         saved = self.before_bytes + sum(part.count * part.kept for part in parts)
         saved += self.head.kept if self.head else 0.0
         sent = self.stage.num_stages * parts[-1].saved.output if held > 1 and parts else 0.0
-        others += (held - 1) * (saved + sent)
+        # Of offloaded units the last one of the newest forward is still on the device.
+        others += (held - 1) * (saved + sent) + (parts[-1].beside if sent and is_pipeline else 0.0)
         place = sum(part.count for part in parts)
         of_stage = -(-place // self.stage.num_stages) / max(place, 1)  # the part of the blocks that one stage has
         terms, most_terms = 0.0, of_stage * sum(part.count * part.saved.terms for part in parts)

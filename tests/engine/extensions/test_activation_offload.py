@@ -159,6 +159,19 @@ def test_what_every_block_saves_is_copied_once_and_what_the_host_holds_is_used_a
     assert offload.sent_bytes == 0
 
 
+@on_ranks(1)
+def test_a_backward_brings_nothing_of_the_forward_before_its_own() -> None:
+    model = sw.parallelize(
+        wide(), sw.ParallelPlan(activation_checkpointing="full", offload_activations=True, merge_units=False)
+    )
+    offload = engine_of(model, "test").extras.find(ActivationOffload)
+    first, second = (model(sample(0, step, ROWS, DIM)).square().mean() for step in range(2))
+    second.backward()
+    assert offload.returned_bytes == (BLOCKS - 1) * INPUT
+    first.backward()
+    assert offload.returned_bytes == (2 * BLOCKS - 1) * INPUT
+
+
 def in_any_order(model: nn.Module, rank: int, step: int) -> Any:
     """A forward whose backward never comes, two forwards before one backward, then a graph that is used twice."""
     plain_loss(model, rank, step + 70)

@@ -14,9 +14,10 @@ backward comes to the next call    its copy to the device is issued: one call be
 backward comes to its call         the copy is waited for; autograd frees it as it goes
 =================================  ===================================================================================
 
-What the last call has saved is still on the device when backward begins, and is not copied back. On CUDA copies run on
-two streams of their own. The device's memory is allocated and freed on the stream that computes, which waits for a copy
-before it frees what the copy reads or writes. On any other device copies are made at once.
+What the last call has saved is still on the device when backward begins, and is not copied back. A pipeline makes
+backwards between forwards: then one forward's last call is on the device while another's backward has two. On CUDA
+copies run on two streams of their own. The device's memory is allocated and freed on the stream that computes, which
+waits for a copy before it frees what the copy reads or writes. On any other device copies are made at once.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class ActivationOffload(Observer):
         self._stays: frozenset[int] = frozenset()  # storages of parameters
         self._checked: SavedTensors | None = None
         self._newest: _Call | None = None
+        self._follows = False  # whether the next call is in the same forward as the newest
         self._open: _Call | None = None
         self._by_storage: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
 
@@ -113,6 +115,7 @@ class ActivationOffload(Observer):
         held = [*(group.gathered for group in engine.groups), *ignored_of(engine).parameters.values()]
         self._stays = frozenset(map(torch_private.storage_identity, held))
         self._checked = engine.extras.find(SavedTensors)
+        self._follows = False
 
     # -- forward
 
@@ -123,7 +126,8 @@ class ActivationOffload(Observer):
 
     def begin(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A call begins; returns the hooks under which it is to run."""
-        call = self._open = _Call(self._newest)
+        call = self._open = _Call(self._newest if self._follows else None)
+        self._follows = True
         checked = self._checked
         # A tensor that stays goes through the hooks that check parameters' memory, as it would without these here.
         inner = (checked.pack, checked.unpack) if checked is not None else (None, None)
