@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.engine.attach import Observer
 from shardwise.engine.engine import Engine
+from shardwise.engine.group import Form
 from shardwise.engine.storage.attachment import engine_of
 from shardwise.engine.unit import State
 from shardwise.testing import run_on_ranks
@@ -55,7 +56,7 @@ def step_alike(plain: nn.Module, model: nn.Module, x: Tensor) -> bool:
 def test_after_a_gather_that_raised_a_unit_may_be_called_inside_itself() -> None:
     plain, model, engine = sharded(Recursive)
     x = torch.ones(2, 4)
-    with mock.patch.object(Engine, "gather", side_effect=RuntimeError("no gather")), pytest.raises(RuntimeError):
+    with mock.patch.object(Form, "gather", side_effect=RuntimeError("no gather")), pytest.raises(RuntimeError):
         model(x)
     open_calls = [member.num_frames for unit in engine.units for member in unit.members]
     assert (open_calls, torch.equal(model(x), plain(x)) and step_alike(plain, model, x)) == ([0] * 6, True)

@@ -66,7 +66,7 @@ ABOUT = {
     "train/test_train_unread.py": "train.loop train.trainer train.predicted.step train.steps.unread",
     # one part of the engine, or a count of what it does
     "engine/test_device_calls.py": "optim.clip",
-    "engine/test_half_done.py": "engine.attach engine.engine engine.unit engine.storage.attachment",
+    "engine/test_half_done.py": "engine.attach engine.engine engine.group engine.unit engine.storage.attachment",
     "engine/test_host_cost.py": "comm.gloo engine.engine engine.unit",
     "engine/extensions/test_fp16.py": "engine.storage.part optim.scaler",
     "engine/extensions/test_precision_parity.py": "engine.extensions.precision",
@@ -100,7 +100,7 @@ ABOUT = {
     "parallel/experts/test_experts_parity.py": "parallel.experts",
     "engine/test_hybrid_parity.py": "comm engine.storage.inner",
     "engine/storage/test_offload_parity.py": "comm.base engine.storage.host",
-    "engine/test_parity.py": "comm engine.engine",
+    "engine/test_parity.py": "comm engine.group torch_private",
     "parallel/pipeline/test_deferred_weights.py": "parallel.pipeline.runner",
     "parallel/experts/test_expert_parallel.py": "parallel.experts.route engine.build",
     "api/test_export.py": "engine.storage.attachment",
