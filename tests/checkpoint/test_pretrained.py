@@ -367,3 +367,19 @@ def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(has_weights: bool,
         assert peak <= num_bytes / 4 + 3.2 * largest_unit  # two units are there when the last one is filled
         assert peak < 0.5 * num_bytes
         assert left <= peak
+
+
+def positions_of_pictures(folder: str) -> list[list[int]]:
+    from transformers import CLIPVisionModel
+
+    model = sw.parallelize(sw.deferred_init(lambda: CLIPVisionModel.from_pretrained(folder)), strategy="ddp")
+    (buffer,) = model.buffers()
+    return buffer.tolist()
+
+
+def test_a_folder_that_transformers_loads_inside_of_deferred_init_has_the_buffers_that_no_file_has(tmp_path):
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    CLIPVisionModel(CLIPVisionConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(tmp_path)
+    assert run_on_ranks(positions_of_pictures, 1, str(tmp_path)) == [[[0, 1, 2, 3, 4]]]

@@ -209,7 +209,8 @@ class _NotOnMeta(TorchFunctionMode):
         if func in {Tensor.tolist, Tensor.__format__, torch.tensor}:
             args = tree_map(_computed, args)
         if func in {torch.tensor, torch.as_tensor} and kwargs and str(kwargs.get("device")) == "meta":
-            kwargs = {**kwargs, "device": None}  # on meta the values would be lost
+            # On meta the values would be lost. Where there are none, transformers asks for the device that is set.
+            kwargs = kwargs if _is_empty(args[0]) else {**kwargs, "device": None}
         return func(*args, **(kwargs or {}))
 
 
@@ -283,6 +284,10 @@ def _computed(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_meta:
         return value
     return value.detach().masked_select(torch.ones_like(value, dtype=torch.bool)).view(value.shape)
+
+
+def _is_empty(data: Any) -> bool:
+    return isinstance(data, list | tuple) and not data
 
 
 def _on_cpu(value: Any) -> Any:
