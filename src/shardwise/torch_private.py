@@ -70,7 +70,7 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 #: Inside it subclasses of Tensor with ``__torch_function__`` are taken for plain tensors; torch has no public name.
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
-#: Inside it function modes see nothing either.
+#: Inside it modes of functions see no call, and subclasses of Tensor are taken for plain tensors.
 without_function_modes: Any = torch._C.DisableTorchFunction
 
 

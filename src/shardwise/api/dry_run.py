@@ -386,5 +386,5 @@ def _named_errors(model: nn.Module) -> Iterator[None]:
             " tensor) and make tensors on their inputs' device."
         )
         if "BF16" in str(error):  # torch's grouped products of experts (torch 2.13)
-            advice = "  Its experts run without values in bf16 alone: set mp_policy='bf16' (parallel.mp_policy=bf16)."
+            advice = "  On meta its experts run in bf16 only: set mp_policy='bf16' (parallel.mp_policy=bf16)."
         raise StateError(f"{type(model).__name__} cannot run without values: {first_line(error)}\n{advice}") from error

@@ -263,7 +263,7 @@ class StallWatch:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and _is_stalled(waiting):
             self._read_verdict()
-        if self.verdict is not None:
+        if waiting is not None and self.verdict is not None:
             # What it sends may be under way. Gloo would stop in the middle of a message whose memory is gone, and with
             # that all that is behind it on the connection, such as the answer for which the peer waits.
             self._kept.append(waiting)
