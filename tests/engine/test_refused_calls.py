@@ -226,6 +226,15 @@ def test_embeddings_that_limit_their_norms_are_refused(strategy):
         assert refusal(StateError, sw.fully_shard, table).startswith("'' has max_norm=1.0")
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@on_ranks(2)
+def test_embeddings_that_divide_by_how_often_an_id_is_in_the_batch_are_refused(strategy):
+    for table in (nn.Embedding(5, 8, scale_grad_by_freq=True), nn.EmbeddingBag(5, 8, scale_grad_by_freq=True)):
+        message = refusal(StateError, sw.parallelize, nn.Sequential(table, nn.Linear(8, 8)), strategy=strategy)
+        assert message.startswith("'0' has scale_grad_by_freq=True: its gradient is divided by how often")
+        assert refusal(StateError, sw.fully_shard, table).startswith("'' has scale_grad_by_freq=True")
+
+
 @on_ranks(1)
 def test_an_embedding_that_limits_its_norms_trains_alone():
     def build() -> nn.Module:

@@ -390,6 +390,28 @@ def test_prompts_of_unequal_length_are_refused_where_padding_would_shift_their_p
     assert "padding would shift their positions" in refusal(sw.StateError, Conveyor, model)
 
 
+def test_models_that_count_padding_although_they_take_positions_are_refused_too():
+    from transformers import GitConfig, GitForCausalLM
+
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = GitConfig(
+        vision_config=vision, vocab_size=VOCAB, hidden_size=24, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=SEQ,
+    )  # fmt: skip
+    model = GitForCausalLM(config).eval()
+    text = refusal(sw.ConfigError, sw.generate, model, PROMPTS, max_new_tokens=NEW)
+    assert text.endswith("positions of a GitForCausalLM.\n  Pass prompts of one length in each call.")
+
+
+def test_models_whose_cache_is_a_class_of_their_own_are_refused():
+    from transformers import CpmAntConfig, CpmAntForCausalLM
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "dim_head": 8, "dim_ff": 8, "num_hidden_layers": 1}
+    model = CpmAntForCausalLM(CpmAntConfig(vocab_size=VOCAB, **sizes)).eval()
+    text = refusal(sw.StateError, sw.generate, model, PROMPTS, max_new_tokens=NEW)
+    assert text.startswith("sw.generate takes decoders with a cache of keys and values, not a CpmAntForCausalLM.")
+
+
 @pytest.mark.parametrize("name", CACHE_NAMES)
 def test_the_cache_is_passed_under_the_name_that_the_model_s_forward_has(name):
     model = build_family("llama").eval()

@@ -19,7 +19,7 @@ from shardwise.comm.base import Done
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
 from shardwise.engine.extensions import batch_norm, precision
-from shardwise.engine.extensions.wrap import assign_parameters, check_parameters, refuse_max_norm
+from shardwise.engine.extensions.wrap import assign_parameters, check_parameters, refuse_embeddings
 from shardwise.engine.storage import heap
 from shardwise.engine.storage.attachment import attachment_of, mark_of
 from shardwise.engine.storage.flat_parameters import group_of
@@ -186,7 +186,7 @@ def _check_for_several(
 ) -> None:
     batch_norm.check(root, device, num_ranks, "sw.fully_shard()")
     if num_ranks > 1:
-        refuse_max_norm(own)
+        refuse_embeddings(own)
 
 
 def _modules_of(given: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:

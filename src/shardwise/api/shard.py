@@ -23,7 +23,7 @@ from shardwise.engine.extensions.wrap import (
     check_parameters,
     kind_of,
     merge_units,
-    refuse_max_norm,
+    refuse_embeddings,
 )
 from shardwise.engine.storage import form_of, heap
 from shardwise.engine.storage.attachment import attach, mark_shards
@@ -59,7 +59,7 @@ def shard_model(
     every = [entry for entries in owned.values() for entry in entries]
     check_parameters(every, allows_meta=allows_meta)
     if comms.num_ranks > 1:
-        refuse_max_norm(every)
+        refuse_embeddings(every)
     merged = merge_units(
         model,
         unit_modules,

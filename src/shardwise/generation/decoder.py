@@ -17,6 +17,12 @@ from shardwise.models.transformer import GPT, KeyValueCache, NoCache, join_colum
 from shardwise.parallel.context.apply import CACHE_NAMES
 from shardwise.spec.errors import StateError
 
+#: Types of models of transformers that take columns of padding for tokens, although they accept positions: windows of
+#: tokens are counted by column, a convolution reads the padding, or the mask is shifted.
+_COUNT_PADDING = frozenset({"deepseek_v4", "git", "recurrent_gemma"})
+#: Types whose cache is a class of their own.
+_OWN_CACHES = frozenset({"cpmant", "minimax", "xlm"})
+
 
 class Forward(Protocol):
     """Calls a model, or one pipeline stage of it, for some rows."""
@@ -68,7 +74,7 @@ class Decodes(NamedTuple):
     make_once: Callable[[int], Forward]
     vocab_size: int
     positions: int | None  # the most positions, where they are limited
-    is_shifted_by_padding: bool = False  # positions are counted from the first column on, whatever is masked
+    is_shifted_by_padding: bool = False  # columns of padding count as tokens, whatever is masked
 
 
 def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool = True) -> Decodes:
@@ -84,14 +90,14 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
     config: Any = getattr(model, "config", None)
     known = inspect.signature(type(model).forward).parameters
     if callable(getattr(model, "generate", None)) and config is not None:
-        cache = next((name for name in CACHE_NAMES if name in known), None)
+        text = config.get_text_config(decoder=True)
+        cache = None if text.model_type in _OWN_CACHES else next((name for name in CACHE_NAMES if name in known), None)
         if getattr(config, "is_encoder_decoder", False) or "input_ids" not in known or (with_cache and cache is None):
             raise StateError(
                 f"{call} takes decoders{' with a cache of keys and values' * with_cache}, not a"
                 f" {type(model).__name__}.\n"
                 "  Call model.generate(...), which works on the parallelized model too (but not over a pipeline)."
             )
-        text = config.get_text_config(decoder=True)
         positions = getattr(text, "max_position_embeddings", None)
         counts = "position_ids" not in known and any("PositionalEmbedding" in type(m).__name__ for m in model.modules())
         return Decodes(
@@ -99,7 +105,7 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
             functools.partial(_OfTransformersOnce, frozenset(known)),
             text.vocab_size,
             positions if positions and positions > 0 else None,
-            counts,
+            counts or text.model_type in _COUNT_PADDING,
         )
     raise StateError(
         f"{call} takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"

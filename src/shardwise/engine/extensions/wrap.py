@@ -281,10 +281,17 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
             )
 
 
-def refuse_max_norm(parameters: Iterable[OwnedParameter]) -> None:
-    """Refuse embeddings that write to their rows in forward, where several ranks look up different rows."""
+def refuse_embeddings(parameters: Iterable[OwnedParameter]) -> None:
+    """Refuse embeddings whose result depends on all ids of a batch, where several ranks look up different ids."""
     for module, path, _ in (use for entry in parameters for use in entry.uses):
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.scale_grad_by_freq:
+            raise StateError(
+                f"{path!r} has scale_grad_by_freq=True: its gradient is divided by how often an id is in the batch, and"
+                " each rank counts the ids of its own samples only.\n  Build it with scale_grad_by_freq=False."
+            )
+        if module.max_norm is not None:
             raise StateError(
                 f"{path!r} has max_norm={module.max_norm}: its forward writes to the rows that it looks up, and each"
                 " rank looks up others.\n  Build it without max_norm, and scale the rows that it gives:"
