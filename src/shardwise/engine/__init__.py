@@ -1,42 +1,42 @@
 """The engine: when parameters are gathered and released, and when gradients are reduced.
 
-A *unit* is what is gathered together: one wrapped module, or several small neighbours. Its parameters that share
-dtype and trainability are a *group*, which is one flat buffer, one collective each way. A rank holds a slice of the
-buffer for good, the *master*; the parameters that the optimizer sees are views of it, the *shards*. While the unit
+A *unit* is gathered as a whole: one wrapped module, or several small neighbours. Its parameters that share dtype and
+trainability are a *group*, which is one flat buffer, one collective each way. A rank stores a slice of the buffer
+permanently, the *master*; the parameters that the optimizer sees are views of it, the *shards*. While the unit
 computes, its modules hold views of the *gathered buffer*, which the all-gather has filled. The gathered buffer has
-memory only meanwhile: ``Group.allocate`` takes it from torch's allocator, ``Group.release`` gives it back.
+memory only during that time: ``Group.allocate`` takes it from torch's allocator, ``Group.release`` gives it back.
 
 One training step of one unit under zero3, in the order of time, with the method that does it:
 
 ==============================  =======================================================================================
 moment                          what happens
 ==============================  =======================================================================================
-forward comes to the unit       ``hooks`` calls ``Engine.before_forward``: the all-gather is issued, unless a prefetch
-                                has done so; that of the unit that is next in the agreed order is issued (the prefetch);
-                                the first is waited for, and the modules get the whole parameters
+forward reaches the unit        ``hooks`` calls ``Engine.before_forward``: the all-gather is issued, unless a prefetch
+                                has done so. The all-gather of the next unit in the agreed order is issued (the
+                                prefetch). The first is waited for, and the modules get the full parameters
 forward has left the unit       ``Engine.after_forward`` hangs a *ticket*, a hook, on each output. The unit is released
                                 when forward enters another one; the root and the last unit of the order are kept for
                                 backward, unless the plan says otherwise
-backward comes to the unit      the ticket calls ``Engine.pre_backward``: the unit is gathered again, and the next one
+backward reaches the unit       the ticket calls ``Engine.pre_backward``: the unit is gathered again, and the next one
                                 of the backward's order is prefetched
 backward enters another unit    ``Engine.post_backward``: the gradients are copied into a flat buffer
                                 (``Gradient.collect``), and the unit is released; the reduce-scatter is issued
                                 (``Gradient.reduce``)
 a later unit is reduced         ``Engine.wait_for_reductions`` waits for earlier sums, on the stream; they become
                                 ``.grad`` (``Gradient.finish``)
-the end of backward             ``Engine.end_backward``: what is left is reduced, every sum is waited for
+the end of backward             ``Engine.end_backward``: the remaining units are reduced, every sum is waited for
 ==============================  =======================================================================================
 
-What is optional attaches from outside. A *form* (``group.Form``, others in ``storage``) says how a group is held and
-moved. ``engine.extras`` keeps whatever other floors have with an engine, at most one object of each class; an
-*observer* among them (``attach.Observer``, most in ``extensions``) is told of the moments above, and a *guard* is asked
-before a call of the user uses the parameters' values. ``engine.window`` says what lies between two updates: whether the
-next backward is the last one, how gradients of the others are added up, and, for pipelines, how forwards and backwards
-follow one another (an ``attach.Step``).
+Optional features attach from outside. A *form* (``group.Form``, others in ``storage``) says how a group is stored and
+moved. ``engine.extras`` keeps the objects that other packages attach to an engine, at most one of each class. The
+engine calls an *observer* among them (``attach.Observer``, most in ``extensions``) at the moments above, and a *guard*
+before a call of the user uses the parameters' values. ``engine.window`` describes the time between two updates: whether
+the next backward is the last one, how gradients of the others are added up, and, for pipelines, how forwards and
+backwards follow one another (an ``attach.Step``).
 
-Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
-``spec.order`` and ``order`` (which unit is next), ``hooks`` (what torch calls), ``attach`` (what attaches from
-outside), ``build`` (from modules to units to an engine).
+Where to read: ``unit`` and ``group`` (the data), ``gradient`` (a table of its states), ``engine`` (the moments),
+``spec.order`` and ``order`` (which unit is next), ``hooks`` (the hooks that torch calls), ``attach`` (optional
+features), ``build`` (from modules to units to an engine).
 
 [Note: Streams and lifetimes]
 
@@ -45,8 +45,8 @@ collective starts after everything that the compute stream had been given when i
 the compute stream wait for it; the host does not wait. Copies from and to the host have two more streams
 (``storage.host``). From this follows who may free or overwrite what:
 
-* A handle keeps the tensors that it moves until it has been waited for. Whoever issues a collective keeps the handle
-  and waits for it, on every path, also after an exception and when the model is deleted (``Engine.__del__``).
+* A handle keeps the tensors that it moves until it has been waited for. The code that issues a collective keeps the
+  handle and waits for it, on every path, also after an exception and when the model is deleted (``Engine.__del__``).
 * A gathered buffer belongs to its group alone. What autograd saved of it in forward finds its data there again in
   backward. The memory is allocated when the gather is issued, on the compute stream, and freed there when forward or
   backward has left the unit: torch's allocator gives it out again on that stream, after the computation that read it.
@@ -62,20 +62,20 @@ Ranks must issue the same collectives in the same order on each ``Comm`` (gather
 interleave differently), though data may lead them along different paths. In the first pass the ranks exchange, before
 each unit, which one each of them wants next (``order.RankPeers``); all issue one of these, and the union of their
 paths becomes the order in which units are gathered (forward) and entered (backward). Later passes follow it on every
-rank. A rank that skips a unit still gathers it, and reduces zeros for it. No rank removes a unit by itself. Nothing is
-sent to agree once all units are in the order and some rank has run all of it in one pass. Before, one word a pass tells
-whether a rank has left the order, so that the ranks negotiate again. Where paths keep changing and the order has grown
-to twice its first length, the ranks exchange what they have used. Each way into the model (the root, a unit that is
-called by itself, a stage of a pipeline) has an order of its own (``spec.order.Paths``). Evaluations
-(``sw.eval_step``) have orders of their own. Other forwards without grad gather what they use: ranks that gather
-together run the same units in them. ADR 6 says why.
+rank. A rank that skips a unit still gathers it, and reduces zeros for it. No rank removes a unit alone. Nothing is
+sent to agree once all units are in the order and some rank has run all of it in one pass. Until then, one message per
+pass says whether a rank has left the order, so that the ranks negotiate again. Where paths keep changing and the order
+has grown to twice its first length, the ranks exchange which units they have used. Each entry into the model (the root,
+a unit that is called directly, a stage of a pipeline) has a separate order (``spec.order.Paths``). Evaluations
+(``sw.eval_step``) have separate orders. Other forwards without grad gather only the units that they use: ranks that
+gather together run the same units in them. ADR 6 says why.
 
 [Note: Missing gradients]
 
 A parameter that no rank used must keep ``.grad`` at ``None``; one that only another rank used must get that rank's
 gradient. So gradients travel with one flag for each parameter of a slice, in the same message (``spec.layout``'s
-``ReduceLayout``, ADR 5). What this rank has no gradient for it sends as -0.0, the one number that changes nothing
+``ReduceLayout``, ADR 5). For a parameter without a gradient this rank sends -0.0, the one number that changes nothing
 when it is added. Only where this rank used less than all parameters are the flags read, once, at the end of backward
-(``gradient.read_unused_flags``): otherwise the host waits for nothing, but for a second reduction of one unit in one
-backward and for sums that go to the host.
+(``gradient.read_unused_flags``). Otherwise the host waits for nothing, except for a second reduction of one unit in one
+backward and for sums that are copied to the host.
 """

@@ -1,4 +1,4 @@
-"""Attachments of an engine: observers, guards, objects that other packages keep with it, ways through a step."""
+"""Attachments of an engine: observers, guards, objects of other packages, and the order of a step's passes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _F = TypeVar("_F", bound=Any)
 
 
 class Observer:
-    """Is told of the moments of a step that its class overrides.
+    """Base class of observers: the engine calls the methods that a subclass overrides at the moments of a step.
 
-    An observer may raise, communicate (on all ranks alike) and change ``.grad``; it must not gather or release. It must
-    not hold the engine by a strong reference for longer than a step.
+    An observer may raise, communicate (the same on all ranks) and change ``.grad``. It must not gather or release, nor
+    keep a strong reference to the engine for longer than a step.
 
     Attributes:
-        updates_in_backward: It lets optimizers step when a group's gradients are reduced.
-        is_stepping: One of these steps right now.
-        num_ranks_with_data: Ranks over which means are taken, where it knows better.
+        updates_in_backward: Whether the observer lets optimizers step when a group's gradients are reduced.
+        is_stepping: Whether one of these optimizers is stepping now.
+        num_ranks_with_data: Number of ranks over which gradients are averaged; ``None``: all that share the model.
     """
 
     updates_in_backward = False
@@ -36,41 +36,42 @@ class Observer:
     num_ranks_with_data: int | None = None
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:
-        """An outermost forward is about to begin, through ``entry``. ``engine.forward.trains`` is known."""
+        """Called before an outermost forward begins through ``entry``; ``engine.forward.trains`` is set."""
 
     def forward_ended(self, engine: Engine) -> None:
-        """The outermost forward has ended, by return or exception."""
+        """Called when the outermost forward has ended, by return or exception."""
 
     def before_gather(self, engine: Engine, unit: Unit, group: Group, *, is_kept: bool) -> None:
-        """The all-gather of a group is about to be issued; ``is_kept``: of what was kept over a few neighbours."""
+        """Called before the all-gather of a group; ``is_kept``: from shards kept over few ranks (``Form.keep``)."""
 
     def backward_begins(self, engine: Engine) -> None:
-        """Backward has reached its first unit."""
+        """Called when backward has reached its first unit."""
 
     def before_reduce(self, engine: Engine, unit: Unit) -> None:
-        """The gradients of a unit are collected; their reductions are about to be issued."""
+        """Called when the gradients of a unit are collected, before their reductions are issued."""
 
     def reduced(self, engine: Engine, unit: Unit, group: Group) -> None:
-        """A reduction of a group has been waited for. After the last of a step its gradients are on its shards."""
+        """Called when a reduction of a group has been waited for; after the last of a step, ``.grad`` is set."""
 
     def backward_ended(self, engine: Engine) -> None:
-        """A backward is over. Where it synchronised, every unit's gradients are on their shards."""
+        """Called when a backward has ended. If it synchronized, every unit's gradients are on their shards."""
 
 
 class Extras:
-    """Objects that other packages keep with an engine: at most one of each class.
+    """Objects that other packages attach to an engine: at most one of each class.
 
-    Those that are observers are told of the moments of a step. For each moment there is a tuple of the methods that
-    listen: empty, it costs nothing.
+    The engine calls observers among them at the moments of a step. For each moment there is a tuple of the methods to
+    call. An empty one costs nothing.
 
     Attributes:
-        observers: Those of them that are told of moments, in this order.
-        guards: Called before a call of the user (``"a forward"``, ``"sw.save()"``, ...) uses the parameters' values;
-            they may refuse it.
-        before_step: Called with an optimizer that is about to step, outside of backward.
-        before_state: Called when the state of the whole model is about to be read: they make equal over the ranks what
-            should be.
-        host_waits: Have the host wait for copies from and to it, and for updates that run beside a backward.
+        observers: The observers among the objects, in the order in which they are called.
+        guards: Functions that are called before a call of the user (``"a forward"``, ``"sw.save()"``, ...) uses the
+            parameters' values; they may refuse it.
+        before_step: Functions that are called with an optimizer that is about to step, outside of backward.
+        before_state: Functions that are called before the state of the whole model is read. They make buffers that
+            should be equal on all ranks equal.
+        host_waits: Functions that make the host wait for copies from and to its memory, and for optimizer updates that
+            run there in parallel with a backward.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class Extras:
         self._sort()
 
     def add(self, extra: object, *, is_first: bool = False) -> None:
-        """Keep an object; an observer is told from now on, after the others or before them."""
+        """Add an object; an observer is called after the other observers, or with ``is_first`` before them."""
         self._by_class[type(extra)] = extra
         if isinstance(extra, Observer):
             self.observers = (extra, *self.observers) if is_first else (*self.observers, extra)
@@ -97,22 +98,22 @@ class Extras:
         self._sort()
 
     def find(self, kind: type[_T]) -> _T | None:
-        """The object of a class, if there is one."""
+        """Return the object of a class, or ``None``."""
         return self._by_class.get(kind)
 
     def take(self, kind: type[_T]) -> _T:
-        """The object of a class, made at the first call."""
+        """Return the object of a class; the first call makes it."""
         if kind not in self._by_class:
             self.add(kind())
         return self._by_class[kind]
 
     def rest(self, observer: Observer) -> None:
-        """Tell an observer nothing more while steps are alike."""
+        """Stop calling an observer until :meth:`wake`, because steps repeat."""
         self._resting += (observer,)
         self._sort()
 
     def wake(self) -> None:
-        """Undo every :meth:`rest`: this step is unlike those before (a new way into the model, another path)."""
+        """Undo every :meth:`rest`: this step differs from earlier ones (a new entry into the model, another path)."""
         if self._resting:
             self._resting = ()
             self._sort()
@@ -128,7 +129,7 @@ class Extras:
         self.backward_ended = self._listening(lambda each: each.backward_ended)
 
     def _listening(self, method_of: Callable[[Observer], _F]) -> tuple[_F, ...]:
-        """The methods of those observers that do something at a moment."""
+        """The methods of the observers whose class overrides the method of a moment."""
         return tuple(
             method
             for method in map(method_of, self._awake)
@@ -140,10 +141,10 @@ class Step:
     """The order of forwards and backwards between two updates of the parameters: here one of each.
 
     Attributes:
-        skips_hooks: All units are gathered and in their modules and stay so: the hooks return at once.
-        holds: What is gathered stays so, and in its modules, while :meth:`keeps` says so.
-        entry: The way into the model that the next forward takes; ``None``: the module that is called.
-        ends_with_backward: The end of a backward waits for all reductions.
+        skips_hooks: Whether hooks return at once, because all units are gathered and stay so until the step ends.
+        holds: Whether units for which :meth:`keeps` is true stay gathered, and modules keep the full parameters.
+        entry: The entry into the model of the next forward; ``None``: the module that is called.
+        ends_with_backward: Whether the end of a backward waits for all reductions.
     """
 
     skips_hooks = False
@@ -152,29 +153,29 @@ class Step:
     ends_with_backward = True
 
     def keeps(self, unit: Unit) -> bool:  # noqa: ARG002
-        """Whether a unit stays gathered though nothing computes with it now."""
+        """Whether a unit stays gathered while no call of it runs."""
         return False
 
     def leave(self, engine: Engine, unit: Unit) -> None:
-        """A backward that does not synchronise has left ``unit``, and collected its gradients."""
+        """Called when a backward that does not synchronize has left ``unit`` and collected its gradients."""
 
     def refuse(self, what: str) -> None:
-        """Refuse what must not happen inside the step."""
+        """Refuse the call ``what`` if it must not happen inside the step."""
 
     def refuse_grad(self) -> None:
-        """Refuse a forward with grad, where the hooks are skipped."""
+        """Refuse a forward with grad while hooks are skipped."""
 
 
 class Window:
     """The state between two updates of the parameters.
 
     Attributes:
-        mode: How gradients of several backwards are added up, in the plan's words.
-        syncs: The next backward is the last one: gradients are reduced.
-        is_open: The parameters are those of the forward before (a backward that was not the last one has ended, or a
-            step of several forwards is under way): what is gathered stays up to date.
-        step: How forwards and backwards follow one another.
-        evaluates: Forwards without grad are made by all ranks together, so that each may take a path of its own.
+        mode: How gradients of several backwards are added up: the plan's accumulation mode.
+        syncs: Whether the next backward is the last one of the window, so that gradients are reduced.
+        is_open: Whether the parameters are unchanged since the forward before, so that gathered buffers stay up to
+            date: a backward that was not the last one has ended, or a step of several forwards is under way.
+        step: The order of forwards and backwards.
+        evaluates: Whether all ranks make forwards without grad together, so that each may take a different path.
     """
 
     def __init__(self, mode: str) -> None:
@@ -184,13 +185,13 @@ class Window:
         self.step = Step()
 
     def sync(self, *, is_last: bool, mode: str | None = None) -> None:
-        """Say whether the backwards from now on are the last ones, and how those that are not are added up."""
+        """Set whether backwards from now on reduce gradients, and the mode in which those before the last are added."""
         self.syncs = is_last
         self.mode = mode or self.mode
 
     @contextlib.contextmanager
     def having(self, **fields: Any) -> Iterator[None]:
-        """Give attributes of the window other values inside."""
+        """Give attributes of the window different values inside the context."""
         before = {name: getattr(self, name) for name in fields}
         vars(self).update(fields)
         try:
@@ -199,5 +200,5 @@ class Window:
             vars(self).update(before)
 
     def close(self) -> None:
-        """The parameters change: what is gathered is out of date."""
+        """Close the window because the parameters change: gathered buffers are then out of date."""
         self.is_open = False

@@ -1,4 +1,4 @@
-"""From modules and the parameters that they own to units, their groups, and the engine."""
+"""Construction of units, groups and the engine from modules and the parameters that they own."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Kind:
     """The properties that all parameters of one group share.
 
     Attributes:
-        dtypes: Of master, computing and reduction.
-        is_trainable: They require grad.
-        frozen_as: Form in which frozen ones are held; ``"none"``: their own dtype.
-        is_expert: Fewer ranks share them than other parameters.
+        dtypes: Dtypes of the master, of computation and of reduction.
+        is_trainable: Whether they require grad.
+        frozen_as: Form in which frozen parameters are stored; ``"none"``: their own dtype.
+        is_expert: Whether fewer ranks share them than share other parameters.
     """
 
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -54,7 +54,7 @@ class OwnedParameter:
 
 
 def is_below(path: str, unit: str) -> bool:
-    """``path`` is that of the unit, or of a module in it."""
+    """Whether ``path`` is the path of ``unit`` or of a module inside it."""
     return path == unit or path.startswith(f"{unit}.")
 
 
@@ -75,17 +75,17 @@ def make_unit(
     """Shard the parameters of one unit: their storage is replaced by this rank's slice.
 
     Args:
-        modules: The unit's modules by path, the root's under ``""``.
-        owned: What each of them owns, by the same paths.
+        modules: The unit's modules by path; the root's path is ``""``.
+        owned: The parameters that each module owns, by the same paths.
         row: Placements of the strategy.
-        comms: On each axis.
-        options: How the engine is to work.
-        kind_of: What a parameter must have in common with the others of its group.
-        form_of: How a group is held and moved.
-        as_part: Makes a gradient (of a shard), of which other ranks hold other parts, one that refuses norms.
-        offload: What of this unit is kept on the host; ``None``: nothing.
-        ranks: With granularity ``tensor``, the rank that owns each parameter, by its ``id``.
-        is_divided: Some parameters of the model are spread over the ranks by other means.
+        comms: The Comm of each axis.
+        options: Options of the engine.
+        kind_of: Returns the properties that a parameter must share with the others of its group.
+        form_of: Returns the form in which a group is stored and moved.
+        as_part: Wraps a gradient (of a shard) whose other parts are on other ranks, so that it refuses norms.
+        offload: Policy that says which tensors of the unit are stored on the host; ``None``: none.
+        ranks: With granularity ``tensor``, the rank that owns each parameter, by the parameter's ``id``.
+        is_divided: Whether tp, pp, cp or ep divides some parameters of the model over the ranks.
     """
     is_root = tuple(modules) == ("",)
     reshards, inner_size = options.reshards(default=not row.keeps_gathered and not is_root)
@@ -97,7 +97,7 @@ def make_unit(
             kinds.setdefault(kind_of(entry), []).append(entry)
     for kind, found in kinds.items():
         over = comms.of(slice_of(found[0].parameter))
-        # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
+        # Frozen parameters never change. Where the strategy replicates parameters, nothing needs to be sent for them.
         group_row = row if kind.is_trainable or row.shards_parameters else PRESETS["ddp"]
         dtype, compute_dtype, reduce_dtype = map(dtype_name, kind.dtypes)
         held_as, sent_as, reduced_as = options.quantization.forms(
@@ -107,12 +107,13 @@ def make_unit(
             is_sharded=group_row.shards_optimizer,
         )
         is_offloaded = offload is not None and offload.covers(group_row, is_trainable=kind.is_trainable)
-        # Matrices before vectors: what weight decay acts on, as a rule, is then one run (storage.flat_parameters).
+        # Matrices before vectors: the parameters with weight decay are then usually contiguous
+        # (storage.flat_parameters).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
         quantization = options.quantization if in_blocks else NO_QUANTIZATION
         packed_in = {kind.frozen_as, quantization.gather, quantization.reduce} - {"none"}
-        is_cut = group_row.shards_optimizer and held_as is None  # no optimizer cares how frozen weights are cut
+        is_cut = group_row.shards_optimizer and held_as is None  # frozen weights have no optimizer
         layout = GroupLayout.build(
             [_spec(entry, dtype) for entry in entries],
             over.gather.size,
@@ -137,8 +138,8 @@ def make_unit(
             is_offloaded=is_offloaded,
             keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(group_row),
             ep=1 if over is comms or comms.ep is None else comms.ep.size,
-            # The loss is a mean over all ranks, whoever computes with a parameter: experts get the gradients of tokens
-            # from all ranks of ep, so their sums over fewer ranks are divided by the same number.
+            # The loss is a mean over all ranks. Experts receive the gradients of tokens from all ranks of ep, so their
+            # sums over fewer ranks are divided by the same number as other sums.
             num_ranks=comms.num_ranks,
             holds_part=is_part or (group_row.shards_optimizer and layout.size > 1),
             num_ahead=max(options.prefetch),
@@ -180,7 +181,7 @@ def start_engine(
     comms: Comms,
     options: EngineOptions,
 ) -> Engine:
-    """Make the engine of ``units`` (the root first), and hook it into their modules."""
+    """Make the engine of ``units`` (the root first), and install its hooks on their modules."""
     engine = Engine(units, row, comms, options)
     _number(engine)
     _relate(units)
@@ -205,7 +206,7 @@ def _number(engine: Engine) -> None:
 
 
 def _relate(units: Sequence[Unit]) -> None:
-    """Tell every unit who is above and below it."""
+    """Set the ``family`` of every unit."""
     for unit in units:
         above, ancestor = set(), unit.parent
         while ancestor is not None:
@@ -220,7 +221,7 @@ def _relate(units: Sequence[Unit]) -> None:
 def _give_buffers(engine: Engine, unit: Unit) -> None:
     """Make the tensors that a unit computes with, and prepare its gathers and reductions."""
     for group in unit.groups:
-        group.comms = engine.comms.of(group.layout.params[0].slice)  # sw.fully_shard: every call has opened its own
+        group.comms = engine.comms.of(group.layout.params[0].slice)  # each call of sw.fully_shard opened separate ones
         group.make_unsharded()
         group.form.start(group, engine)
 
@@ -236,7 +237,7 @@ def _install_hooks(engine: Engine, unit: Unit) -> None:
 
 
 def _link_unsharded(unit: Unit) -> None:
-    """Tell the unit's modules which full parameters replace their shards."""
+    """Set the full parameters that replace the shards in the unit's modules."""
     pairs = (pair for group in unit.groups for pair in zip(group.shards, group.unsharded, strict=True))
     by_shard = {id(shard): full for shard, full in pairs}
     for owner in unit.owners:

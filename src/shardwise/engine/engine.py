@@ -1,8 +1,8 @@
 """The moments of a step, in the order of time: when units are gathered, released and reduced.
 
-A unit is reduced when backward enters another one, a boundary that all ranks share, not when a count of gradients is
-full: that would order the collectives differently on ranks that use different parameters. A unit that backward will
-enter again, for an earlier call, waits for that.
+A unit is reduced when backward enters another one, a boundary that all ranks share. Reducing it when all its gradients
+have arrived would order the collectives differently on ranks that use different parameters. A unit that backward will
+enter again, for an earlier call, is reduced after that call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardwise.spec.facts import EngineOptions
 from shardwise.spec.order import AgreedOrder, Entry, Paths, units_in
 from shardwise.spec.placement import Placements
 
-#: Inside ``extensions.safety.checks`` observers are told of every step, also of those that are alike.
+#: Whether ``extensions.safety.checks`` is active: observers are then called in every step, also where steps repeat.
 is_checking = False
 
 
@@ -50,16 +50,17 @@ class Engine:
     Attributes:
         units: The units, outermost first; ``units[0]`` is the root.
         row: Placements of the strategy.
-        extras: What attaches from outside.
-        window: What lies between two updates of the parameters.
-        gradients: Which gradient buffers are in use.
-        gathered: Bytes of gathered parameters.
+        extras: Objects that other packages attach: observers, guards and others.
+        window: State of the time between two updates of the parameters.
+        gradients: Counts the full-size gradient buffers in use.
+        gathered: Counts the bytes of gathered parameters.
         num_wrong_prefetches: Gathers so far of units that this rank then did not run.
-        reducing: Reductions under way, oldest first.
+        reducing: Reductions under way, oldest first: unit, group and the handle to wait for.
         orders: The agreed orders.
-        epoch: Counts how often what is gathered became out of date: outermost forwards that gather anew, and
+        epoch: Number of times that gathered buffers became out of date: an outermost forward that gathers again, or
             ``unshard_now``.
-        version: Counts optimizer steps: backward of units that an earlier one changed would be wrong.
+        version: Number of updates of the parameters. The backward of a call that ran before the newest update of its
+            unit is refused.
         hooks: Handles of the hooks on modules and parameters.
     """
 
@@ -83,21 +84,22 @@ class Engine:
         self.forward, self.backward = Forward(), Backward()
         self.orders = self._make_orders()
         self.version = 0
-        self._changes: dict[frozenset[int] | None, tuple[int, list[Unit]]] = {}  # when what was last written, and where
+        # By the set of shards that were written: version of its last write, units.
+        self._changes: dict[frozenset[int] | None, tuple[int, list[Unit]]] = {}
         self.epoch = 0
         self.hooks: list[Any] = []
-        self._watched: set[int] = set()  # identities of full parameters whose gradients may begin a backward
+        self._watched: set[int] = set()  # identities of full parameters with a gradient hook
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Wait for what is under way before its memory is given to others: the model has been deleted.
+        """Wait for collectives under way before their memory is freed: the model has been deleted.
 
-        Peers that work on issue the same, so that the wait ends; where they do not, the watch ends it.
+        The wait ends because running peers issue the same collectives. If they do not, the stall watch ends it.
         """
         if is_finalizing():  # an argument: at the interpreter's end the module's names are None
             return
         handles = [handle for unit in self.units for handle in unit.handles]
         for handle in [*handles, *(entry[2] for entry in self.reducing)]:
-            with contextlib.suppress(CommError):  # whoever communicates next is told
+            with contextlib.suppress(CommError):  # the next collective raises it again
                 handle.wait()
         for unit in self.units:
             unit.dissolve()
@@ -113,7 +115,7 @@ class Engine:
         return Paths(peers, lambda entry: indices_below(units, entry), self.extras.wake)
 
     def remove(self) -> None:
-        """Take the hooks off: the units now belong to another engine."""
+        """Remove the hooks: the units now belong to another engine."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -127,17 +129,17 @@ class Engine:
 
     @property
     def num_ranks_with_data(self) -> int:
-        """Ranks over which means are taken: those that have a batch."""
+        """Number of ranks over which gradients are averaged: those that have a batch."""
         known = (observer.num_ranks_with_data for observer in self.extras.observers)
         return next((number for number in known if number is not None), self.comms.num_ranks)
 
     # -- forward
 
     def before_forward(self, unit: Unit, member: Member, path: str = "") -> None:
-        """``member`` of ``unit``, or the module at ``path`` in it, is about to run.
+        """Gather ``unit`` before its ``member``, or the module at ``path`` in it, runs.
 
         Collective:
-            All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
+            All-gather of the unit on ``dp_shard``, unless it is gathered already, and of the next one (prefetch).
         """
         is_traced = torch.compiler.is_dynamo_compiling() or torch_private.tracing_callback() is not None
         if is_traced or torch_private.is_transformed():
@@ -148,7 +150,7 @@ class Engine:
         calls, forward = unit.calls, self.forward
         if torch_private.current_backward() != -1:
             calls.replays.append(torch_private.next_sequence_number())
-            self._ensure(unit)  # recomputation: the data must be there, nothing is entered, ordered or counted
+            self._ensure(unit)  # recomputation needs the parameters; it takes no place in the order and is not counted
             unit.is_unused = False
             return
         if self.backward.is_under_way:
@@ -174,13 +176,13 @@ class Engine:
         begin(calls.labels, "forward", unit.name)
 
     def after_forward(self, unit: Unit, member: Member, output: object, path: str = "") -> None:
-        """``member`` of ``unit``, or the module at ``path``, has run (``output`` is ``None`` where it raised)."""
+        """Attach tickets to ``output`` after ``member``, or the module at ``path``, has run; ``None``: it raised."""
         if self.window.step.skips_hooks:
             return
         calls, forward = unit.calls, self.forward
         if torch_private.current_backward() != -1:
             since = calls.replays.pop()
-            if torch.is_grad_enabled():  # a reentrant recomputation runs a backward of its own through these
+            if torch.is_grad_enabled():  # a reentrant recomputation runs its own backward through these
                 attach_tickets(lambda: self._ticket(unit, path or member.path, is_counted=False), output, since)
             return
         if not calls.frames or (output is None and threading.get_ident() != forward.thread):
@@ -198,11 +200,11 @@ class Engine:
                 tell(self)
             if output is not None or sys.exception() is forward.handled:
                 self._end_forward()
-            else:  # it raised: what is under way is dropped by the next forward
+            else:  # it raised: the next forward drops gathers under way
                 self._fail(self.orders.forward_order)
 
     def _ticket(self, unit: Unit, path: str, *, is_counted: bool = True) -> Ticket:
-        """A ticket for the call of ``unit``, through its module at ``path``, that has ended now."""
+        """Make a ticket for the call of ``unit``, through its module at ``path``, that has just ended."""
         if is_counted:
             self.forward.path.append(unit.index)
         entry = self.orders.entry
@@ -232,7 +234,8 @@ class Engine:
         if is_checking or not self.orders.forward_order.is_recorded or torch_private.active_ddp() is not None:
             self.extras.wake()
         self.refresh()
-        # Casts of the forward before belong to its graph: their gradients would come when backward has left the units.
+        # Cached autocasts of an earlier forward belong to its graph. Their gradients would arrive after backward has
+        # left the units.
         torch.clear_autocast_cache()
         for tell in self.extras.forward_begins:
             tell(self, entry)
@@ -240,11 +243,11 @@ class Engine:
         if forward.version != self.version:
             for unit in self.units:
                 if unit.version > forward.version:
-                    unit.calls.num_outstanding = 0  # a backward of calls before the last step would be refused
+                    unit.calls.num_outstanding = 0  # the backward of calls before the last update is refused
             forward.version = self.version
 
     def open_window(self, begin: Callable[[Engine], None]) -> None:
-        """Several forwards follow between which no parameter changes. Before the first of them ``begin`` is called."""
+        """Open a window of several forwards between which no parameter changes; ``begin`` is called if none is open."""
         self.forward.trains = torch.is_grad_enabled()
         if not self.window.is_open:
             begin(self)
@@ -252,11 +255,11 @@ class Engine:
             self.window.is_open = True
 
     def interrupt(self, *, has_gradients: bool, had_sums: bool) -> None:
-        """An exception has ended such a window: the next call drops what it has left (:meth:`recover`).
+        """Close a window that an exception has ended; the next call drops its remains (:meth:`recover`).
 
         Args:
-            has_gradients: Some of its backwards have collected gradients.
-            had_sums: Sums of earlier windows were waiting when it began.
+            has_gradients: Whether some of its backwards have collected gradients.
+            had_sums: Whether sums of earlier windows were waiting when it began.
         """
         self.window.close()
         for unit in self.units:
@@ -265,7 +268,7 @@ class Engine:
             self.backward.is_under_way, self.backward.had_sums = True, had_sums
 
     def refresh(self) -> None:
-        """Gather the present values of the masters from now on."""
+        """Mark gathered buffers as out of date, so that the present values of the masters are gathered from now on."""
         if not self.window.is_open:
             self.epoch += 1
         self.follow_shards()
@@ -285,12 +288,12 @@ class Engine:
             self._agree(order, self.comms.gather)
         else:
             order.end()
-            # Nobody is asked: outside of evaluations ranks that gather together take one path; others may take another.
+            # No agreement is needed: outside of evaluations, ranks that gather together take the same path.
             if order.is_overgrown:
                 order.keep(order.marks())
 
     def _agree(self, order: AgreedOrder, comm: Comm) -> None:
-        """Take out of an order that has grown too long what no rank uses.
+        """Remove from an order that has grown too long the places that no rank uses.
 
         Collective:
             All-reduce of two integers for each place of the order, on ``dp_shard`` at the end of a shared forward,
@@ -302,7 +305,7 @@ class Engine:
             order.keep(marks.tolist())
 
     def _visit(self, unit: Unit) -> None:
-        """Issue what the peers issue for a unit that this rank's forward skips."""
+        """Gather a unit that this rank's forward skips, because the peers gather it."""
         if not self.forward.is_shared:
             return
         self._release_left(but=unit)
@@ -311,16 +314,16 @@ class Engine:
             self.forward.left.append(unit)
 
     def _release_left(self, *, but: Unit | None = None) -> None:
-        """Forward enters ``but``, or ends: whatever it has left is released, or kept for backward."""
+        """Release the units that forward has left, except ``but`` and those that are kept for backward."""
         left, self.forward.left = self.forward.left, []
         for unit in left:
             if unit is not but:
                 self._reshard_after_forward(unit, needs_backward=self._has_backward(unit))
 
     def _has_backward(self, unit: Unit) -> bool:
-        """Backward entered the unit in some step, or it is the root. What is kept for it is the same on all ranks.
+        """Whether backward will enter the unit: it did in some step, or the unit is the root. The same on all ranks.
 
-        Of a unit that only peers have run so far, it is taken that they will run it backward.
+        A unit that only peers have run so far is assumed to take part in their backward.
         """
         if not self.forward.trains:
             return False
@@ -334,7 +337,7 @@ class Engine:
             if not unit.reshards_after_forward:
                 return
             if self.forward.trains and self.orders.forward_order.is_last(unit.index):
-                return  # backward needs it first
+                return  # backward begins with this unit
         if self.forward.trains:
             for group in unit.groups:
                 group.form.keep(group)
@@ -343,23 +346,23 @@ class Engine:
     # -- gathering
 
     def _is_current(self, unit: Unit) -> bool:
-        """The gathered buffer holds what the masters held at the outermost forward."""
+        """Whether the gathered buffers hold the values that the masters had at the outermost forward."""
         for group in unit.groups:  # noqa: SIM110 - on a hot path
             if group.epoch != self.epoch and group.needs_refresh:
                 return False
         return True
 
     def unshard(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
-        """Bring the unit's parameters up to date and wait for them; what comes next in ``ahead`` travels meanwhile."""
+        """Gather the unit if it is not up to date, and wait for it; the next units of ``ahead`` are prefetched."""
         if unit.state is State.UNSHARDED and (self._is_current(unit) or unit.calls.frames[1:]):
             return
         self._fetch(unit, ahead)
 
     def _fetch(self, unit: Unit, ahead: AgreedOrder | None) -> None:
-        """Gather the unit, unless that is under way, and wait for it."""
+        """Gather the unit, unless its gather is under way, and wait for it."""
         if unit.state is not State.UNSHARDING:
             self._issue_gather(unit)
-        # Packed gathers use one buffer in turn.
+        # Packed gathers share one buffer, so only one can be under way.
         if ahead is not None and not any(group.facts.sent_as for group in unit.groups):
             self._prefetch(unit, ahead)
         self.wait(unit)
@@ -389,7 +392,7 @@ class Engine:
                     unit.handles.append(group.form.gather_kept(group) if is_kept else group.form.gather(group))
                 unit.is_unused = True
         except BaseException:
-            self.reshard(unit)  # half of a unit is as good as none
+            self.reshard(unit)  # a unit with some groups gathered cannot be used
             raise
 
     def wait(self, unit: Unit) -> None:
@@ -402,13 +405,13 @@ class Engine:
         unit.move_to(State.UNSHARDED)
 
     def _prefetch(self, unit: Unit, order: AgreedOrder) -> None:
-        """While ``unit`` computes, issue the gathers of those that come next, up to one that has to wait."""
+        """While ``unit`` computes, issue the gathers of the next units, up to one that cannot be gathered yet."""
         for index in order.upcoming(unit.ahead[order.is_backward]):
             following = self.units[index]
             if following.state is State.REDUCING:
                 return
             if following.calls.frames:
-                return  # ranks that skip this call have released the unit, and gather it again in its next place
+                return  # its call is running; ranks that skip this call release the unit and gather it again later
             is_there = following.state is State.UNSHARDING
             if following.state is State.UNSHARDED and (self.backward.is_under_way or self._is_current(following)):
                 is_there = True
@@ -416,12 +419,12 @@ class Engine:
                 self._issue_gather(following)
 
     def gather_ahead(self) -> None:
-        """Issue the gathers of all units that forwards of a step will come to, in the order in which they will.
+        """Issue the gathers of all units that the forwards of a step will run, in that order.
 
         Collective:
             As ``Form.gather`` of each unit in the agreed orders; nothing before these are recorded. Without prefetching
-            (``forward_prefetch=0``), and where gathers are packed, which use one buffer in turn, units are gathered
-            when they are due.
+            (``forward_prefetch=0``), and for packed gathers, which share one buffer, each unit is gathered when its
+            forward begins.
         """
         for index in units_in(self.orders.forward):
             unit = self.units[index]
@@ -430,7 +433,7 @@ class Engine:
                 self._issue_gather(unit)
 
     def _stays(self, unit: Unit) -> bool:
-        """The step keeps what is gathered of the unit."""
+        """Whether the step keeps the unit gathered."""
         return self.window.step.holds and self.window.step.keeps(unit)
 
     def _ensure(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
@@ -440,7 +443,7 @@ class Engine:
         unit.use_unsharded()
 
     def reshard(self, unit: Unit) -> None:
-        """Free the memory of the unit's parameters. Replicated ones keep theirs."""
+        """Free the unit's gathered buffers. Replicated parameters stay allocated."""
         if unit.state is State.UNSHARDING:
             self.wait(unit)
         self.num_wrong_prefetches += unit.is_unused
@@ -456,10 +459,10 @@ class Engine:
     # -- backward
 
     def pre_backward(self, ticket: Ticket, unit: Unit) -> None:
-        """Backward has reached a call of ``unit``."""
+        """Enter ``unit``: backward has reached a call of it."""
         backward = self.backward
         if backward.is_under_way and backward.end is not None and backward.end() is None:
-            self.recover()  # a backward that raised began before this one, which is not inside of it
+            self.recover()  # an earlier backward raised; this one is not nested in it
         if backward.is_under_way and ticket.generation == backward.generation:
             return
         if torch.is_grad_enabled():
@@ -478,7 +481,7 @@ class Engine:
         self._reach(unit)
 
     def _reach(self, unit: Unit) -> None:
-        """Backward has come to ``unit``: enter it, after the units that peers enter before it."""
+        """Enter ``unit``, which backward has reached, after the units that peers enter before it."""
         unit.calls.has_come = True
         if not self._communicates(unit):
             self._ensure(unit)
@@ -489,30 +492,31 @@ class Engine:
         unit.is_unused = False
 
     def _communicates(self, unit: Unit) -> bool:
-        """Backward gathers or reduces the unit, so that it needs a place in the order. A frozen replica needs none."""
+        """Whether backward gathers or reduces the unit, which then needs a place in the order; not a frozen replica."""
         return not unit.is_resident or any(group.wants_gradients for group in unit.groups)
 
     def on_use_outside(self, group: Group, index: int, grad: Tensor) -> None:
-        """Backward has brought a gradient for a shard that is the whole parameter: it was used outside of its unit."""
+        """Add a gradient of a shard that is the full parameter: the parameter was used outside of its unit."""
         self._come_to(group.unit)
         _refuse_graph(group.unit, [grad])
         group.gradient.add(index, grad, self.gradients)
 
     def on_gradient(self, group: Group, index: int) -> None:
-        """Backward has brought a gradient to a full parameter, maybe without a ticket before it."""
+        """Enter the unit of a full parameter that has received a gradient, maybe without a ticket before it."""
         unit, parameter = group.unit, group.unsharded[index]
         if parameter.grad is None:
             return
         if unit.version > self.forward.version:
             self._refuse_changed(unit, {id(group.shards[index])}, self.forward.version)
-        grad, parameter.grad = parameter.grad, None  # which is dropped where a backward before this one has raised
+        grad, parameter.grad = parameter.grad, None  # _come_to drops .grad if an earlier backward has raised
         self._come_to(unit)
         parameter.grad = grad
 
     def _come_to(self, unit: Unit) -> None:
         """Enter ``unit`` in a backward that no ticket has announced.
 
-        To the order of units this is as a call of the unit: peers that do not use the parameter so take part.
+        It gets a place in the order of units, as if it had been called, so that peers that do not use the parameter
+        take part.
         """
         backward = self.backward
         if backward.is_under_way and backward.end is not None and backward.end() is None:
@@ -523,9 +527,10 @@ class Engine:
             self._reach(unit)
 
     def need_whole(self, what: str, unit: Unit) -> None:
-        """Refuse ``what``, which differentiates otherwise than by one backward, where parameters are not here in full.
+        """Refuse ``what``, which differentiates by more than one backward, unless every parameter is stored in full.
 
-        Later backwards may then bring gradients of the unit without a ticket before them: hooks tell of these.
+        If it is allowed, later backwards may bring gradients of the unit without a ticket before them. Hooks on the
+        parameters detect these.
         """
         comms = self.comms
         is_divided = any(comm is not None for comm in (comms.tp, comms.pp, comms.cp, comms.ep))
@@ -562,12 +567,12 @@ class Engine:
         backward.end = weakref.ref(end)
 
     def _is_unlike_others(self, entry: Entry) -> bool:
-        """Whether this backward may leave its order on some rank, so that the ranks negotiate it. Alike on all of them.
+        """Whether this backward may leave its order on some rank, so that the ranks negotiate it. All ranks agree.
 
         Collective:
-            An exchange of words over all data-parallel ranks, while the order is a guess, or there are trained units
-            that no backward has entered. With several groups of ranks, whose forwards tell each other nothing
-            (``hsdp``), also while there are frozen ones.
+            An exchange of messages over all data-parallel ranks, while no rank has run the whole order in one pass, or
+            while there are trained units that no backward has entered. Under ``hsdp``, where forwards of different
+            shard groups exchange nothing, also while there are frozen units that no backward has entered.
         """
         order, gathers = self.orders.backward[entry], self.orders.forward[entry]
         has_forward = self.row.shards_optimizer and self.comms.gather.size > 1
@@ -584,15 +589,15 @@ class Engine:
         return order.is_asked_for(is_wanted=is_wanted, is_asked=is_asked)
 
     def _fail(self, order: AgreedOrder) -> None:
-        """An exception has ended a pass on this rank: peers that negotiate it raise too."""
+        """Notify peers that negotiate a pass that an exception has ended it on this rank; they raise too."""
         with contextlib.suppress(CommError):
             order.fail()
 
     def _enter(self, unit: Unit) -> None:
-        """Backward is now in ``unit``: reduce what it has left, have its parameters there, gather what comes next.
+        """Enter ``unit`` in backward: reduce the units that backward has left, gather ``unit``, prefetch the next ones.
 
-        Alike on ranks whose backward comes to the unit and on those that skip it: gathers and reductions, which go over
-        different Comms, so follow one order on all ranks ([Note: Agreed order]).
+        Ranks whose backward reaches the unit and ranks that skip it do the same, so that the gathers on one Comm and
+        the reductions on another each follow one order on all ranks ([Note: Agreed order]).
         """
         backward = self.backward
         with label("backward", unit.name):
@@ -606,30 +611,31 @@ class Engine:
         self._prefetch(unit, self.orders.backward_order)
 
     def _is_outstanding(self, unit: Unit) -> bool:
-        """Backward will come to this unit again, in an earlier call of it."""
+        """Whether backward will enter this unit again, for an earlier call of it."""
         order = self.orders.backward_order
         if order.is_open:
             return unit in self.backward.awaited
         if order.is_recorded and order.remaining(unit.index) > 0:
             return True
-        # The loss of this rank may not need a call that the losses of its peers need.
+        # This rank's loss may not depend on a call on which the losses of its peers depend.
         return unit.calls.is_outstanding and (unit.calls.has_come or not order.is_recorded)
 
     def post_backward(self, unit: Unit) -> None:
         """Release a unit that backward has left, and issue the reduction of its gradients.
 
         Collective:
-            Reduce-scatter or all-reduce of each trained group on ``dp_shard``, where this backward synchronises or
-            microbatches are added up sharded; on ``dp_replicate`` those of the unit before. Else as ``Step.leave``.
+            Reduce-scatter or all-reduce of each trained group on ``dp_shard``, if this backward synchronizes or
+            gradients of microbatches are accumulated sharded; on ``dp_replicate``, the all-reduce of the unit before.
+            Otherwise as ``Step.leave``.
         """
         if unit in self.backward.entered:
             self.backward.entered.remove(unit)
         if self.backward.makes_graph:
             _refuse_graph(unit, [full.grad for group in unit.groups for full in group.unsharded])
         while unit.state is State.REDUCING:
-            self._finish_oldest()  # a gradient has come after the unit was reduced: its buffer must have left
+            self._finish_oldest()  # a gradient arrived after the unit was reduced; its buffer is still being reduced
         reduces = self.window.syncs or self.window.mode != "unsharded"
-        # Memory is freed before the unit takes its buffer: that of sums that have arrived, and that of its parameters.
+        # Free buffers of finished reductions and the unit's parameters before the unit allocates its gradient buffer.
         if reduces:
             self.wait_for_reductions(keep=self._num_travelling)
         is_read = any(group.gradient.lies_in_parameters for group in unit.groups)
@@ -657,7 +663,7 @@ class Engine:
         unit.move_to(State.REDUCING)
         for tell in self.extras.before_reduce:
             tell(self, unit)
-        if not self.window.step.ends_with_backward:  # else post_backward has done so
+        if not self.window.step.ends_with_backward:  # otherwise post_backward has waited
             self.wait_for_reductions(keep=self._num_travelling)
         is_last = self.window.syncs or self.window.mode != "defer_replicate"
         for group in trained:
@@ -667,16 +673,16 @@ class Engine:
 
     @property
     def _num_travelling(self) -> int:
-        """Units whose reductions are left to travel while another one's is issued."""
+        """Number of units whose reductions may stay under way while another unit's is issued."""
         if self.comms.replicate is not None:
-            return 0  # the sum over the groups is due
+            return 0  # the all-reduce on dp_replicate must be issued now
         return self.gradients.limit - 2
 
     def wait_for_reductions(self, *, keep: int = 0) -> None:
-        """Begin the next phase of every reduction under way, oldest first; finish those that have come to their end.
+        """Start the next phase of every reduction under way, oldest first; finish those that have no further phase.
 
         Args:
-            keep: The reductions of so many units, the newest, are left to travel.
+            keep: Number of units, the newest ones, whose reductions are left alone.
         """
         kept: set[Unit] = set()
         for unit, _, _ in reversed(self.reducing):
@@ -691,7 +697,7 @@ class Engine:
                 self._finish_oldest()
 
     def mark_updated(self, unit: Unit) -> None:
-        """The parameters of ``unit`` have been updated inside the backward under way."""
+        """Record that the parameters of ``unit`` have been updated inside the backward under way."""
         unit.updated_in = self.backward.generation
 
     def _finish_oldest(self) -> bool:
@@ -708,12 +714,13 @@ class Engine:
         return True
 
     def end_backward(self) -> None:
-        """Backward is over: reduce the rest, wait for the reductions, release everything."""
+        """End a backward: reduce the remaining units, wait for the reductions, release everything."""
         for index in self.orders.backward_order.finish():
             self._enter(self.units[index])
         for unit in reversed(self.backward.entered.copy()):
             self.post_backward(unit)
-        if self.window.step.ends_with_backward:  # else others wait for this backward to end, and nobody for the sums
+        # In a pipeline the previous stage waits for this backward; the reductions are waited for at the step's end.
+        if self.window.step.ends_with_backward:
             self.finish_reductions()
         self._agree(self.orders.backward_order, self.comms.control)
         for unit in self.units:
@@ -735,14 +742,17 @@ class Engine:
         self.forward.path.clear()
 
     def finish_reductions(self) -> None:
-        """Every unit has been left: reduce what came otherwise, and wait for all that is under way."""
+        """Reduce gradients that no ticket announced, and wait for all reductions; backward has left every unit."""
         self._finish_strays()
         self.drain()
         for tell in self.extras.backward_ended:
             tell(self)
 
     def _finish_strays(self) -> None:
-        """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over."""
+        """Reduce gradients that no ticket announced, and sums of earlier microbatches that still wait.
+
+        A gradient comes without a ticket where a value left its unit without passing through the unit's outputs.
+        """
         generation = self.backward.generation
         for unit in self.units:
             trained = [group for group in unit.groups if group.wants_gradients]
@@ -768,14 +778,14 @@ class Engine:
                 self.post_backward(unit)
 
     def drain(self) -> None:
-        """Wait for every reduction under way, and for what the host is about to read of them."""
+        """Wait for every reduction under way and for its copy to the host, then read the flags of unused parameters."""
         while self.reducing:
             self.wait_for_reductions()
         self.wait_for_host()
         read_unused_flags(group.gradient for group in self.groups)
 
     def heal(self, unit: Unit) -> None:
-        """Bring back the data of a unit for a saved tensor that would otherwise read memory that is not there."""
+        """Gather a unit again because autograd reads a saved tensor whose memory was freed with the unit."""
         self._ensure(unit)
         unit.is_unused = False
         unit.healed_in = self.backward.generation
@@ -783,12 +793,16 @@ class Engine:
     # -- after an exception
 
     def recover(self) -> None:
-        """A backward raised before its end: drop what it left under way. A ``.grad`` that was done stays."""
+        """Drop what a backward that raised has left under way. Gradients already on ``.grad`` stay.
+
+        Raises:
+            StateError: Sums of earlier microbatches are lost, or some units were updated inside that backward.
+        """
         backward = self.backward
         self._fail(self.orders.backward_order)
         self.wait_for_host()
         while self.reducing:
-            self.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
+            self.reducing.popleft()[2].wait()  # its buffer is in use until then; the sum is dropped below
         for unit in self.units:
             if unit.state is State.REDUCING:
                 unit.move_to(State.SHARDED)
@@ -811,12 +825,12 @@ class Engine:
             )
 
     def leave_interrupted(self) -> None:
-        """No forward can be under way: where one seems to be, it was interrupted (torch then runs no hooks)."""
+        """Clean up after a forward that was interrupted, for which torch runs no hooks; the caller is outside of it."""
         if self.forward.num_frames and threading.get_ident() == self.forward.thread:
             self.leave_frames()
 
     def leave_frames(self) -> None:
-        """A forward was left without its hooks: nothing is under way any more."""
+        """Clean up after a forward that ended without its hooks."""
         for tell in self.extras.forward_ended:
             tell(self)
         self._fail(self.orders.forward_order)
@@ -846,30 +860,31 @@ class Engine:
         self.follow_shards()
 
     def need_values(self, call: str) -> None:
-        """Ask the guards whether ``call`` may use the parameters' values."""
+        """Call the guards, which raise if ``call`` may not use the parameters' values."""
         for guard in self.extras.guards:
             guard(self, call)
 
     def follow_shards(self) -> None:
-        """Take over what the user changed on the parameters: other memory (``p.data = ...``), what is trained."""
+        """Apply the user's changes of the parameters (``p.data = ...``, ``requires_grad``) to masters and full ones."""
         for group in self.groups:
             group.follow_shards()
         self.free_gradients()
 
     def free_gradients(self) -> None:
-        """Free what ``.grad`` lived in, where nothing is kept for the next step."""
+        """Free the memory of ``.grad`` in every group where ``zero_grad()`` has dropped all of it."""
         for group in self.groups:
             group.gradient.free()
 
     def wait_for_host(self) -> None:
-        """Make the host wait for copies from and to its memory, and for its own updates of what lies there."""
+        """Make the host wait for copies from and to its memory, and for optimizer updates that run there."""
         for wait in self.extras.host_waits:
             wait()
 
     def invalidate(self, changed: frozenset[int] | None = None) -> None:
-        """The masters of the shards with these identities (``None``: all) have been written.
+        """Mark gathered buffers as out of date: the masters of shards have been written.
 
-        What is gathered, or was, is out of date.
+        Args:
+            changed: Identities (``id``) of these shards; ``None``: all.
         """
         self.leave_interrupted()
         self.window.close()
@@ -904,7 +919,7 @@ class Engine:
             make_equal()
 
     def unshard_now(self, unit: Unit) -> None:
-        """Gather a unit by hand; its module then holds the whole parameters until :meth:`reshard_now`.
+        """Gather a unit on request; its modules then hold the full parameters until :meth:`reshard_now`.
 
         Collective:
             All-gather of the unit. All ranks must call.
@@ -920,7 +935,7 @@ class Engine:
 
 
 def indices_below(units: Sequence[Unit], entry: Entry) -> Sequence[int]:
-    """Numbers of the units that a forward through ``entry`` may come to; none for a stage, whose units all run."""
+    """Numbers of the units that a forward through ``entry`` may run; none for a stage, whose units all run."""
     if entry[0] < 0:
         return ()
     roots = (entry[1],) if entry[1] else tuple(member.path for member in units[entry[0]].members)
@@ -936,7 +951,7 @@ def _refuse_compiled(unit: Unit) -> NoReturn:
 
 
 def _refuse_graph(unit: Unit, grads: Sequence[Tensor | None]) -> None:
-    """Refuse gradients that autograd can go through again, which their sum over the ranks could not."""
+    """Refuse gradients that have an autograd graph, because their mean over the ranks would have none."""
     if any(grad is not None and grad.requires_grad for grad in grads):
         raise StateError(
             f"loss.backward(create_graph=True) left gradients of unit {unit.name!r} that have a graph; their means over"

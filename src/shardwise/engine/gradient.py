@@ -5,18 +5,18 @@ state       where this rank's gradients are                                 leav
 ==========  ==============================================================  ==============================
 empty       nowhere                                                         ``collect``
 local       summed in a flat full-size buffer, not reduced yet              ``reduce``
-reducing    on their way; the buffer must not be touched                    ``finish``
+reducing    being reduced; the buffer must not be touched                   ``finish``
 partial     summed over ``dp_shard`` only (accumulation defer_replicate)    a later microbatch's ``reduce``
 done        on the shards' ``.grad``, set or added to what was there
 ==========  ==============================================================  ==============================
 
-On a mesh with ``dp_replicate`` a reduction is a chain: the sum inside the group, then the sum of what the rank holds of
-it over the groups, then one division. The second lies where ``.grad`` will be, not in a buffer that others use: it may
-travel while the next units' gradients are collected.
+On a mesh with ``dp_replicate`` a reduction is a chain: the sum over ``dp_shard``, then the sum of this rank's slice
+over ``dp_replicate``, then one division. The second sum is stored in the memory of ``.grad``, not in the full-size
+buffer, so that it may be under way while the next units' gradients are collected.
 
-The full-size buffer is the group's own. It has memory from the first gradient to the end of its reduction. Where a row
-replicates gradients (``ddp``, ``zero1``, and wherever one rank's slice is the whole) ``.grad`` lives in such a buffer,
-reduced in place; while it does, a further backward collects in a second one.
+The full-size buffer belongs to the group. It has memory from the first gradient to the end of its reduction. Where the
+placements replicate gradients (``ddp``, ``zero1``, and wherever one rank's slice is the full group) ``.grad`` is a view
+of such a buffer, which is reduced in place. A further backward then collects in a second buffer.
 """
 
 from __future__ import annotations
@@ -42,41 +42,41 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Bytes that have memory now, and the most so far."""
+    """Bytes that are allocated now, and the maximum so far."""
 
     def __init__(self) -> None:
         self.live = self.most = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have been allocated; freed ones, if the number is negative."""
+        """Count allocated bytes; a negative number counts freed bytes."""
         self.live += num_bytes
         self.most = max(self.most, self.live)
 
 
 class GradientMemory(Meter):
-    """The full-size gradient buffers of a model that have memory now, and small constants that groups share.
+    """Counts the full-size gradient buffers of a model that have memory, and caches small constants that groups share.
 
     Args:
-        limit: Buffers of one kind in use at once. A group that needs one more waits for the oldest reduction; if none
-            is under way (an enclosing unit, or local accumulation, holds them) it gets one all the same.
+        limit: Number of buffers of one kind in use at once. A group that needs one more waits for the oldest reduction.
+            If none is under way (an enclosing unit, or local accumulation, uses them), it gets one beyond the limit.
         drain: Finishes the oldest reduction under way; returns False if there is none.
     """
 
     def __init__(self, limit: int, drain: Callable[[], bool]) -> None:
         super().__init__()
         self.limit = limit
-        self._drain = weakref.WeakMethod(drain)  # it is a method of whoever holds this object
+        self._drain = weakref.WeakMethod(drain)  # a method of the engine, which owns this object
         self._num_in_use: Counter[Hashable] = Counter()
         self._constants: dict[Hashable, Tensor] = {}
 
     def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """A small tensor that never changes, made at the first call and shared by all who name the same key."""
+        """Return the small constant tensor of ``key``, made at the first call."""
         if key not in self._constants:
             self._constants[key] = make()
         return self._constants[key]
 
     def take(self, kind: Hashable, num_bytes: int) -> None:
-        """A buffer of a kind is about to get memory."""
+        """Count a buffer of a kind that is about to be allocated, after waiting while the limit is reached."""
         drain = self._drain()
         while self._num_in_use[kind] >= self.limit and drain is not None and drain():
             pass
@@ -84,13 +84,13 @@ class GradientMemory(Meter):
         self.add(num_bytes)
 
     def give(self, kind: Hashable, num_bytes: int) -> None:
-        """The memory of a buffer of a kind has been freed."""
+        """Count a buffer of a kind that has been freed."""
         self._num_in_use[kind] -= 1
         self.add(-num_bytes)
 
 
 class _Kept(NamedTuple):
-    """A :class:`GradientStorage` whose memory is freed; ``holders`` as of ``torch_private.num_holders``."""
+    """Tensors of a :class:`GradientStorage` whose memory is freed; ``holders`` as ``torch_private.num_holders``."""
 
     tensor: Tensor
     plain: list[Tensor]
@@ -101,17 +101,17 @@ class _Kept(NamedTuple):
 
 
 class GradientStorage:
-    """The memory of ``.grad`` of a group's shards, which it has from the first gradient to ``zero_grad()``.
+    """The memory of ``.grad`` of a group's shards, allocated from the first gradient to ``zero_grad()``.
 
     Attributes:
-        tensor: The memory, laid out as the master is: a slice of :attr:`full`, or memory of its own.
+        tensor: The memory, in the master's layout: a slice of :attr:`full`, or a separate allocation. ``None``: freed.
         views: One view of :attr:`tensor` for each parameter: its ``.grad``.
         plain: The same views as plain tensors.
-        as_part: Makes a gradient (of a shard), of which other ranks hold other parts, one that refuses norms.
-        is_apart: ``.grad`` never lives in the buffer that is reduced.
-        full: The group's own full-size gradient buffer, where ``.grad`` lives in one.
-        flats: Views over several parameters, which are ``.grad`` of flat ones.
-        is_lent: ``.grad`` is there for one update alone (the optimizer steps inside backward).
+        as_part: Wraps a gradient (of a shard) whose other parts are on other ranks, so that it refuses norms.
+        is_apart: Whether ``.grad`` is never part of the buffer that is reduced.
+        full: The full-size gradient buffer of which ``.grad`` is a part; ``None``: ``.grad`` is a separate allocation.
+        flats: Views over several parameters: ``.grad`` of flat parameters.
+        is_lent: Whether ``.grad`` exists for one update only (the optimizer steps inside backward).
     """
 
     def __init__(self, group: Group, as_part: Callable[[Tensor, Tensor | None], Tensor]) -> None:
@@ -128,7 +128,7 @@ class GradientStorage:
         self._kept: _Kept | None = None
 
     def make(self, *, is_filled: bool = True) -> Tensor:
-        """The memory, allocated at the first call; zeros, unless a whole sum is about to be written to it."""
+        """Return the memory, allocated at the first call: zeros, or uninitialized unless ``is_filled``."""
         if self.tensor is not None:
             return self.tensor
         kept, self._kept = self._kept, None
@@ -142,7 +142,7 @@ class GradientStorage:
 
     @property
     def _memory(self) -> Tensor:
-        """The memory of which :attr:`tensor` is all or a part."""
+        """The allocation of which :attr:`tensor` is all or a part."""
         assert self.tensor is not None
         return self.tensor if self.full is None or self.is_apart else self.full.memory
 
@@ -168,7 +168,10 @@ class GradientStorage:
         return torch_private.num_holders([self._memory, *self.plain, *self.views, *self.flats])
 
     def hold(self, make: Callable[[], tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return what ``make`` makes, held by the caller as long as this object: the memory, a new view, known ones."""
+        """Call ``make`` and return its result (the memory, a new view of it, known views), which the caller keeps.
+
+        The references that the caller keeps do not count as the user's in :meth:`free`.
+        """
         if self.is_lent:
             return make()
         before = self._count_holders()
@@ -179,7 +182,7 @@ class GradientStorage:
         return made
 
     def free(self) -> None:
-        """Free the memory. Where the user holds a gradient, it is left to them, and made anew for the next one."""
+        """Free the memory. If the user holds a gradient, it stays theirs, and the next step allocates new memory."""
         if self.tensor is not None and not self.is_lent and self._count_holders() == self._holders:
             free(self._memory)
             self._kept = _Kept(self.tensor, self.plain, self.views, self.full, self.flats, self._holders)
@@ -187,7 +190,7 @@ class GradientStorage:
         self.views, self.plain, self.flats = [], [], []
 
     def lend(self) -> None:
-        """Keep ``.grad``, from now on, where the sum is or, if it is cast, in memory that is freed after it."""
+        """From now on store ``.grad`` for one update only: in the reduced sum, or for a cast in separate memory."""
         self.is_lent = True
         self.free()
 
@@ -196,17 +199,17 @@ class GradientStorage:
         return self.group.reduce_dtype is not self.group.dtype
 
     def borrow(self, result: Tensor) -> None:
-        """Keep ``.grad`` for one update in ``result``, the sum; if it is cast, in memory next to it."""
-        if self._lent is None:  # a rank's place in the buffer of a group is always the same
+        """Store ``.grad`` for one update in ``result``, the sum; if the dtype differs, in separate memory."""
+        if self._lent is None:  # the rank's slice of the group's buffer never moves, so the views are made once
             memory = torch.empty(len(result), dtype=self.group.dtype, device=result.device) if self._is_cast else result
             self._lent = memory, self.group.held_views(memory)
         elif self._is_cast:
             allocate(self._lent[0])
         self.tensor, self.plain = self._lent
-        self.views = self.plain  # the optimizer alone sees them
+        self.views = self.plain  # only the optimizer sees them
 
     def give_back(self) -> None:
-        """End :meth:`borrow`: ``.grad`` is taken off the shards."""
+        """Undo :meth:`borrow`: set ``.grad`` of the shards to ``None`` and free the memory."""
         for shard in self.group.shards:
             shard.grad = None
         if self.tensor is not None and self._is_cast:
@@ -219,10 +222,10 @@ class Gradient:
 
     Attributes:
         layout: Flat layout of the full-size buffer.
-        storage: Where ``.grad`` lives.
-        is_pooled: The full-size buffer is there during a backward alone. Else ``.grad`` lies in it.
-        result: Where the sum under way arrives.
-        has_added: A reduced gradient was added to what an earlier backward had left in ``.grad``.
+        storage: Memory of ``.grad``.
+        is_pooled: Whether the full-size buffer has memory only during a backward. Otherwise ``.grad`` is part of it.
+        result: Receives the sum that is under way.
+        has_added: Whether a reduced gradient was ever added to a ``.grad`` of an earlier backward.
     """
 
     def __init__(self, group: Group, as_part: Callable[[Tensor, Tensor | None], Tensor]) -> None:
@@ -234,53 +237,53 @@ class Gradient:
         self._num_bytes = self.layout.numel * group.reduce_dtype.itemsize
         self.is_pooled = facts.pools_gradients
         self.divide_by(facts.num_ranks)
-        # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
+        # This rank owns no element of these parameters: .grad stays None, and optimizers skip them.
         self._is_elsewhere = [
             held.numel == 0 < spec.numel for held, spec in zip(group.held, group.layout.params, strict=True)
         ]
         first_flag = self.layout.data_numel(self.layout.place(group.rank))
-        self._flags = slice(first_flag, first_flag + len(group.shards))  # in what this rank gets of a sum
+        self._flags = slice(first_flag, first_flag + len(group.shards))  # in this rank's slice of a sum
         self._local: FlatBuffer | None = None
-        self._scratch: FlatBuffer | None = None  # which has memory during a backward alone
-        self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
+        self._scratch: FlatBuffer | None = None  # has memory only during a backward
+        self._written = [False] * len(group.shards)  # by parameter: whether ``_local`` holds this rank's gradient
         self._shown: dict[int, Tensor] = {}  # views of ``_local`` that are .grad of full parameters
         self._used: list[bool] = []
         self.result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
-        self.partial_store: Tensor | None = None  # where that lies if it cannot lie where ``.grad`` does
-        self._maybe_unused: list[int] = []  # only the flags in ``storage`` say whether a rank used them
+        self.partial_store: Tensor | None = None  # memory of ``_partial`` if that is not in the memory of ``.grad``
+        self._maybe_unused: list[int] = []  # parameters of which only the flags in ``storage`` tell if a rank used them
         self._is_borrowing = False
         self.has_added = False
 
     @property
     def is_local(self) -> bool:
-        """Gradients of this rank wait for a reduction, or for the rest of one."""
+        """Whether gradients of this rank wait for a reduction, or for the sum over ``dp_replicate``."""
         return self._local is not None or self._partial is not None
 
     @property
     def has_sums(self) -> bool:
-        """Some ``.grad`` is there from an earlier backward, to be added to."""
+        """Whether some ``.grad`` of an earlier backward exists, to which the next reduction is added."""
         if self._maybe_unused:
             return True
         with torch_private.without_torch_function():
             for shard in self.group.shards:
-                if torch_private.grad.__get__(shard) is not None:  # not by way of Shard.grad, on a hot path
+                if torch_private.grad.__get__(shard) is not None:  # hot path: bypasses the slower Shard.grad
                     return True
         return False
 
     @property
     def held_buffers(self) -> tuple[Tensor | None, ...]:
-        """The memory of ``.grad``, and sums that wait."""
+        """The memory of ``.grad``, its full-size buffer, and partial sums of microbatches; each may be ``None``."""
         return self.storage.tensor, None if self.storage.full is None else self.storage.full.memory, self.partial_store
 
     @property
     def scratch(self) -> Tensor | None:
-        """The full-size buffer that has memory during a backward alone."""
+        """The full-size buffer that has memory only during a backward."""
         return None if self._scratch is None else self._scratch.memory
 
     @property
     def lies_in_parameters(self) -> bool:
-        """Some gradient is memory of the unit's parameters: a function has returned a view of one as gradient."""
+        """Whether a gradient shares memory with a gathered buffer of the unit: autograd returned a parameter's view."""
         groups = self.group.unit.groups
         gathered = [group.gathered.untyped_storage().data_ptr() for group in groups if group.is_allocated]
         for full in self.group.unsharded:  # a plain loop: once for each parameter in each step
@@ -296,7 +299,7 @@ class Gradient:
     # -- empty -> local
 
     def collect(self, memory: GradientMemory) -> None:
-        """Move what gradients there are on the full parameters into the flat buffer, and free them."""
+        """Move the gradients of the full parameters into the flat buffer, and free them."""
         views, written = self._begin(memory), self._written
         if not any(written) and self._collect_all(views):
             return
@@ -308,7 +311,7 @@ class Gradient:
             grad = full.grad
             if grad is None or grad is self._shown.get(index):
                 continue
-            if self._shown.pop(index, None) is not None:  # autograd has put the whole sum elsewhere
+            if self._shown.pop(index, None) is not None:  # autograd stored the sum in another tensor
                 written[index] = False
             full.grad = None
             targets, sources = (add_to, terms) if written[index] else (copy_to, copies)
@@ -319,7 +322,7 @@ class Gradient:
         _each(torch._foreach_copy_, copy_to, copies)
 
     def _collect_all(self, views: FlatBuffer) -> bool:
-        """As :meth:`collect` where every parameter has its first gradient, as in nearly every backward; else False."""
+        """Collect faster if every parameter has its first gradient, as in nearly every backward; else return False."""
         unsharded = self.group.unsharded
         grads = [grad for full in unsharded if (grad := full.grad) is not None and grad.layout is torch.strided]
         if len(grads) < len(unsharded):
@@ -333,9 +336,9 @@ class Gradient:
         return True
 
     def show(self) -> None:
-        """Make autograd add later gradients to those in the flat buffer itself, where one lies there in one piece.
+        """Make autograd add later gradients in place in the flat buffer, where a gradient is contiguous there.
 
-        It must not be moved until :meth:`reduce`.
+        The buffer must not be moved until :meth:`reduce`.
         """
         group = self.group
         if self._local is None or group.compute_dtype is not group.reduce_dtype:
@@ -350,9 +353,9 @@ class Gradient:
         self._shown.clear()
 
     def local_views(self, index: int, memory: GradientMemory) -> list[Tensor]:
-        """This rank's gradient of one parameter, to be changed there, in the :meth:`parts` of the flat buffer.
+        """Return this rank's gradient of one parameter as views of the flat buffer (:meth:`parts`), to be changed.
 
-        Where there is none yet it is -0.0 from now on.
+        If there is no gradient yet, it becomes -0.0.
         """
         self.collect(memory)
         views = self._begin(memory).by_param[index]
@@ -362,16 +365,16 @@ class Gradient:
         return views
 
     def add(self, index: int, grad: Tensor, memory: GradientMemory) -> None:
-        """Add to this rank's gradient of one parameter, which came otherwise than through the full parameter."""
+        """Add ``grad``, which autograd did not bring to the full parameter, to this rank's gradient of a parameter."""
         _each(torch._foreach_add_, self.local_views(index, memory), self._cut(index, grad))
 
     def has_collected(self, index: int) -> bool:
-        """Whether sums of earlier microbatches have a gradient of parameter ``index``, and ``.grad`` would show it."""
+        """Whether sums of earlier microbatches include parameter ``index``, of which this rank owns elements."""
         is_used = self._written[index] or (self._partial is not None and self._used[index])
         return is_used and not self._is_elsewhere[index]
 
     def forget(self, index: int) -> None:
-        """Drop what earlier microbatches have collected for parameter ``index``."""
+        """Drop the sum of earlier microbatches for parameter ``index``."""
         self._written[index] = False
         if self._shown.pop(index, None) is not None:
             self.group.unsharded[index].grad = None
@@ -381,7 +384,7 @@ class Gradient:
             self._flags_in(self._partial)[index] = 0
 
     def make_buffer(self) -> FlatBuffer:
-        """A full-size buffer, with memory."""
+        """Allocate a full-size buffer."""
         return FlatBuffer(self.layout, self.group.reduce_dtype, self.group.device)
 
     def _begin(self, memory: GradientMemory) -> FlatBuffer:
@@ -403,7 +406,7 @@ class Gradient:
         return self._local
 
     def _cut(self, index: int, grad: Tensor) -> list[Tensor]:
-        """The gradient in the parts in which the flat buffer holds it."""
+        """Return the gradient in the parts in which the flat buffer stores it."""
         spec = self.layout.group.params[index]
         if grad.layout is not torch.strided:
             raise StateError(
@@ -417,7 +420,7 @@ class Gradient:
         return self.parts(index, grad.detach())
 
     def parts(self, index: int, dense: Tensor) -> list[Tensor]:
-        """Views of all elements of a parameter, as they lie in memory, in the parts in which the buffer holds them."""
+        """Return views of a dense parameter, in memory order, in the parts in which the flat buffer stores it."""
         return _views(dense, self.layout, index, self.layout.dense_rows[index])
 
     # -- local -> reducing
@@ -425,14 +428,14 @@ class Gradient:
     def reduce(self, memory: GradientMemory, *, is_last: bool = True) -> Handle:
         """Complete the local gradients and issue their reduction.
 
-        A missing gradient travels as -0.0, the exact identity of addition, with 0 as its flag.
+        A missing gradient is sent as -0.0, the exact identity of addition, with 0 as its flag.
 
         Args:
             memory: Counts the buffers in use.
-            is_last: Later microbatches do not add to it: the sum goes on over ``dp_replicate`` where there is one.
+            is_last: Whether no later microbatch adds to the sum, so that it is also reduced over ``dp_replicate``.
 
         Collective:
-            As ``Form.reduce``. Then, when the handle advances, all-reduce on ``dp_replicate`` of what the rank holds.
+            As ``Form.reduce``. Then, when the handle advances, all-reduce on ``dp_replicate`` of this rank's slice.
         """
         group = self.group
         views = self._begin(memory)
@@ -466,12 +469,12 @@ class Gradient:
 
         def arrived() -> None:
             if is_home:
-                self._give_back(memory)  # the sum is not in the borrowed buffer
+                self._give_back(memory)  # the sum is in the memory of .grad, not in the full-size buffer
 
         return replicate.follow(inside, lambda: self._go_across(replicate), arrived)
 
     def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
-        """The place of the sum over ``dp_shard``: straight where ``.grad`` lives if that is free, else in place."""
+        """Return memory for the sum over ``dp_shard``: that of ``.grad`` if free, else this rank's slice in place."""
         if not self.group.facts.row.shards_optimizer:
             return buffer
         is_free = not (self.storage.is_lent or self.storage.is_apart or self.has_sums)
@@ -480,7 +483,7 @@ class Gradient:
         return buffer[self.layout.slice_of(self.group.rank)]
 
     def _add_up(self, replicate: Comm, memory: GradientMemory, partial: Tensor | None, *, is_last: bool) -> Handle:
-        """The sum inside the group is there: add it to that of earlier microbatches; go on over the groups at last."""
+        """Add the sum over ``dp_shard`` to that of earlier microbatches; if it is the last, reduce over replicas."""
         result = self.result
         assert result is not None
         if partial is not None:
@@ -489,7 +492,7 @@ class Gradient:
             if self.partial_store is None:
                 self.partial_store = torch.empty_like(result)
             result = self.partial_store.copy_(result)
-        self._give_back(memory)  # the sum has left the borrowed buffer
+        self._give_back(memory)  # the sum has been copied out of the full-size buffer
         if not is_last:
             self._partial, self.result = result, None
             return Done()
@@ -497,15 +500,15 @@ class Gradient:
         return self._go_across(replicate)
 
     def _go_across(self, replicate: Comm) -> Handle:
-        """Add up the sums of the groups."""
+        """Reduce this rank's slice over ``dp_replicate``."""
         assert self.result is not None
         across = replicate.all_reduce(self.result, unit=self.group.unit.name, divisor=self._divisors[1])
         return self.group.form.arrive(self.group, across)
 
     def free(self) -> None:
-        """Free what ``.grad`` lived in, once it is gone."""
+        """Free the memory of ``.grad`` if every ``.grad`` is ``None``, except pinned memory of offloaded groups."""
         home = self.storage
-        is_kept = self.group.facts.is_offloaded  # pinned memory is dear to allocate
+        is_kept = self.group.facts.is_offloaded  # pinned memory is slow to allocate
         if is_kept or home.tensor is None or home.is_lent or self.is_local or self.has_sums:
             return
         home.free()
@@ -515,17 +518,18 @@ class Gradient:
     def finish(self, memory: GradientMemory) -> None:
         """Put the reduced gradients on the shards: set where there was none, add where there was one.
 
-        A parameter that no rank used is left alone. Whether another rank used one that this rank did not, the header
-        tells, on the device. The host does not wait for it: it asks at the end of backward (:func:`read_unused_flags`).
+        A parameter that no rank used is left alone. The flags in the reduced buffer say whether another rank used a
+        parameter that this rank did not. The host reads them at the end of backward (:func:`read_unused_flags`), so
+        that it does not wait here.
         """
         result, home = self.result, self.storage
         if result is None:
-            return  # it waits for the last microbatch
+            return  # a partial sum, which waits for the last microbatch
         if home.is_lent:
             home.borrow(result)
         is_home = result.data_ptr() == home.make().data_ptr()
         if self._maybe_unused or not is_home:
-            self.group.form.wait_for_host()  # the host is about to read it, where it is there
+            self.group.form.wait_for_host()  # an offloaded group: the host is about to read the sum
         if self._maybe_unused:  # the second reduction of one backward
             read_unused_flags([self])
         self._put(result, is_home=is_home)
@@ -537,12 +541,12 @@ class Gradient:
 
     @torch_private.on_plain_tensors
     def _put(self, result: Tensor, *, is_home: bool) -> None:
-        """Put what was reduced on the shards, as far as the host knows that some rank has used them."""
+        """Set or add to ``.grad`` of the shards; parameters that this rank did not use wait for their flags."""
         group, used, home = self.group, self._used, self.storage
         assert home.tensor is not None
         views = home.plain if is_home else group.held_views(result)
         flags = self._flags_in(result)
-        # One rank alone has no doubts; in a dry run nobody else is there.
+        # A single rank needs no flags. A dry run (meta tensors) has no other ranks.
         has_doubts = not all(used) and group.facts.num_ranks > 1 and flags.numel() > 0 and not result.is_meta
         for index, shard in enumerate(group.shards):
             if self._is_elsewhere[index] or not (used[index] or has_doubts):
@@ -550,7 +554,7 @@ class Gradient:
             grad = shard.grad
             if grad is not None:
                 grad = home.plain[index] if grad is home.views[index] else grad
-                grad.add_(views[index])  # -0.0, where no rank used it, changes nothing
+                grad.add_(views[index])  # if no rank used it, this adds -0.0, which changes nothing
                 self.has_added = True
                 continue
             if not is_home:
@@ -563,17 +567,17 @@ class Gradient:
             self._flags_in(home.tensor).copy_(flags)
 
     def _flags_in(self, reduced: Tensor) -> Tensor:
-        """The flags in this rank's slice of what was reduced, or in what is laid out as that slice is."""
+        """Return the flags in this rank's slice of a reduced buffer, or in a tensor of the same layout."""
         return reduced[self._flags]
 
     @property
     def unread_flags(self) -> Tensor | None:
-        """The flags that the host has yet to read, if there are any."""
+        """The flags that the host has yet to read; ``None`` if there are none."""
         return self._flags_in(self.storage.make()) if self._maybe_unused else None
 
     @torch_private.on_plain_tensors
     def show_used(self, flags: Sequence[float]) -> None:
-        """Set ``.grad`` of the parameters that other ranks alone have used; ``flags`` as :attr:`unread_flags`."""
+        """Set ``.grad`` of the parameters that only other ranks have used; ``flags`` as :attr:`unread_flags`."""
         for index in self._maybe_unused:
             if flags[index] > 0:
                 self.group.shards[index].grad = self.storage.views[index]
@@ -582,12 +586,12 @@ class Gradient:
     # -- .grad in borrowed buffers
 
     def release_storage(self, memory: GradientMemory) -> None:
-        """Take ``.grad`` off the shards and free what it lived in (after :meth:`GradientStorage.lend`)."""
+        """Set ``.grad`` of the shards to ``None`` and free its memory (after :meth:`GradientStorage.lend`)."""
         self.storage.give_back()
         self._give_back(memory)
 
     def drop(self, memory: GradientMemory) -> None:
-        """Forget gradients that are not on the shards: a backward failed, or ``zero_grad()`` has dropped them."""
+        """Drop gradients that are not on the shards yet: a backward failed, or ``zero_grad()`` was called."""
         self._shown.clear()
         for full in self.group.unsharded:
             full.grad = None
@@ -606,14 +610,14 @@ class Gradient:
 
 
 def _fill_with_nothing(tensors: list[Tensor]) -> None:
-    """Fill with -0.0, which changes nothing when it is added."""
+    """Fill with -0.0, the exact identity of addition."""
     if tensors:
         torch._foreach_zero_(tensors)
         torch._foreach_neg_(tensors)
 
 
 def _each(change: Callable[..., object], targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy or add each source. On CUDA one launch does all of them, unless the strides of a single pair differ."""
+    """Copy or add each source to its target: pairs of equal strides in one launch on CUDA, every other pair alone."""
     even: list[tuple[Tensor, Tensor]] = []
     odd: list[tuple[Tensor, Tensor]] = []
     for pair in zip(targets, sources, strict=True):
@@ -624,7 +628,7 @@ def _each(change: Callable[..., object], targets: list[Tensor], sources: list[Te
 
 
 def read_unused_flags(gradients: Iterable[Gradient]) -> None:
-    """Read for which parameters other ranks have sent gradients, and set ``.grad`` there: with one wait a device."""
+    """Read which parameters other ranks alone have used, and set their ``.grad``; the host waits once per device."""
     asking: dict[torch.device, list[tuple[Gradient, Tensor]]] = {}
     for gradient in gradients:
         flags = gradient.unread_flags
@@ -637,7 +641,7 @@ def read_unused_flags(gradients: Iterable[Gradient]) -> None:
 
 
 def _views(buffer: Tensor, layout: ReduceLayout, index: int, rows: Sequence[Rows]) -> list[Tensor]:
-    """Views of a parameter that has these rows in a buffer: one, or one of each row where it is divided."""
+    """Return views of a parameter in a buffer: one, or one for each of ``rows`` if the parameter is divided."""
     if layout.is_divided(index):
         return _of_rows(buffer, rows)
     spec = layout.group.params[index]
@@ -650,24 +654,24 @@ def _of_rows(buffer: Tensor, rows: Sequence[Rows]) -> list[Tensor]:
 
 
 def allocate(flat: Tensor) -> None:
-    """Allocate the memory of ``flat``, which :func:`free` has freed, with any content."""
+    """Allocate the memory of ``flat``, which :func:`free` has freed; it is uninitialized."""
     flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
 
 
 def free(flat: Tensor) -> None:
-    """Give the memory of ``flat`` back to torch's allocator. The tensor and its views stay, without content."""
+    """Free the memory of ``flat``. The tensor and its views remain as objects."""
     flat.untyped_storage().resize_(0)
 
 
 class FlatBuffer:
-    """A full-size buffer and its views, made once: where each gradient goes, the gaps, and the flags.
+    """A full-size buffer and its views, made once: one for each gradient, the gaps, and the flags.
 
     Attributes:
         memory: The buffer. Its memory may be freed and allocated again.
         by_param: The views of each parameter: one in its shape, or one for each of its rows in ``layout``.
-        every: All of them, in order.
-        divided: Numbers of the parameters that have rows or nothing, the last one first.
-        gaps: What no gradient is written to.
+        every: All of these views, in order.
+        divided: Numbers of the parameters that are divided into rows or empty, the last one first.
+        gaps: Views of the elements to which no gradient is written.
     """
 
     def __init__(self, layout: ReduceLayout, dtype: torch.dtype, device: torch.device) -> None:
@@ -682,7 +686,7 @@ class FlatBuffer:
     def set_flags(self, used: list[bool], memory: GradientMemory) -> None:
         """Write the headers: 1 for each parameter that this rank's backward used."""
         if not self._headers:
-            return  # every slice is empty
+            return  # all slices are empty
         key = len(used), self._headers[0].shape[-1], self.memory.dtype
         flags = memory.constant(key, lambda: self._flags(used)) if all(used) else self._flags(used)
         for header in self._headers:
@@ -691,6 +695,6 @@ class FlatBuffer:
     def _flags(self, used: list[bool]) -> Tensor:
         header = self._headers[0]
         flags = [float(is_used) for is_used in used] + [0.0] * (header.shape[-1] - len(used))
-        # From pinned memory the copy is enqueued; the host does not wait.
+        # From pinned memory the copy is asynchronous, so that the host does not wait.
         made = torch.tensor(flags, dtype=header.dtype, pin_memory=header.is_cuda)
         return made.to(header.device, non_blocking=True)

@@ -1,13 +1,13 @@
 """A group: the parameters of one unit that share dtype and trainability, and move together.
 
 Each parameter has two objects. The *shard* is the Parameter that the model had before: between steps it is in the
-module, the optimizer holds it, and its data is a view of this rank's flat master. The *full* one replaces it in the
-module while the unit computes: it lies in the gathered buffer, set there once and never moved. The buffer is the
-group's own. It has memory from :meth:`Group.allocate` to :meth:`Group.release` alone; what autograd saved of it in
-forward finds its data there again in backward.
+module, the optimizer updates it, and its data is a view of this rank's flat master. The *full* parameter replaces it in
+the module while the unit computes. It is a view of the gathered buffer, made once. The buffer belongs to this group
+alone and has memory only from :meth:`Group.allocate` to :meth:`Group.release`. Tensors that autograd saved from it in
+forward have their data again in backward.
 
-How a shard is held, how it becomes the gathered buffer and how gradients are summed is the job of the group's *form*.
-The plain one is here: the master in its own dtype on the device that computes. ``storage`` has the others.
+The group's *form* defines how a shard is stored, how it becomes the gathered buffer and how gradients are summed. The
+plain form is here: the master in its own dtype on the device that computes. ``storage`` has the others.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ if TYPE_CHECKING:
 
 
 class Form:
-    """The plain way to hold and move one group: in its own dtype, on the device that computes.
-
-    The group passes itself to every method. Only the methods that are named in a form differ from this one's.
+    """The plain form of a group: in its own dtype, on the device that computes. Other forms are subclasses.
 
     Attributes:
-        kept_epoch: The forward whose parameters are kept, and can be gathered again, without the master.
-        is_shown: The parameters are whole tensors for the user to see (``weights.state.full_parameters``).
+        kept_epoch: ``Engine.epoch`` of the parameters that :meth:`keep` has kept for :meth:`gather_kept`.
+        is_shown: Whether the shards show full tensors to the user (``weights.state.full_parameters``).
     """
 
     kept_epoch = -1
     is_shown = False
 
     def make_master(self, group: Group) -> Tensor:
-        """Memory for the master, filled with the parameters."""
+        """Allocate the master and fill it with the parameters."""
         return group.fill(self.zeros(group, group.master_numel))
 
     def zeros(self, group: Group, numel: int) -> Tensor:
-        """Memory for what the optimizer works on: the master, or where ``.grad`` lives."""
+        """Allocate zeros where the optimizer works: for the master, or for ``.grad``."""
         return torch.zeros(numel, dtype=group.dtype, device=group.device)
 
     def elements(self, group: Group) -> Tensor:
@@ -61,22 +59,22 @@ class Form:
         return group.master
 
     def values(self, group: Group) -> Tensor:
-        """The parameters in their own dtype, laid out as the master is. Not to be written: it may be the master."""
+        """The parameters in their own dtype, in the master's layout. Read only: it may be the master."""
         return group.master
 
     def set_values(self, group: Group, flat: Tensor) -> None:
-        """Replace what :meth:`values` gives."""
+        """Replace the values that :meth:`values` returns."""
         if flat is not group.master:
             group.master.copy_(flat)
 
     def start(self, group: Group, engine: Engine) -> None:
-        """The engine is being built: announce what it needs."""
+        """Prepare the form for ``engine``, which is being built."""
 
     def gather(self, group: Group) -> Handle:
         """Fill the gathered buffer from the masters of all ranks.
 
         Collective:
-            All-gather on ``dp_shard`` (of experts ``edp``) in the compute dtype: every rank sends ``(n-1)/n`` of the
+            All-gather on ``dp_shard`` (for experts ``edp``) in the compute dtype: every rank sends ``(n-1)/n`` of the
             padded group. All ranks must call in the same order. Nothing is sent where the optimizer is replicated.
         """
         return self.send(group, group.master)
@@ -90,23 +88,23 @@ class Form:
         return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
 
     def keep(self, group: Group) -> None:
-        """Forward has left the group and it is about to be released: keep what backward will need."""
+        """Keep a copy for backward of a gathered group that is about to be released after forward."""
 
     def gather_kept(self, group: Group) -> Handle:
-        """Fill the gathered buffer from what :meth:`keep` has kept."""
+        """Fill the gathered buffer from the copies of :meth:`keep`."""
         raise NotImplementedError
 
     def reduce(self, group: Group, buffer: Tensor, result: Tensor, divisor: float) -> Handle:
         """Sum a gradient buffer over the ranks.
 
         Args:
-            group: Whose gradients.
+            group: The group of the gradients.
             buffer: This rank's gradients, full size.
-            result: Where this rank's slice of the sum goes; ``buffer`` itself where the optimizer is replicated.
+            result: Receives this rank's slice of the sum; ``buffer`` itself where the optimizer is replicated.
             divisor: Divides the sum.
 
         Collective:
-            Reduce-scatter on ``dp_shard``, of experts ``edp`` (all-reduce where the optimizer is replicated);
+            Reduce-scatter on ``dp_shard``, for experts ``edp`` (all-reduce where the optimizer is replicated);
             ``(n-1)/n`` (twice that) of the padded buffer is sent. All ranks must call in the same order.
         """
         comm, unit = group.comms.reduce, group.unit.name
@@ -115,14 +113,14 @@ class Form:
         return comm.reduce_scatter(buffer, result, unit=unit, divisor=divisor, cuts=group.gradient.layout.uneven_cuts)
 
     def arrive(self, group: Group, reduction: Handle) -> Handle:  # noqa: ARG002
-        """The sum is on its way to ``group.gradient.result``: send it on to where ``.grad`` lives."""
+        """Copy the sum from ``group.gradient.result`` to the memory of ``.grad``, once ``reduction`` has finished."""
         return reduction
 
     def wait_for_host(self) -> None:
-        """Make the host wait until it may read what :meth:`arrive` has brought."""
+        """Make the host wait until it may read the sums that :meth:`arrive` has copied."""
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Buffers that the form keeps in addition to the master, each with its category in ``measure.held``."""
+        """Buffers of the form in addition to the master, each with its category in ``measure.storage``."""
         return []
 
 
@@ -131,26 +129,26 @@ class Group:
 
     Attributes:
         unit: The unit.
-        facts: What the group is.
-        form: How it is held and moved.
-        comms: Over the ranks that hold the same parameters.
-        dtypes: Of master, computing and reduction.
-        device: Where the unit computes.
+        facts: Layout, placements and dtypes of the group.
+        form: The way in which it is stored and moved.
+        comms: Comms over the ranks that hold the same parameters.
+        dtypes: Dtypes of the master, of computation and of reduction.
+        device: The device on which the unit computes.
         shards: The original Parameter objects.
-        unsharded: Their stand-ins in the gathered buffer.
-        master: This rank's flat slice of the parameters; the whole of them where the optimizer is replicated.
+        unsharded: The full parameters, views of the gathered buffer.
+        master: This rank's flat slice of the parameters; all of them where the optimizer is replicated.
         replica: The gathered buffer, where parameters are replicated.
         held: The piece of each parameter that the master holds.
         views: One view of the master for each parameter.
         gathered: The gathered buffer.
-        is_allocated: It has memory.
-        is_standing: It has memory for good.
-        is_resident: Parameters are replicated: whole ones, as the unit computes with them, are never released.
+        is_allocated: Whether the gathered buffer has memory.
+        is_standing: Whether the gathered buffer has memory permanently.
+        is_resident: Whether parameters are replicated, so that the full ones are never released.
         own: This rank's part of the gathered buffer.
-        is_copied: The master has to be copied into the gathered buffer.
-        needs_refresh: The gathered buffer is not the master itself: changes of the master have to be brought there.
-        epoch: The outermost forward whose parameters the gathered buffer holds.
-        gradient: Collects and reduces.
+        is_copied: Whether a gather copies the master into the gathered buffer first.
+        needs_refresh: Whether changes of the master must be gathered; False if the gathered buffer is the master.
+        epoch: ``Engine.epoch`` of the parameters in the gathered buffer.
+        gradient: Collects and reduces the gradients.
     """
 
     def __init__(
@@ -188,7 +186,7 @@ class Group:
 
     @property
     def row(self) -> Placements:
-        """Placements in force."""
+        """Placements of the group."""
         return self.facts.row
 
     @property
@@ -198,7 +196,7 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that share the group."""
+        """This rank's place among the ranks that share the group."""
         return self.comms.gather.rank
 
     @property
@@ -223,22 +221,22 @@ class Group:
 
     @property
     def resident_buffer(self) -> Tensor | None:
-        """The tensor that holds the whole group for good; ``None`` if it is gathered from nothing."""
+        """The permanent full copy of the group; ``None`` if parameters are sharded."""
         return self.master if self.facts.is_alone else self.replica
 
     @property
     def wants_gradients(self) -> bool:
-        """Some parameter is trained, or sums of earlier microbatches wait: the group takes part in reductions."""
+        """Whether the group takes part in reductions: a parameter is trained, or sums of microbatches wait."""
         with torch_private.without_torch_function():
             for shard in self.shards:
                 if shard.requires_grad:
-                    return True  # the first one decides as a rule
+                    return True  # usually at the first one
         return self.gradient.is_local
 
     # -- parameters
 
     def _make_master(self) -> Tensor:
-        """Copy the parameters, as the plain model holds them, into flat buffers; returns what the optimizer updates.
+        """Copy the parameters of the unsharded model into flat buffers; returns the master.
 
         Where parameters are replicated in the master's own dtype, the master is a slice of the replica, or all of it.
         """
@@ -251,9 +249,9 @@ class Group:
         return self.replica[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.replica
 
     def fill(self, master: Tensor) -> Tensor:
-        """Copy the parameters, as the plain model holds them, into memory of the master's size; returns it.
+        """Copy the parameters of the unsharded model into ``master``, and return it.
 
-        Parameters without memory, whose values come later, are passed over.
+        Parameters without memory are skipped; they are initialized later.
         """
         return self._fill(master, self.layout.owned(self.rank) if self.row.shards_optimizer else self.layout.whole)
 
@@ -268,24 +266,24 @@ class Group:
         return flat
 
     def values(self) -> Tensor:
-        """The parameters in their own dtype, laid out as the master is. Not to be written: it may be the master."""
+        """The parameters in their own dtype, in the master's layout. Read only: it may be the master."""
         return self.form.values(self)
 
     @torch.no_grad()
     def set_values(self, flat: Tensor) -> None:
-        """Replace what :meth:`values` gives."""
+        """Replace the values that :meth:`values` returns."""
         self.form.set_values(self, flat)
 
     def held_views(self, flat: Tensor) -> list[Tensor]:
-        """One view of ``flat``, which is laid out as the master is, for every parameter.
+        """Return a view of ``flat``, which has the master's layout, for every parameter.
 
-        Where the optimizer is replicated it has the parameter's own shape, else what the granularity gives the piece
-        that this rank owns.
+        Where the optimizer is replicated, a view has the parameter's shape. Otherwise the granularity determines the
+        shape of the piece that this rank owns.
         """
         return [self.held_view(index, flat) for index in range(len(self.held))]
 
     def held_view(self, index: int, flat: Tensor, *, first: int = 0) -> Tensor:
-        """The view of parameter ``index`` in a tensor that is laid out as the master is from element ``first`` on."""
+        """Return the view of parameter ``index`` in ``flat``, which has the master's layout from element ``first``."""
         spec, piece = self.layout.params[index], self.held[index]
         shape, stride = self.layout.held_shape(piece) if self.row.shards_optimizer else (spec.shape, spec.stride)
         offset = flat.storage_offset() + piece.offset - first
@@ -297,12 +295,12 @@ class Group:
         for shard, view in zip(self.shards, self.views, strict=True):
             shard.data = view
         self._pointers = [view.data_ptr() for view in self.views]
-        # These have no address: what changes with another ``.data`` is their dtype.
+        # Empty shards have no address: only a changed dtype shows that ``.data`` was replaced.
         self._empty = [shard for shard, pointer in zip(self.shards, self._pointers, strict=True) if not pointer]
 
     @torch_private.on_plain_tensors
     def follow_trained(self) -> None:
-        """Give the full parameters the ``requires_grad`` of the shards; autograd reads it when backward ends."""
+        """Copy ``requires_grad`` from the shards to the full parameters; autograd reads it there."""
         trained = [shard.requires_grad for shard in self.shards]
         if trained != [full.requires_grad for full in self.unsharded]:
             for full, is_trained in zip(self.unsharded, trained, strict=True):
@@ -310,11 +308,15 @@ class Group:
 
     @torch_private.on_plain_tensors
     def follow_shards(self) -> None:
-        """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``."""
+        """Apply the user's changes of the shards to the group: a ``.data`` of the same shape, ``requires_grad``.
+
+        Raises:
+            StateError: Shape, dtype or device of a shard has changed.
+        """
         self.follow_trained()
         has_dtypes = [shard.dtype for shard in self._empty].count(self.dtype) == len(self._empty)
         if has_dtypes and [shard.data_ptr() for shard in self.shards] == self._pointers:
-            return  # as in every step but few
+            return  # in nearly every step
         for index, (shard, pointer) in enumerate(zip(self.shards, self._pointers, strict=True)):
             if self.form.is_shown or (shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype)):
                 continue
@@ -334,7 +336,7 @@ class Group:
     # -- the gathered buffer
 
     def make_unsharded(self) -> None:
-        """Make the full parameters: views of the gathered buffer, which has no memory yet, or has it for good."""
+        """Make the full parameters: views of the gathered buffer, whose memory is freed unless it is permanent."""
         if self.unsharded:
             return  # made by an engine of a part of the model (sw.fully_shard)
         standing, layout = self.resident_buffer, self.layout
@@ -347,7 +349,7 @@ class Group:
         self.needs_refresh = row.shards_optimizer or is_apart
         storage = self.gathered.untyped_storage()
         for shard, spec, offset in zip(self.shards, layout.params, layout.offsets, strict=True):
-            # set_ gives a version counter of its own: gathering anew does not trip autograd's check.
+            # set_ gives each view a separate version counter, so that autograd accepts buffers that are gathered again.
             tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
             tensor.set_(storage, offset, spec.shape, spec.strides)
             full = nn.Parameter(tensor, requires_grad=shard.requires_grad)
@@ -356,7 +358,7 @@ class Group:
         self.release()
 
     def allocate(self) -> int:
-        """Allocate the gathered buffer, with any content. Returns the bytes that are new."""
+        """Allocate the gathered buffer, uninitialized. Returns the bytes that were allocated."""
         if self.is_allocated:
             return 0
         self.is_allocated = True
@@ -365,14 +367,14 @@ class Group:
         return num_bytes
 
     def poison(self) -> None:
-        """Fill the gathered buffer, which is about to be gathered, with what spoils every result."""
+        """Fill the gathered buffer with NaN before a gather, so that use of stale memory shows in every result."""
         if self.gathered.is_floating_point():
             self.gathered.fill_(math.nan)
 
     def release(self) -> int:
-        """Give the memory of the gathered buffer back to torch's allocator, unless it is there for good.
+        """Free the memory of the gathered buffer, unless it is permanent. Returns the bytes that were freed.
 
-        Full parameters stay. Reading one raises torch's "data is not allocated yet". Returns the bytes that are freed.
+        The full parameters remain as objects. Reading one raises torch's "data is not allocated yet".
         """
         if not self.is_allocated or self.is_standing:
             return 0
@@ -385,6 +387,6 @@ class Group:
         self.facts = dataclasses.replace(self.facts, **facts)
 
     def relabel(self, layout: GroupLayout) -> None:
-        """Take a layout that differs in names only."""
+        """Replace the layout by one that differs only in names."""
         self.learn(layout=layout)
         self.gradient.layout = ReduceLayout(layout, self.gradient.layout.num_slices)

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 class Ticket:
     """One forward call of a unit, as a hook on each of its outputs.
 
-    A call is outstanding until backward comes to it or the parameters change, also where its outputs have died: how
-    long they live may differ between ranks, and what a rank reduces when must not.
+    A call is outstanding until backward reaches it or the parameters change, even if its outputs have been freed. How
+    long outputs live may differ between ranks, but the order of reductions must not.
 
     Args:
         reached: A method of the engine, called when backward has reached the call.
         unit: The unit.
         path: Path of the module that was called.
-        entry: The way into the model of the forward.
-        version: The engine's version of the parameters.
-        is_counted: The call is counted as outstanding.
+        entry: The entry into the model of the forward.
+        version: ``Engine.version`` at the call.
+        is_counted: Whether the call counts as outstanding.
     """
 
     __slots__ = ("_is_counted", "_reached", "_unit", "entry", "generation", "is_repeated", "path", "version")
@@ -63,24 +63,29 @@ class Ticket:
             unit.calls.num_outstanding += 1
 
     def __call__(self, _grad: Tensor) -> None:
-        """Backward has reached the call."""
+        """Notify the engine that backward has reached the call."""
         reached, unit = self._reached(), self._unit()
         if reached is not None and unit is not None:
             reached(self, unit)
 
     def leave(self, unit: Unit) -> None:
-        """This call of ``unit`` is not outstanding any longer."""
-        if self._is_counted and unit.calls.num_outstanding:  # else it was no longer counted: others of the unit changed
+        """Count this call of ``unit`` as outstanding no longer."""
+        if self._is_counted and unit.calls.num_outstanding:  # an update of other parameters of the unit sets it to 0
             unit.calls.num_outstanding -= 1
         self._is_counted = False
 
 
 def attach_tickets(make: Callable[[], Ticket], output: object, since: int) -> None:
-    """Put one ticket on every output that a call has made; ``make`` makes it where there is one.
+    """Attach one ticket to every output that a call has computed; ``make`` is called if there is such an output.
 
-    A module that hands an input through has not made that output: its ticket would fire much later, in the backward of
-    whoever made it. Where a unit returns what a unit inside it has returned, the ticket of the outer one fires first:
-    backward enters units from the outside in, and the order of entries has the same first place for every loss.
+    An input that a module returns unchanged gets no ticket, because that would fire much later, in the backward of the
+    module that computed the tensor. Where a unit returns the output of an enclosed unit, the ticket of the outer unit
+    fires first: backward enters units from the outside in, and the order begins with the same unit for every loss.
+
+    Args:
+        make: Makes the ticket.
+        output: Output of the call.
+        since: Autograd's sequence number at the start of the call.
     """
     ticket: Ticket | None = None
     for tensor in trained_in(output):
@@ -89,7 +94,7 @@ def attach_tickets(make: Callable[[], Ticket], output: object, since: int) -> No
             continue
         if ticket is None:
             ticket = make()
-        if tensor._backward_hooks:  # noqa: SLF001 - of a unit inside, or the user's
+        if tensor._backward_hooks:  # noqa: SLF001 - hooks of an enclosed unit, or of the user
             torch_private.hook_first(tensor, ticket)
         else:
             tensor.register_hook(ticket)
@@ -102,7 +107,7 @@ class BeforeForward(Uncopyable):
         self.tell, self.unit, self.member = tell, unit, member
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
-        """The module is about to run."""
+        """Notify the engine that the module is about to run."""
         self.tell(self.unit, self.member)
 
 
@@ -110,9 +115,9 @@ class AfterForward(BeforeForward):
     """Forward hook of a unit's module."""
 
     def __call__(self, _module: nn.Module, _args: object, output: object = None) -> object:
-        """The module has run. Returns what it is to return instead of ``output``."""
-        # As a rule it is one computed tensor: no parameter, which is a leaf, and no view, which has a base. A sparse
-        # tensor has none, though it lies where its values do.
+        """Notify the engine that the module has run. Returns the output that replaces ``output``."""
+        # Usually the output is one computed tensor: not a parameter (a leaf), not a view (it has a base). A sparse
+        # tensor has no base, but shares memory with its values.
         if (
             not isinstance(output, Tensor)
             or output.grad_fn is None
@@ -125,10 +130,10 @@ class AfterForward(BeforeForward):
 
 
 def without_parameters(unit: Unit, output: object) -> object:
-    """``output`` of a call of ``unit`` with copies of the unit's own parameters, and of views of them.
+    """Return ``output`` of a call of ``unit`` with the unit's parameters, and views of them, replaced by copies.
 
-    Their memory is freed as soon as the unit is released. Where parameters are replicated they stay; a parameter itself
-    becomes a view, on which a ticket can be put.
+    The memory of the parameters is freed as soon as the unit is released. Replicated parameters are not copied; a
+    parameter itself becomes a view, to which a ticket can be attached.
     """
     is_resident = {torch_private.storage_identity(group.gathered): group.is_resident for group in unit.groups}
 
@@ -142,7 +147,7 @@ def without_parameters(unit: Unit, output: object) -> object:
 
 
 def gradient_hook(method: Callable[[Group, int], None], group: Group, index: int) -> Callable[[Tensor], None]:
-    """A hook for a parameter of a group: calls a method of the engine when autograd has brought it a gradient."""
+    """Make a hook for a parameter of a group that calls a method of the engine when its gradient is accumulated."""
     method_ref, group_ref = weakref.WeakMethod(method), weakref.ref(group)
 
     def arrived(_parameter: Tensor) -> None:
@@ -160,15 +165,15 @@ class EndOfBackward:
         self._tell = weakref.WeakMethod(tell)
 
     def __call__(self) -> None:
-        """Backward has ended."""
+        """Notify the engine that backward has ended."""
         tell = self._tell()
         if tell is not None:
-            with torch.no_grad():  # torch restores the mode of whoever has called backward
+            with torch.no_grad():  # torch runs callbacks in the grad mode of the caller of backward
                 tell()
 
 
 def trained_in(value: object, levels: int = 3) -> Iterator[Tensor]:
-    """Every tensor that requires grad in an output of any common shape; objects are looked into, ``levels`` deep."""
+    """Yield every tensor that requires grad in an output: in containers and in objects' attributes, ``levels`` deep."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
@@ -188,18 +193,18 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def label(what: str, unit: str) -> AbstractContextManager[Any]:
-    """A range of the profile inside the context: ``shardwise::gather [blocks.3]``. Nothing where no profiler runs.
+    """Mark a range in the profile, such as ``shardwise::gather [blocks.3]``. Nothing happens if no profiler runs.
 
-    ``gather`` (its issue), ``wait`` (for a gather; on a GPU the compute stream waits), ``forward`` (of the unit),
-    ``backward`` (enters the unit: reduces others, waits for its parameters), ``reduce`` (its issue).
+    The ranges are ``gather`` (issuing it), ``wait`` (for a gather; on a GPU the compute stream waits), ``forward`` (of
+    the unit), ``backward`` (entering the unit: reducing others, waiting for its parameters), ``reduce`` (issuing it).
     """
-    # torch asks its own flag before it names ranges of its optimizers; there is no public way to ask.
+    # torch.optim reads this private flag too; there is no public one.
     is_profiled = profiler._is_profiler_enabled  # noqa: SLF001
     return record_function(f"shardwise::{what} [{unit}]") if is_profiled else _NOTHING
 
 
 def begin(labels: list[AbstractContextManager[Any]], what: str, unit: str) -> None:
-    """Begin a range that :func:`end` ends; ``labels`` holds those that have begun, innermost last."""
+    """Begin a range that :func:`end` ends; ``labels`` collects the open ranges, innermost last."""
     named = label(what, unit)
     if named is not _NOTHING:
         named.__enter__()

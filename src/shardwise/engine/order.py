@@ -1,4 +1,4 @@
-"""The passes through the model under way, and the ranks that agree on the order of its units (``spec.order``)."""
+"""State of the forward and backward under way, and the ranks that agree on the order of units (``spec.order``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import CommError, RankDisagreement
 from shardwise.spec.order import FAILED, THROUGH, Entry, Word
 
-#: Units that backward has entered and not left about which ranks can tell each other whether they will come again.
+#: Number of entered units for which a message can say whether backward will enter them again: the bits of an integer.
 _MAX_ENTERED = 62
 
 
@@ -23,14 +23,14 @@ class Forward:
     """The outermost forward under way, or the newest one.
 
     Attributes:
-        trains: Grad was on when it began.
-        is_shared: All ranks make it, in one agreed order of units: it trains, or is part of an evaluation.
-        num_frames: Calls of units under way.
-        thread: Where it runs.
+        trains: Whether grad was enabled when it began.
+        is_shared: Whether all ranks make it, in one agreed order of units: it trains, or is part of an evaluation.
+        num_frames: Number of calls of units under way.
+        thread: Identity of the thread in which it runs.
         handled: The exception that its caller is handling.
-        left: Units that forward has left, while it has entered no other one since.
-        path: Units that a backward may come to, in the order of their newest calls since the last backward.
-        version: The version of the parameters of the calls that ``CallCounts.num_outstanding`` counts.
+        left: Units that forward has left without entering another one since.
+        path: Numbers of the units whose calls a backward may reach, in the order of the calls since the last backward.
+        version: ``Engine.version`` of the calls that ``CallCounts.num_outstanding`` counts.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class Backward:
     """The backward under way, or the newest one.
 
     Attributes:
-        is_under_way: It has begun, and not ended.
-        generation: Number of the backward.
+        is_under_way: Whether it has begun and not ended.
+        generation: Number of the backward, counted from the start.
         entered: Units that backward has entered and not left.
-        active: The one that was entered last, also where it had been entered before.
-        makes_graph: It was called with ``create_graph=True``.
-        awaited: Those that some rank will enter again, while the ranks negotiate the order.
-        had_sums: Sums of earlier microbatches were waiting when it began.
-        has_waited: Such sums were waiting when some backward began.
-        end: What torch calls at its end; torch drops it when the backward raises.
+        active: The unit that was entered last, for the first time or again.
+        makes_graph: Whether it was called with ``create_graph=True``.
+        awaited: While the ranks negotiate the order: entered units that some rank will enter again.
+        had_sums: Whether sums of earlier microbatches were waiting when it began.
+        has_waited: Whether such sums were waiting when any backward so far began.
+        end: Weak reference to the callback that torch calls at its end; torch drops the callback if backward raises.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Backward:
 
 
 class RankPeers:
-    """The ranks of a Comm, of which each passes through the model by the same entry; ``backward`` in a backward."""
+    """The ranks of a Comm that pass through the model by one entry; ``backward`` is set for backward passes."""
 
     def __init__(
         self,
@@ -87,32 +87,32 @@ class RankPeers:
 
     @property
     def are_there(self) -> bool:
-        """There are other ranks, and they can answer."""
+        """Whether there are other ranks that can answer."""
         return self._comm.size > 1 and self._comm.answers
 
     @property
     def under_way(self) -> frozenset[int]:
-        """Units that this rank gathers ahead of their turn."""
+        """Numbers of the units that this rank is prefetching."""
         return frozenset(unit.index for unit in self._units if unit.state is State.UNSHARDING)
 
     def _place(self, entered: Sequence[Unit] = ()) -> int:
-        """A number for the pass, and the units that backward has entered in it."""
+        """A checksum of the pass and of the units that backward has entered in it."""
         return zlib.crc32(repr((self._entry, self._backward is None, *(unit.index for unit in entered))).encode())
 
     def highest(self, *numbers: int, wants: int = THROUGH) -> Sequence[int]:
-        """The highest of each number over the ranks. ``wants``: the unit for which this rank asks.
+        """Return the highest of each number over the ranks. ``wants``: the unit for which this rank asks.
 
         Collective:
-            Messages of eight bytes a number between pairs of ranks (``agree_highest``), which the host waits for; they
-            are in no recorded trace. All ranks of the Comm must call, at any place in the order of their collectives.
-            Messages of different passes never pair up.
+            Messages of eight bytes per number between pairs of ranks (``agree_highest``), which the host waits for.
+            They are in no recorded trace. All ranks of the Comm must call, at any place in the order of their
+            collectives. Messages of different passes never match.
         """
         with self._comm.host.unrecorded(), self._naming(wants):
             return agree_highest(self._comm, numbers, unit=f"order {self._place()}")
 
     @contextlib.contextmanager
     def _naming(self, wants: int) -> Iterator[None]:
-        """A disagreement inside names the unit that this rank wants."""
+        """Add the unit that this rank wants to the message of a disagreement raised inside."""
         try:
             yield
         except RankDisagreement as error:
@@ -124,7 +124,7 @@ class RankPeers:
             ) from error
 
     def exchange(self, word: Word) -> Sequence[Word]:
-        """Every rank's word, in rank order. In a backward ranks also learn which units some rank will enter again.
+        """Return every rank's message, in rank order; in a backward, also set ``Backward.awaited``.
 
         Collective:
             One all-gather of 40 bytes per rank in host memory, which the host waits for; it is in no recorded trace.

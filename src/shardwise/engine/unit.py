@@ -5,12 +5,12 @@ state        parameters                             the module holds
 ===========  =====================================  ==========================================
 SHARDED      only this rank's slice is valid        the shards
 UNSHARDING   being gathered                         the shards
-UNSHARDED    whole, in the gathered buffer          the full ones while the unit computes
-REDUCING     as SHARDED; gradients are on the way   the shards
+UNSHARDED    full, in the gathered buffer           the full ones while the unit computes
+REDUCING     as SHARDED; gradients being reduced    the shards
 ===========  =====================================  ==========================================
 
-Where parameters are replicated (``ddp``, ``zero1``, ``zero2``) the states are the same; the gathered buffer is then the
-replica, which is brought up to date instead of being gathered from nothing.
+Where parameters are replicated (``ddp``, ``zero1``, ``zero2``) the states are the same. The gathered buffer is then the
+permanent replica, and a gather brings it up to date.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class State(StrEnum):
     REDUCING = "reducing"
 
 
-#: The only moves there are. (UNSHARDED, UNSHARDING) brings a replica or a kept unit up to date. A unit is released
-#: before it is reduced, but for one that a pipeline's step keeps: (UNSHARDED, REDUCING). A gather under way is waited
-#: for before anything else.
+#: The only allowed moves. (UNSHARDED, UNSHARDING) brings a replica or a kept unit up to date. A unit is released before
+#: it is reduced, except a unit that a pipeline's step keeps gathered: (UNSHARDED, REDUCING). A gather under way is
+#: waited for before any other move.
 LEGAL_MOVES: frozenset[tuple[State, State]] = frozenset(
     {
         (State.SHARDED, State.UNSHARDING),
@@ -59,10 +59,12 @@ LEGAL_MOVES: frozenset[tuple[State, State]] = frozenset(
 
 
 class Owner:
-    """A module that holds parameters of a unit, and what goes into its ``_parameters`` in either form.
+    """A module that holds parameters of a unit, with its shards and its full parameters by attribute name.
 
     Attributes:
-        given: Names of parameters in whose place ``torch.func.functional_call`` has put other tensors for this call.
+        parameters: The module's ``_parameters``. The module itself has only a weak reference, so that it can be freed.
+        is_guarded: Whether ``state_dict()`` and similar methods of the module refuse sharded parameters.
+        given: Names of parameters that ``torch.func.functional_call`` has replaced for this call.
     """
 
     __slots__ = ("flat_weights", "given", "is_guarded", "module", "parameters", "path", "shards", "unsharded")
@@ -70,14 +72,12 @@ class Owner:
     def __init__(self, module: nn.Module, path: str, shards: dict[str, nn.Parameter]) -> None:
         self.module = weakref.ref(module)
         self.path = path
-        self.parameters = torch_private.parameters_of(
-            module
-        )  # the dict, not the module: a unit must not keep its module alive
+        self.parameters = torch_private.parameters_of(module)
         self.shards = shards
-        self.is_guarded = False  # its state_dict and the like refuse
+        self.is_guarded = False
         self.unsharded: dict[str, nn.Parameter] = {}
         self.given: frozenset[str] = frozenset()
-        # RNNs read their weights from a list of their own.
+        # RNNs read their weights from a separate list.
         self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
 
     def put(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -91,7 +91,7 @@ class Owner:
                 module.__dict__["_flat_weights"] = [self.parameters.get(name) for name in self.flat_weights]
 
     def take_given(self) -> None:
-        """The module has other parameters than its shards: values of a ``functional_call``, or replacements."""
+        """Accept tensors that ``functional_call`` has put in place of shards; refuse any other replacement."""
         names = [name for name, shard in self.shards.items() if self.parameters.get(name) is not shard]
         title = f"{self.path}.{names[0]}".lstrip(".")
         if not torch_private.is_in_functional_call():
@@ -110,7 +110,7 @@ class Owner:
 
 
 def replaced_after(name: str) -> StateError:
-    """The error for a parameter that is no longer the one that ``sw.parallelize`` sharded."""
+    """Make the error for a parameter that was replaced after ``sw.parallelize`` sharded it."""
     return StateError(
         f"parameter {name!r} was replaced or removed after sw.parallelize(): this rank's shard and the optimizer are"
         " still those of before.\n"
@@ -118,14 +118,14 @@ def replaced_after(name: str) -> StateError:
     )
 
 
-#: The key of guards among a module's forward pre-hooks; torch's own are not negative.
+#: The key of guards among a module's forward pre-hooks; torch's keys are not negative.
 _GUARD = -1
-#: Forward pre-hooks that are there only while a member holds shards: (the module's hooks, the guard).
+#: Forward pre-hooks that are installed only while a member holds shards: (the module's hooks, the guard).
 Guards = Sequence[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]]
 
 
 class Member:
-    """One module of a unit. It holds the full parameters while it computes, and the shards while its neighbours do."""
+    """One module of a unit. It holds the full parameters while it computes, and otherwise the shards."""
 
     __slots__ = ("__weakref__", "guards", "module", "num_frames", "owners", "path", "uses_unsharded")
 
@@ -138,7 +138,7 @@ class Member:
         self.num_frames = 0  # forward calls under way
 
     def set_guards(self, guards: Guards) -> None:
-        """Replace the guards; they are on while the shards are in the modules."""
+        """Replace the guards, which are installed while the modules hold shards."""
         for hooks, _ in self.guards:
             hooks.pop(_GUARD, None)
         self.guards = guards
@@ -147,12 +147,12 @@ class Member:
                 hooks[_GUARD] = guard
 
     def use_unsharded(self) -> None:
-        """Put the full parameters into the modules, and take the guards off."""
+        """Put the full parameters into the modules, and remove the guards."""
         if self.uses_unsharded:
             return
         for owner in self.owners:
             if not all(map(operator.is_, map(owner.parameters.get, owner.shards), owner.shards.values())):
-                owner.take_given()  # may raise: the module then keeps what the user has put into it
+                owner.take_given()  # if it raises, the module keeps the user's tensors
         self.uses_unsharded = True
         for owner in self.owners:
             owner.put(owner.unsharded)
@@ -160,7 +160,7 @@ class Member:
             hooks.pop(_GUARD, None)
 
     def use_sharded(self) -> None:
-        """Put the shards back into the modules, and the guards on."""
+        """Put the shards back into the modules, and install the guards."""
         if not self.uses_unsharded:
             return
         self.uses_unsharded = False
@@ -172,18 +172,19 @@ class Member:
 
 
 class CallCounts:
-    """Forward calls of a unit: those under way, and those whose backward is to come.
+    """Forward calls of a unit: those under way, and those whose backward has not run.
 
     Attributes:
-        frames: One for each call under way: autograd's sequence number at its start.
-        labels: Their ranges in a profile.
-        replays: As ``frames``, of recomputations, which run inside a backward.
-        has_run: The unit has run in a forward that trains, since the last backward.
-        has_come: This backward has come to a call of the unit on this rank.
-        num_outstanding: Calls since the parameters changed to which backward has not come. Some it will never come to.
-        num_left: How many of those the last backward has left. The next one is taken to leave as many.
-        num_silent: Calls without grad in forwards that train: a reentrant recomputation may repeat them.
-        num_repeated: How many of those it has repeated in this backward.
+        frames: Autograd's sequence number at the start of each call under way.
+        labels: Profiler ranges of the calls under way.
+        replays: Autograd's sequence number at the start of each recomputation under way, inside a backward.
+        has_run: Whether the unit has run in a forward with grad since the last backward.
+        has_come: Whether the present backward has reached a call of the unit on this rank.
+        num_outstanding: Forward calls since the last update whose backward has not run. Includes calls whose output is
+            never used in a loss.
+        num_left: ``num_outstanding`` at the end of the last backward. The next backward is assumed to leave as many.
+        num_silent: Calls without grad in forwards that train; a reentrant recomputation may repeat them.
+        num_repeated: Number of these calls that recomputation has repeated in the present backward.
     """
 
     def __init__(self) -> None:
@@ -195,36 +196,36 @@ class CallCounts:
 
     @property
     def is_outstanding(self) -> bool:
-        """Backward will come to another call of the unit, as far as this rank knows."""
+        """Whether backward will reach another call of the unit, as far as this rank knows."""
         return self.num_outstanding > self.num_left or 0 < self.num_repeated < self.num_silent
 
     def end_backward(self) -> None:
-        """A backward has ended."""
+        """Reset the counts of the backward that has ended."""
         self.num_silent = self.num_repeated = 0
         self.has_run = self.has_come = False
 
 
 class Unit:
-    """Bookkeeping of one unit; what it does is in ``engine`` and ``group``.
+    """State of one unit; ``engine`` and ``group`` act on it.
 
     Args:
-        name: In traces and summaries.
-        modules: Its modules by path: one, or the neighbours that were merged (``spec.chain``), none inside another.
-        reshards: It is released between forward and backward.
-        inner_size: It then stays sharded over so many ranks of ``dp_shard``.
+        name: Name in traces and summaries.
+        modules: Its modules by path: one, or merged neighbours (``spec.chain``), none inside another.
+        reshards: Whether the unit is released between forward and backward.
+        inner_size: Number of ranks of ``dp_shard`` over which it then stays sharded; ``None``: all.
 
     Attributes:
-        family: Numbers of the units around it, of those in it, and its own.
-        recomputed_in: A module around it whose forward is run again in backward.
-        ahead: Units that are gathered ahead while this one computes, in forward and in backward.
-        is_resident: Its parameters are replicated and never released.
-        all_use_unsharded: All members together hold the unsharded parameters, and none has put its shards back.
-        shows_logical_state: The modules hold whole tensors: ``state_dict()`` and the like are right.
-        whole: How ``sw.full_parameters`` shows the unit, or has another rank show it; ``None``: it does not.
-        is_unused: Gathered, or being gathered, and nothing has been computed with it since.
+        family: Numbers of the enclosing units, of the enclosed units, and of this unit.
+        recomputed_in: Name of an enclosing module whose forward is run again in backward.
+        ahead: Units to prefetch while this one computes, in forward and in backward.
+        is_resident: Whether its parameters are replicated and never released.
+        all_use_unsharded: Whether all members hold the full parameters.
+        shows_logical_state: Whether the modules hold full tensors, so that ``state_dict()`` is correct.
+        whole: State of ``sw.full_parameters`` for the unit; ``None`` outside of it.
+        is_unused: Whether no call has run since the unit was gathered, or since its gather was issued.
         version: ``Engine.version`` when its parameters changed last.
-        updated_in: The backward in which its parameters were updated.
-        healed_in: The backward in which data was brought back for a value that had left by a side door.
+        updated_in: Number of the backward in which its parameters were updated.
+        healed_in: Number of the backward in which it was gathered again for a saved tensor (``Engine.heal``).
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Unit:
 
     @property
     def depth(self) -> int:
-        """Units around this one."""
+        """Number of units that enclose this one."""
         return 0 if self.parent is None else 1 + self.parent.depth
 
     @property
@@ -273,23 +274,23 @@ class Unit:
         return (owner for member in self.members for owner in member.owners)
 
     def shards_below(self, path: str) -> set[int]:
-        """Identities of the shards of the module at ``path`` and of those in it, as far as they are this unit's."""
+        """Identities (``id``) of this unit's shards in the module at ``path``, its submodules included."""
         inside = (owner for owner in self.owners if not path or f"{owner.path}.".startswith(f"{path}."))
         return {id(shard) for owner in inside for shard in owner.shards.values()}
 
     @property
     def uses_unsharded(self) -> bool:
-        """Some member holds the full parameters."""
+        """Whether some member holds the full parameters."""
         return any(member.uses_unsharded for member in self.members)
 
     def move_to(self, state: State) -> None:
-        """Change the state."""
+        """Change the state; any move that is not in ``LEGAL_MOVES`` raises."""
         if (self.state, state) not in LEGAL_MOVES:
             raise StateError(f"unit {self.name!r} cannot go from {self.state} to {state}: this is a bug in shardwise.")
         self.state = state
 
     def use(self) -> None:
-        """Its parameters are about to be computed with."""
+        """Put the full parameters into the modules, and count the unit as used."""
         self.is_unused = False
         self.use_unsharded()
 
@@ -308,14 +309,14 @@ class Unit:
             member.use_sharded()
 
     def clear_frames(self) -> None:
-        """No forward call is under way any more."""
+        """Forget all forward calls under way."""
         self.calls.frames.clear()
         self.calls.labels.clear()
         for member in self.members:
             member.num_frames = 0
 
     def dissolve(self) -> None:
-        """The model has gone: let groups, and what refers back to them, be freed without a garbage collection."""
+        """Break reference cycles of the groups, so that they are freed without a garbage collection."""
         for group in self.groups:
             del group.gradient
         self.groups.clear()
