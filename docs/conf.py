@@ -6,10 +6,12 @@ on the site and where the files are browsed as files.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 DOCS = Path(__file__).parent
@@ -134,10 +136,18 @@ def leave_out(*asked: object) -> bool | None:
     return None if callable(value) or isinstance(value, property) else True
 
 
+def describe_calls(*asked: object) -> None:
+    """``sw.train`` and ``sw.launch`` are packages that can be called: show the function's text, not the package's."""
+    value, lines = asked[3], asked[5]
+    if isinstance(value, ModuleType) and isinstance(lines, list):
+        lines[:] = (inspect.getdoc(inspect.unwrap(value)) or "").splitlines()  # type: ignore[arg-type]  callable
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     os.environ |= {"NO_COLOR": "1", "COLUMNS": "88", "TERM": "dumb"}
     write_pages(DOCS / "reference")
     app.add_config_value("contents", {}, "env")  # so that a change of it has all pages made again
     app.connect("source-read", adapt)
+    app.connect("autodoc-process-docstring", describe_calls, priority=100)  # before napoleon reads it
     app.connect("autodoc-skip-member", leave_out)

@@ -47,6 +47,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "DataParallel",
         "DistributedSampler",
     ),
+    "The trainer, with your own parts, and around your own loop": (
+        "train",
+        "TrainSpec",
+        "Mean",
+        "Callback",
+        "Run",
+        "launch",
+    ),
     "Train": (
         "train_step",
         "eval_step",
@@ -191,13 +199,17 @@ def configuration() -> str:
     words = (
         "The keys of a file for `shardwise train`, in YAML or JSON. `shardwise config-schema` prints them as a JSON"
         " schema, with which editors complete and check; `shardwise validate FILE` prints a file with every key filled"
-        " in; `--set section.key=value` overrides one."
+        " in; `--set section.key=value` overrides one.\n\nThe keys of `parallel` are the fields of `sw.ParallelPlan`:"
+        " `None`, `True` and `False` are `null`, `true` and `false` in a file, and a policy is a mapping of its class's"
+        " fields ([Python](api.md)), for example `mp_policy: {param_dtype: bf16}`."
     )
     parts = ["# Configuration", words, keys(top)]
     for name, field in found["properties"].items():
         if "$ref" in field:
             section = found["$defs"][field["$ref"].rpartition("/")[2]]
             parts += [f"## {name}", section.get("description", ""), keys(section["properties"])]
+            if name == "data":
+                parts += ["### A source of `data.mix`", keys(found["$defs"]["MixedSection"]["properties"])]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -207,6 +219,9 @@ def keys(fields: Mapping[str, Any]) -> str:
     for name, field in fields.items():
         default = json.dumps(field["default"]) if "default" in field else ""
         words = re.sub(r"([|*_<])", r"\\\1", field.get("description", ""))
+        choices = next((each["enum"] for each in (field, *field.get("anyOf", ())) if "enum" in each), ())
+        if choices:
+            words = f"One of {', '.join(f'`{choice}`' for choice in choices)}. {words}"
         lines.append(f"| `{name}` | {default and f'`{default}`'} | {words} |")
     return "\n".join(lines)
 

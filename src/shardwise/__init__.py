@@ -98,6 +98,7 @@ _MODULES = {"launch", "models", "planner", "train"}
 
 __all__ = [
     "ActivationOffloadPolicy",
+    "Callback",
     "CheckpointError",
     "CollectiveEvent",
     "CommError",
@@ -108,6 +109,7 @@ __all__ = [
     "DryRun",
     "ExponentialMovingAverage",
     "GradScaler",
+    "Mean",
     "MemoryBudgetError",
     "MeshError",
     "ModelShape",
@@ -122,11 +124,13 @@ __all__ = [
     "PrecisionPolicy",
     "RankDisagreement",
     "RecomputePolicy",
+    "Run",
     "Score",
     "ShardwiseError",
     "StateError",
     "StorageError",
     "TracedModel",
+    "TrainSpec",
     "__version__",
     "bf16_supported",
     "block",
@@ -153,6 +157,7 @@ __all__ = [
     "gradient_sync",
     "iterate_full_parameters",
     "join",
+    "launch",
     "lerp_parameters",
     "load",
     "load_full_state_dict",
@@ -172,6 +177,7 @@ __all__ = [
     "score",
     "summary",
     "trace_model",
+    "train",
     "train_step",
     "wrap_by_class",
     "wrap_by_name",
@@ -208,6 +214,7 @@ if TYPE_CHECKING:
     from shardwise.engine.storage.optimizer import declare_elementwise, declare_granularity
     from shardwise.generation.decode import generate, generate_stream
     from shardwise.generation.score import Score, score
+    from shardwise.launch.function import launch
     from shardwise.optim.clip import clip_grad_norm
     from shardwise.optim.in_backward import optimizer_in_backward
     from shardwise.optim.muon import Muon
@@ -243,8 +250,12 @@ if TYPE_CHECKING:
     from shardwise.spec.schedule import PipelinePolicy
     from shardwise.spec.shape import ModelShape
     from shardwise.testing.parity import parity
+    from shardwise.train.call import train
+    from shardwise.train.callback import Callback
     from shardwise.train.data.sampler import DistributedSampler
     from shardwise.train.model.pretrained import from_pretrained
+    from shardwise.train.run import Run
+    from shardwise.train.spec import Mean, TrainSpec
     from shardwise.weights.init.deferred import deferred_init
     from shardwise.weights.state.average import ExponentialMovingAverage
     from shardwise.weights.state.full_parameters import full_parameters

@@ -18,6 +18,11 @@ from shardwise.cli.app import VERBS, build, fill_in_resume
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+def pages() -> list[Path]:
+    """The first page and those under docs/."""
+    return [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
 @pytest.fixture
 def contents(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The pages that the bar at the left names."""
@@ -36,10 +41,14 @@ def test_the_reference_describes_every_public_name_and_every_verb(tmp_path: Path
     made["write_pages"](tmp_path)
     described = re.findall(r"auto(?:class|function|exception):: (\w+)", (tmp_path / "api.md").read_text())
     assert set(sw.__all__) - {"__version__", "models"} <= set(described)
+    assert {name for page in pages() for name in re.findall(r"\bsw\.(\w+)", page.read_text())} <= {*sw.__all__, "NAME"}
     command = (tmp_path / "command.md").read_text()
     assert "## train\n" in command
     assert "## checkpoint verify\n" in command
-    assert "| `micro_batch_size` |" in (tmp_path / "configuration.md").read_text()
+    configuration = (tmp_path / "configuration.md").read_text()
+    assert "| `micro_batch_size` |" in configuration
+    assert "One of `stop`, `skip`." in configuration
+    assert "|  |\n" not in configuration  # each key is described
 
 
 def test_a_page_names_every_verb_and_each_has_a_help_text_with_an_example(
@@ -62,7 +71,7 @@ def test_the_first_page_is_short() -> None:
 def commands() -> list[tuple[str, list[str]]]:
     """Commands of ours that pages show, with the page."""
     found = []
-    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+    for page in pages():
         for line in re.findall(r"^\$ shardwise (.*(?:\\\n.*)*)$", page.read_text(), re.MULTILINE):
             words = shlex.split(line.replace("\\\n", " "), comments=True)
             ends = [place for place, word in enumerate(words) if word in {"|", ">", "&&"}]

@@ -100,7 +100,7 @@ def _version_option(
     version: bool = typer.Option(  # noqa: FBT001  typer's form
         False,  # noqa: FBT003
         "--version",
-        help="Print the version and leave.",
+        help="Print the version and exit.",
         is_eager=True,  # before typer asks for a verb
         callback=lambda value: _show_version() if value else None,
     ),

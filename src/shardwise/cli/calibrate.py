@@ -23,14 +23,14 @@ def calibrate(
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     dtypes: Annotated[
         str | None,
-        typer.Option(metavar="a,b", help="Of products: fp32, bf16, fp16; by default fp32, on GPUs bf16 too."),
+        typer.Option(metavar="a,b", help="Dtypes to measure: fp32, bf16, fp16; by default fp32, on GPUs bf16 too."),
     ] = None,
 ) -> None:
     """Measure this machine in about a minute: products, attention, element-wise work, the optimizer, and links.
 
-    The file that it writes is taken where the name of a GPU is: shardwise plan --gpu FILE, and Cluster(gpu=FILE). Links
-    are measured between the ranks that run: by default one for each GPU, or 2 on a CPU; on several machines start it by
-    torchrun. Nothing else should run meanwhile.
+    The written file takes the place of a GPU's name: shardwise plan --gpu FILE, or Cluster(gpu=FILE). Links are
+    measured between the ranks of this command: by default one for each GPU, or 2 on a CPU. Start it with torchrun to
+    measure several machines, and run nothing else meanwhile.
 
     Examples:
 

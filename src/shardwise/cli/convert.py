@@ -31,13 +31,14 @@ _TITLES = {
 def convert(
     file: Annotated[Path, typer.Argument(help="The configuration of the other project.")],
     model: Annotated[str | None, typer.Option(help="Hugging Face folder, or preset, to train.")] = None,
-    data: Annotated[str | None, typer.Option(help="What data.source is to be.")] = None,
+    data: Annotated[str | None, typer.Option(help="Value of data.source.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the configuration here.")] = None,
 ) -> None:
     """Turn a configuration of Accelerate, DeepSpeed (JSON) or torchtitan (TOML) into one for `train`.
 
-    Of Accelerate (YAML or JSON) the FSDP, DeepSpeed or Megatron-LM plugin is converted too. A comment says what each
-    key became; the end lists keys with nothing to set here, and keys without a counterpart, with what to do.
+    Files of Accelerate (YAML or JSON) are converted with their FSDP, DeepSpeed or Megatron-LM plugin. A comment beside
+    each key names the original key. The end lists keys that need nothing here, and keys without a counterpart, with
+    what to do instead.
 
     Example: shardwise convert ds_config.json --model models/llama --data corpus/ --out run.yaml
     """

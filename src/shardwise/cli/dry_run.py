@@ -28,22 +28,29 @@ STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid
 
 def dry_run(
     model: Annotated[str, typer.Argument(help="Built-in name, YAML or JSON file, or Hugging Face folder.")],
-    world_size: Annotated[int, typer.Option(help="Ranks of the world to stand in for.")],
-    rank: Annotated[int, typer.Option(help="Which of them to be.")] = 0,
+    world_size: Annotated[int, typer.Option(help="Number of ranks of the simulated world.")],
+    rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
     strategies: Annotated[str | None, typer.Option(help="Presets, separated by commas.")] = None,
     seq: Annotated[
-        int | None, typer.Option(help="Tokens per sample; by default the model's, of folders 2,048.")
+        int | None, typer.Option(help="Tokens per sample; by default the model's, 2,048 for folders.")
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="Parameters' dtype in computation: fp32, bf16, fp16.")] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="adamw, adam, sgd (without momentum) or muon, instead of the configuration's.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="What a group of hybrid sharding is by default.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node: the default size of hsdp's groups.")] = 8,
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: what this machine would use.")] = "nccl",
-    spec: Annotated[str | None, typer.Option(metavar="FILE", help="An sw.TrainSpec, with a file.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything, events too.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, with a file.")] = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Your own model, data, loss (sw.TrainSpec); MODEL is a configuration."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write everything to this file, with each event.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.field=value of a configuration, repeatable.")
+    ] = None,
     check_order: Annotated[
         bool, typer.Option("--check-order", help="Also show that the collectives of all ranks can never deadlock.")
     ] = False,

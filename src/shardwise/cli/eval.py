@@ -25,20 +25,20 @@ def evaluate(
     path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
     tasks: Annotated[list[str], typer.Option(help="Name of a task, or a YAML file with one, repeatable.")],
     num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question, if not the task's.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Take so many of each task's documents only.", min=1)] = None,
-    batch_tokens: Annotated[int, typer.Option(help="At most so many tokens in a forward.", min=1)] = 4096,
+    limit: Annotated[int | None, typer.Option(help="Evaluate at most this many documents of each task.", min=1)] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Largest number of tokens in a forward.", min=1)] = 4096,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as tp and pp need.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Use the averaged weights (train.ema_decay).")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put questions into the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Evaluate the model of a run, of a checkpoint, or of a Hugging Face folder on tasks of lm-eval.
 
     A task is a name that EleutherAI's lm-eval knows (`lm-eval ls tasks`; its data comes from the hub), or a YAML file
-    of yours in lm-eval's form, which may name Python functions: it is code. With --nproc the parameters are divided
-    over the processes (zero3), with --set parallel.tp=2 or parallel.pp=2 the computation; the numbers are the same up
-    to rounding. A model of bytes, which has no token that begins texts, scores them after a line's end.
+    of yours in lm-eval's form, which may name Python functions: it is code. --nproc shards the parameters over
+    processes (zero3), --set parallel.tp=2 or parallel.pp=2 divides the computation. The numbers are those of one
+    process, up to rounding. A model whose tokens are bytes has no BOS: texts are scored after a newline.
 
     Examples:
 

@@ -19,7 +19,7 @@ data = typer.Typer(
     rich_markup_mode=None,
 )
 checkpoint = typer.Typer(
-    help="Look at checkpoints.\n\nExample: shardwise checkpoint verify runs/demo",
+    help="Inspect, verify and convert checkpoints.\n\nExample: shardwise checkpoint verify runs/demo",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -30,12 +30,12 @@ def tokenize(
     source: Annotated[str, typer.Argument(help="File, folder or glob of UTF-8 text or of a data set, or 'stdlib'.")],
     out: Annotated[Path, typer.Argument(help="The token file.")],
     tokenizer: Annotated[str, typer.Option(help="'bytes', or a Hugging Face folder with a tokenizer.")] = "bytes",
-    column: Annotated[str, typer.Option(help="Of a data set: that of the texts.")] = "text",
+    column: Annotated[str, typer.Option(help="Column of the texts, in a data set.")] = "text",
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write text as a token file, memory-mapped in training.
+    """Write text as a token file, which training maps into memory.
 
-    It has one token per byte, or with --tokenizer what the tokenizer of a Hugging Face folder makes of the text.
+    Each byte is a token, unless --tokenizer names a Hugging Face folder with a tokenizer.
 
     Example: shardwise data tokenize corpus/ corpus.tokens --tokenizer models/llama
     """
@@ -118,16 +118,17 @@ def import_(
     out: Annotated[Path, typer.Argument(help="The new checkpoint's folder, such as checkpoints/step-00001000.")],
     trust: Annotated[bool, typer.Option("--trust", help="The folder may execute code here.")] = False,
     model_key: _ModelKey = None,
-    optimizer_key: Annotated[str | None, typer.Option(help="The same of the optimizer's state dict.")] = None,
+    optimizer_key: Annotated[str | None, typer.Option(help="The same for the optimizer's state dict.")] = None,
     no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,
     optimizer_class: Annotated[str | None, typer.Option(help="Such as AdamW, where its state does not tell.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of the model's weights, such as fp32; by default their own.")
+        str | None, typer.Option(help="Dtype of the model's weights, such as fp32; by default the stored one.")
     ] = None,
 ) -> None:
-    """Turn a folder of torch.distributed.checkpoint (FSDP2, torchtitan, FSDP1) into a checkpoint for sw.load.
+    """Convert a folder of torch.distributed.checkpoint (FSDP2, torchtitan, FSDP1) into a checkpoint for sw.load.
 
-    It loads on any layout. A tensor at a time is read, in one process. Reading its .metadata executes code: --trust.
+    The checkpoint loads under any plan. One process reads a tensor at a time. Reading the folder's .metadata executes
+    code, so that --trust is required.
 
     Example: shardwise checkpoint import dcp/step-1000 checkpoints/step-00001000 --trust
     """
@@ -158,13 +159,13 @@ def export_to_dcp(
     path: Annotated[Path, typer.Argument(help="A checkpoint's folder or URL, or a run's (its newest checkpoint).")],
     out: Annotated[Path, typer.Argument(help="The new folder.")],
     model_key: _ModelKey = "model",
-    optimizer_key: Annotated[str, typer.Option(help="The same of the optimizer's state dict.")] = "optimizer",
+    optimizer_key: Annotated[str, typer.Option(help="The same for the optimizer's state dict.")] = "optimizer",
     no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,
     flat_optimizer: Annotated[bool, _FLAT] = False,
 ) -> None:
-    """Turn a checkpoint into a folder of torch.distributed.checkpoint.
+    """Convert a checkpoint into a folder of torch.distributed.checkpoint.
 
-    dcp.load reads it on any layout. It is written a file at a time, in one process.
+    dcp.load reads the folder under any layout. One process writes a file at a time.
 
     Example: shardwise checkpoint export runs/demo dcp/step-300
     """
@@ -191,28 +192,28 @@ def _show_left_out(names: list[str]) -> None:
 def export(
     source: Annotated[Path, typer.Argument(help="A run's folder or URL (its newest checkpoint), or a checkpoint's.")],
     folder: Annotated[Path | None, typer.Argument(help="The new folder.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights in the files, such as bf16.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="The run's averaged weights.")] = False,
-    max_shard_bytes: Annotated[float, typer.Option(help="A file holds no more.")] = 5e9,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the written weights, such as bf16.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="Export the averaged weights (train.ema_decay).")] = False,
+    max_shard_bytes: Annotated[float, typer.Option(help="Largest size of a file.")] = 5e9,
     *,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of a LoRA run the whole model; without it the adapter by itself.")
+        bool, typer.Option("--merge", help="Merge a LoRA run's adapter into the model; by default the adapter alone.")
     ] = False,
-    triton: Annotated[
-        Path | None, typer.Option(help="A model repository of Triton, to which the model is added.")
-    ] = None,
-    backend: Annotated[Backend, typer.Option(help="Of Triton.")] = Backend.PYTHON,
-    name: Annotated[str | None, typer.Option(help="The model's in the repository; by default the run's.")] = None,
+    triton: Annotated[Path | None, typer.Option(help="Add the model to this model repository of Triton.")] = None,
+    backend: Annotated[Backend, typer.Option(help="Triton's backend.")] = Backend.PYTHON,
+    name: Annotated[str | None, typer.Option(help="The model's name in the repository; by default the run's.")] = None,
 ) -> None:
     """Write a run's model as a folder that transformers loads: weights, configuration, tokenizer.
 
-    Reads the checkpoint one block at a time, in one process. With --triton DIR write it into a model repository of
-    Triton instead, for its Python backend, which continues text as `shardwise serve` does, or with --backend vllm for
-    its vLLM backend; a Hugging Face folder is named there, not copied.
+    One process reads the checkpoint a block at a time. With --triton DIR the model is written into a model repository
+    of Triton instead: for the Python backend, which continues text as `shardwise serve` does, or with --backend vllm
+    for the vLLM backend. The repository refers to a Hugging Face folder by its path and does not copy it.
 
-    Examples: shardwise export runs/demo exported --dtype bf16
+    Examples:
 
-    shardwise export runs/demo --triton model_repository --name demo
+      shardwise export runs/demo exported --dtype bf16
+
+      shardwise export runs/demo --triton model_repository --name demo
     """
     from shardwise.train.export import export_trained
     from shardwise.train.trained import find_trained, model_name

@@ -42,25 +42,26 @@ def generate(
     path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue, repeatable.")] = None,
     tokens: Annotated[list[str] | None, typer.Option(help="Token ids to continue ('12 7 9'), repeatable.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 50,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, more draws.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw among so many of the likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest with this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws; the same tokens each time.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Largest number of new tokens for each prompt.")] = 50,
+    temperature: Annotated[
+        float, typer.Option(help="0 chooses the likeliest token; above 0 tokens are sampled.")
+    ] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample among the fewest tokens with this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling generator.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as the plan needs.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Use the averaged weights (train.ema_decay).")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Write the text as it comes; one prompt.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages to a chat model.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,
 ) -> None:
     """Continue text with the model of a run, of a checkpoint, or of a Hugging Face folder.
 
-    Takes the likeliest tokens, or draws with --temperature. With --nproc the parameters are divided over the processes
-    (zero3), with --set parallel.tp=2 the computation of each token too (the lowest latency), with --set parallel.pp=2
-    the layers, and prompts are in flight between them (the highest throughput); the tokens are the same. The prompt is
-    printed before its continuation. With --chat each prompt is a message to a chat model, in its chat template, and the
-    answer is printed alone.
+    By default the likeliest token is chosen each time; with --temperature tokens are sampled. --nproc shards the
+    parameters over processes (zero3), --set parallel.tp=2 divides every layer, and --set parallel.pp=2 divides the
+    layers into stages. The tokens are those of one process, up to rounding. The prompt is printed before its
+    continuation. With --chat each prompt is put into the model's chat template, and only the answer is printed.
 
     Examples:
 

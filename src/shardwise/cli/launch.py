@@ -33,29 +33,29 @@ def launch(
     cpu: Annotated[bool, typer.Option("--cpu", help="Processes on CPUs, as many as --gpus says.")] = False,
     time: Annotated[
         str | None,
-        typer.Option(help="Slurm's time limit, 24:00:00 by default; the run goes on when the job is requeued."),
+        typer.Option(help="Slurm's time limit, 24:00:00 by default; the run continues when the job is requeued."),
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(help="The container image, with shardwise in it; for Slurm, where ranks run in one (pyxis)."),
+        typer.Option(help="Container image with shardwise installed; for Slurm with pyxis only."),
     ] = None,
     volume: Annotated[
         str | None,
         typer.Option(
             metavar="NAME:/path",
             help="Kubernetes, SkyPilot: the shared volume that holds the run's folder. Slurm with --image: a folder of"
-            " the nodes, and where the container has it.",
+            " the nodes, and its path in the container.",
         ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="SkyPilot: its name of the GPU, such as H100.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="SkyPilot: the GPU's name there, such as H100.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Start all ranks again this often after one was lost.")] = 3,
     run_dir: Annotated[str | None, typer.Option(help="The run's folder, on a disk that all nodes share.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write; by default the job is printed.")] = None,
 ) -> None:
-    """Write a job for a scheduler that runs CONFIG, and starts it again. Starts nothing.
+    """Write the job with which a scheduler runs and restarts CONFIG. Starts nothing itself.
 
-    The job starts again after a preemption, at the time limit, and after the loss of a rank or a node.
+    The job restarts the run after a preemption, at the time limit, and after the loss of a rank or a node.
 
     Examples:
 

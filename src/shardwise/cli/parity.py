@@ -29,20 +29,19 @@ def parity(
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     strategies: Annotated[str, typer.Option(help="Presets, separated by commas.")] = ",".join(STRATEGIES),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
-    locate: Annotated[bool, typer.Option("--locate", help="Compare every module, also where nothing differs.")] = False,
+    locate: Annotated[bool, typer.Option("--locate", help="Compare every module, even if the results agree.")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:
     """Train a few steps under every strategy and in one process, and compare to the last bit.
 
-    Compares losses, gradient norms and parameters; leaves with 0 where all are equal, with 1 where something differs.
-    Where a plan makes sums in another order (parallel.tp, weights that pipeline stages share) they must be near: the
-    table says how near. Where a plan has groups of ranks (dp_replicate, hsdp), the one process adds gradients inside
-    each group first. Without CONFIG the demo's model and data.
+    Compares losses, gradient norms and parameters, and exits with 0 if all are equal and with 1 if something differs.
+    A plan that makes sums in a different order (parallel.tp, weights that pipeline stages share) must agree within the
+    tolerance that the table shows. If a plan has groups of ranks (dp_replicate, hsdp), the one process adds gradients
+    inside each group first. Without CONFIG it trains the demo's model on the demo's data.
 
-    Where something differs it says at which module: the first one, in the order of a step, whose output, input's
-    gradient or parameter's gradient is not that of one process, on which ranks, by how much, and how it differs (scaled
-    by the size of an axis, a missing sum, a shifted slice, ...). --locate compares every module also where the ends are
-    near.
+    If something differs, the command names the first module, in the order of a step, whose output, input gradient or
+    parameter gradient is not that of one process, with the ranks, the size and the kind of the difference (scaled by
+    the size of an axis, a missing sum, a shifted slice, ...).
 
     Examples:
 

@@ -48,7 +48,7 @@ def plan(
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences of a step over all GPUs; by default 16,384 tokens for each GPU.")
     ] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Only this many sequences a forward.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Only microbatches of this many sequences.")] = None,
     precision: Annotated[
         str | None,
         typer.Option(help="What products compute in: bf16, fp16, fp32; by default the first that the GPU has."),
@@ -64,25 +64,26 @@ def plan(
     pp: Annotated[int | None, typer.Option(help="Only this many pipeline ranks.")] = None,
     activation_checkpointing: Annotated[str | None, typer.Option(help="Only none, selective or full.")] = None,
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="Logits are never whole (train.chunked_cross_entropy).")
+        bool, typer.Option("--chunked-loss", help="Compute the loss in chunks (train.chunked_cross_entropy).")
     ] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="Units are compiled.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Assume compiled units.")] = False,
     fix: Annotated[
-        list[str] | None, typer.Option(help="field=value of the plan that every proposal has; repeatable.")
+        list[str] | None, typer.Option(help="field=value that every proposed plan must have; repeatable.")
     ] = None,
     measured: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TOKENS/S[,FIELD=VALUE...]|FOLDER",
-            help="A run of your own that the predictions are scaled by: tokens/s of all GPUs, and where it was another"
-            " plan than the first one, its fields as for --fix, gpus, seq or global_batch; or the folder of a run of"
-            " `train`. Once or twice.",
+            help="Scale the predictions by a run of your own: its tokens/s over all GPUs and, unless it ran plan 1, its"
+            " fields as for --fix, gpus, seq or global_batch; or the folder of a run of `train`. Once or twice.",
         ),
     ] = None,
     save_hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Write what --measured found, for --gpu and log.hardware.")
     ] = None,
-    largest: Annotated[bool, typer.Option("--largest", help="The largest model that each strategy holds.")] = False,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="Print the largest model that each strategy can hold.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the best plan as a configuration for `train`.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one page of HTML that compares the plans.")] = None,
     trace: Annotated[
@@ -90,10 +91,10 @@ def plan(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Plans for a model on a cluster: what fits, how fast, and why. Needs neither GPUs nor torch.
+    """Rank the plans for a model on a cluster: which fit, how fast they are, and why. Needs neither GPUs nor torch.
 
     MODEL is a well-known name (llama-3-8b, gpt-175b, ...), a Hugging Face folder or config.json, or a run
-    configuration, whose parallel and train sections then fix what they say.
+    configuration. Every proposed plan keeps what a configuration's parallel and train sections set.
 
     Examples:
 

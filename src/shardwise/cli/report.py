@@ -25,8 +25,8 @@ def report(
 ) -> None:
     """Write one page of HTML that shows a run, or with --compare several runs side by side.
 
-    The file needs no network. `train` writes the page of its run by itself when it ends; this verb writes it for runs
-    that were killed, and while a run is going on.
+    The file needs no network. `train` writes this page when its run ends. The verb writes it for a run that was killed
+    or is still running.
 
     Examples:
 

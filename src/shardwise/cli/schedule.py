@@ -21,7 +21,7 @@ def schedule(
     microbatches: Annotated[
         int | None, typer.Option(help="Microbatches of a step; by default as many as ranks.")
     ] = None,
-    name: Annotated[str, typer.Option("--schedule", help="Which schedule.")] = "1f1b",
+    name: Annotated[str, typer.Option("--schedule", help="Name of the schedule.")] = "1f1b",
     virtual_stages: Annotated[int | None, typer.Option(help="Stages of each rank.")] = None,
     forward: Annotated[str, typer.Option(help="Time of one stage's forward of one microbatch.")] = "1",
     backward_input: Annotated[str, typer.Option(help="Time of the gradient of its input.")] = "1",

@@ -44,27 +44,33 @@ class _Asked:
 def serve(
     context: typer.Context,
     path: Annotated[Path, typer.Argument(help="A run's folder or URL, a checkpoint's, or a Hugging Face folder.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; another machine reaches 0.0.0.0.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name in requests; by default the folder's.")] = None,
-    max_rows: Annotated[int, typer.Option(help="Continue at most so many prompts at a time.", min=1)] = 32,
-    max_waiting: Annotated[int, typer.Option(help="Let at most so many prompts wait; more get 429.", min=1)] = 128,
+    max_rows: Annotated[int, typer.Option(help="Largest number of prompts that are continued at a time.", min=1)] = 32,
+    max_waiting: Annotated[
+        int, typer.Option(help="Largest number of prompts that wait; further ones get 429.", min=1)
+    ] = 128,
     max_length: Annotated[
         int | None, typer.Option(help="Positions that a prompt and its answer may take; by default the model's.", min=2)
     ] = None,
-    grace: Annotated[float, typer.Option(help="Seconds for answers under way when the server ends.", min=0)] = 30.0,
-    chat_template: Annotated[Path | None, typer.Option(help="File with the template that makes a chat text.")] = None,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that answers under way have when the server ends.", min=0)
+    ] = 30.0,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File with a chat template, in place of the tokenizer's.")
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as tp and pp need.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
-    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="Use the averaged weights (train.ema_decay).")] = False,
 ) -> None:
     """Answer OpenAI's requests (/v1/completions, /v1/chat/completions) with a trained model, streamed or at once.
 
     The model is that of a run, of a checkpoint, or of a Hugging Face folder. It runs in one process, or with --set
-    parallel.tp=2 or parallel.pp=2 divided over several, which this command starts. Prompts that arrive while others are
-    continued join them at the next token. The server listens on this machine's loopback address unless --host says
-    otherwise; with SHARDWISE_API_KEY in the environment clients must show that key. SIGTERM or Ctrl-C ends it when the
-    answers under way are complete, after --grace seconds at the latest.
+    parallel.tp=2 or parallel.pp=2 in several, which this command starts. New prompts join the running ones at the next
+    token. The server listens on the loopback address unless --host names another. If SHARDWISE_API_KEY is set in the
+    environment, clients must send that key. After SIGTERM or Ctrl-C the server ends when the answers under way are
+    complete, or after --grace seconds.
 
     Examples:
 

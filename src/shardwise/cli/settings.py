@@ -14,7 +14,9 @@ from shardwise.spec.text import aligned
 
 def validate(
     config: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
-    nproc: Annotated[int | None, typer.Option(help="Processes to check for; as `train` would start.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of processes; by default as many as `train` would start.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:
     """Check a configuration as `train` would, and print it with everything filled in. Starts nothing.

@@ -24,12 +24,13 @@ def train(
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/NAME.")] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="[latest|latest-good|PATH|URL]", help="Continue; alone it means latest.")
+        str | None,
+        typer.Option(metavar="[latest|latest-good|PATH|URL]", help="Continue a run; without a value: latest."),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Start all workers again this often after one was lost.")] = 0,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Take the folder of a lost run, if 20 s show no sign of life.")
+        bool, typer.Option("--take-over", help="Take over the folder of a lost run, after 20 s without a sign of life.")
     ] = False,
     profile_steps: Annotated[
         str | None, typer.Option(metavar="FIRST:LAST", help="Write a Chrome trace of these steps, both included.")
@@ -43,7 +44,7 @@ def train(
 
     The demo is a small GPT on the source text of Python's own standard library, with ZeRO-3 over every local device.
 
-    Starts its own workers, or joins the world that torchrun or Slurm describes.
+    The command starts its own processes, or joins the world that torchrun or Slurm describes.
 
     Examples:
 

@@ -90,16 +90,17 @@ class OneSource(Section):
 
     column: str | None = Field(
         None,
-        description="of a data set: the column of the texts or conversations; by default messages, conversations,"
-        " prompt (with completion) or text, the first that is there",
+        description="column of a data set that holds the texts or conversations; by default the first that exists of"
+        " messages, conversations, prompt (with completion) and text",
     )
     learns: Literal["assistant", "last", "all"] = Field(
-        "assistant", description="of conversations: all that the assistant says, its last answer, or every token"
+        "assistant",
+        description="the tokens of a conversation that count in the loss: the assistant's, its last answer's, or all",
     )
-    chat_template: str | None = Field(
-        None, description="file with the template that makes a conversation text; the tokenizer's own by default"
+    chat_template: str | None = Field(None, description="file with a chat template; by default the tokenizer's own")
+    max_bytes: Positive | None = Field(
+        None, description="use only this many bytes of the text, from its beginning; stdlib: 4,000,000"
     )
-    max_bytes: Positive | None = Field(None, description="use the first bytes of the text only; stdlib: 4,000,000")
 
 
 class MixedSection(OneSource):
@@ -108,7 +109,7 @@ class MixedSection(OneSource):
     source: str = Field(description="as data.source")
     weight: PositiveFloat = Field(1.0, description="share of the samples, in proportion to the other sources' weights")
     name: str | None = Field(
-        None, description="in metrics, which record share_NAME; by default the name of the file or folder"
+        None, description="NAME in the metric share_NAME; by default the name of the file or folder"
     )
 
 
@@ -127,10 +128,11 @@ class DataSection(OneSource):
         " chat_template, max_bytes and name of its own",
     )
     eval_source: str | None = Field(
-        None, description="data to evaluate on, as source; all of source or mix is trained on then (no held_out)"
+        None,
+        description="data to evaluate on, of the kinds of source; then source or mix is trained on in full",
     )
     seq_len: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
-        None, description="tokens per sample; the longest that the model takes, but at most 2,048"
+        None, description="tokens per sample; by default the longest that the model accepts, but at most 2,048"
     )
     tokenizer: Folder | None = Field(
         None,
@@ -138,24 +140,25 @@ class DataSection(OneSource):
         " by default the model's own where model.hf is given, else bytes",
     )
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.05, description="last part of the tokens, of each source, not trained on"
+        0.05, description="share of each source's tokens, at its end, that is evaluated on and not trained on"
     )
     packing: bool | None = Field(
         None,
-        description="several conversations share a sample, each with positions and attention of its own; by default"
-        " where model.hf is given, without cp. Else each is a sample, cut or filled up to seq_len",
+        description="pack several conversations into a sample, each with its own positions and attention; by default if"
+        " model.hf is given and cp is 1. Otherwise each conversation is a sample, cut or padded to seq_len",
     )
     separate_documents: bool = Field(
         default=False,
-        description="of texts: positions begin anew behind each end-of-text token, and attention does not cross it",
+        description="start positions anew after each end-of-text token of texts, and do not let attention cross it",
     )
     streaming: bool = Field(
         default=False,
-        description="tokenize texts while training goes on, some files at a time, instead of all before it begins; the"
+        description="tokenize texts during training, some files at a time, instead of all of them before it begins; the"
         " last files are held out",
     )
     workers: Annotated[int, Field(ge=0, le=256)] = Field(
-        0, description="processes of each rank that read the samples of a spec ahead of training; 0: the rank itself"
+        0,
+        description="processes of each rank that read the samples of a spec ahead of training; 0: the rank reads them",
     )
 
     @property
@@ -199,28 +202,32 @@ class OptimizerSection(Section):
         description="muon: sw.Muon for hidden matrices, AdamW for embeddings, head, norms and biases. adamw8bit:"
         " torchao's AdamW with states in 8 bit; needs parallel.granularity: [block, 4096] where states are sharded",
     )
-    lr: PositiveFloat = Field(3e-4, description="peak learning rate; muon: of matrices")
+    lr: PositiveFloat = Field(3e-4, description="peak learning rate; with muon that of the matrices")
     betas: Annotated[tuple[Ratio, Ratio], Strict(False)] | None = Field(  # noqa: FBT003
-        None, description="not sgd: [0.9, 0.95]"
+        None, description="by default [0.9, 0.95]; not for sgd"
     )
-    eps: PositiveFloat | None = Field(None, description="not sgd: 1e-8")
-    weight_decay: NonNegativeFloat = 0.1
-    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(None, description="sgd: 0.9; muon: 0.95")
-    adamw_lr: PositiveFloat | None = Field(None, description="muon: peak learning rate of what AdamW trains; lr")
+    eps: PositiveFloat | None = Field(None, description="by default 1e-8; not for sgd")
+    weight_decay: NonNegativeFloat = Field(0.1, description="weight decay of parameters with two or more dimensions")
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None, description="by default 0.9 for sgd, 0.95 for muon"
+    )
+    adamw_lr: PositiveFloat | None = Field(
+        None, description="muon: peak learning rate of the parameters that AdamW trains; by default lr"
+    )
     adjust_lr: Literal["match_rms_adamw", "original"] | None = Field(
         None,
         description="muon: how lr depends on a matrix's shape. match_rms_adamw (default): times 0.2 sqrt(max(rows,"
         " columns)), for rates as AdamW's; original: times sqrt(max(1, rows / columns)), for rates near 0.02",
     )
-    ns_steps: Annotated[int, Field(ge=1, le=99)] | None = Field(None, description="muon: Newton-Schulz iterations, 5")
+    ns_steps: Annotated[int, Field(ge=1, le=99)] | None = Field(
+        None, description="muon: Newton-Schulz iterations, by default 5"
+    )
     fused_weights: dict[str, int | list[int]] | None = Field(
         None,
         description="muon: weights that are several matrices in one, by patterns of their names: how many equal ones,"
         " or their numbers of outputs, such as {'*.gate_up_proj.weight': 2}",
     )
-    adamw_weights: list[str] | None = Field(
-        None, description="muon: patterns of names of matrices that AdamW is to train"
-    )
+    adamw_weights: list[str] | None = Field(None, description="muon: name patterns of matrices that AdamW trains")
     flat: bool = Field(
         default=True,
         description="one tensor per unit instead of one per name: faster, the same numbers. Not for muon and adamw8bit",
@@ -236,14 +243,15 @@ class OptimizerSection(Section):
 class LoraSection(Section):
     """Low-rank adapters, trained instead of the model of ``model.hf``. None unless ``rank`` or ``adapter`` is given."""
 
-    rank: Positive | None = Field(None, description="of the adapters' matrices, such as 16")
+    rank: Positive | None = Field(None, description="rank of the adapters, such as 16")
     alpha: PositiveFloat | None = Field(None, description="adapters are scaled by alpha / rank; by default 2 * rank")
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="of what goes into an adapter")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="dropout of an adapter's input")
     targets: str | list[str] = Field(
-        "all-linear", description="layers that get one: ends of their names, such as [q_proj, v_proj], or all-linear"
+        "all-linear",
+        description="layers that get an adapter: ends of their names, such as [q_proj, v_proj], or all-linear",
     )
     adapter: str | None = Field(
-        None, description="folder of an adapter, as peft saves it, to go on from; it brings rank, alpha and targets"
+        None, description="folder of an adapter that peft saved, to continue from; it sets rank, alpha and targets"
     )
 
     @property
@@ -255,10 +263,16 @@ class LoraSection(Section):
 class ScheduleSection(Section):
     """The learning rate over the steps."""
 
-    name: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
+    name: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = Field(
+        "cosine", description="course of the rate after the warmup"
+    )
     warmup_steps: Count = Field(0, description="steps over which the rate rises linearly from 0")
-    min_lr_ratio: Ratio | None = Field(None, description="rate at the end over peak rate; 0.1 (not for constant)")
-    decay_steps: Positive | None = Field(None, description="warmup-stable-decay: steps of the decay; a fifth of all")
+    min_lr_ratio: Ratio | None = Field(
+        None, description="rate at the end over the peak rate, by default 0.1; not for constant"
+    )
+    decay_steps: Positive | None = Field(
+        None, description="warmup-stable-decay: steps of the decay, by default a fifth of all steps"
+    )
 
     @property
     def end_ratio(self) -> float:
@@ -289,17 +303,22 @@ class TrainSection(Section):
     steps: Positive = Field(1000, description="optimizer steps; derived where epochs is given")
     epochs: PositiveFloat | None = Field(
         None,
-        description="in place of steps: how often all samples are trained on; of a mixture as many as all its sources"
-        " have together",
+        description="length of the run in place of steps: passes over all samples; an epoch of a mixture has as many"
+        " samples as all its sources together",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    micro_batch_size: Positive | None = Field(None, description="samples per rank and forward")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="seed of weights, order of samples and dropout")
+    micro_batch_size: Positive | None = Field(None, description="samples per forward on a rank that reads data")
     global_batch_size: Positive | None = Field(None, description="samples per step over all ranks")
-    gradient_accumulation_steps: Positive | None = Field(None, description="forwards per step; two of the three given")
-    clip_grad_norm: PositiveFloat | None = Field(
-        1.0, description="null: no clipping, the norm is recorded all the same"
+    gradient_accumulation_steps: Positive | None = Field(
+        None, description="forwards per step; two of the three sizes are given, the third follows"
     )
-    eval_every: Positive | None = Field(100, description="steps between evaluations, also at both ends; null: none")
+    clip_grad_norm: PositiveFloat | None = Field(
+        1.0, description="largest global gradient norm; null: no clipping, the norm is still recorded"
+    )
+    eval_every: Positive | None = Field(
+        100,
+        description="steps between evaluations, which also come before the first and after the last step; null: none",
+    )
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
         None, description="evaluate a moving average of the weights, such as 0.999; checkpoints hold it too"
     )
@@ -308,31 +327,34 @@ class TrainSection(Section):
         None, description="end the run after so many evaluations in a row that are no better than the best one"
     )
     sample_prompts: list[str] = Field(
-        default_factory=list, description="texts that the model continues at evaluations: shown, and in samples.jsonl"
+        default_factory=list,
+        description="prompts that the model continues at evaluations; printed, and written to samples.jsonl",
     )
-    sample_tokens: Positive = Field(32, description="new tokens of each of them")
+    sample_tokens: Positive = Field(32, description="new tokens for each of sample_prompts")
     chunked_cross_entropy: bool = Field(
         default=False,
-        description="compute the loss a part of the positions at a time, so that logits are never whole (torch 2.13)",
+        description="compute the loss for some positions at a time, so that full logits are never stored (torch 2.13)",
     )
     non_finite: Literal["stop", "skip"] = Field(
         "stop",
-        description="when the loss or the gradient of a step is NaN or infinite: end the run, or go on with the next"
-        " step. The update is left out in both cases",
+        description="if the loss or the gradient of a step is NaN or infinite: end the run, or skip the step. Neither"
+        " updates the parameters",
     )
-    max_skipped_steps: Positive = Field(5, description="non_finite: skip ends the run after more of them in a row")
+    max_skipped_steps: Positive = Field(
+        5, description="with non_finite: skip, end the run after more than this many skipped steps in a row"
+    )
     check_replicas_every: Positive | None = Field(
         100,
-        description="steps between comparisons of what several ranks hold a copy of (ddp, zero1, zero2, dp_replicate,"
-        " tp), also before each checkpoint; null: never",
+        description="steps between comparisons of values that several ranks hold copies of (ddp, zero1, zero2,"
+        " dp_replicate, tp), also before each checkpoint; null: never",
     )
     check_memory: bool = Field(
         default=True, description="refuse a run that is predicted to need more memory than its devices have"
     )
     step_timeout_s: PositiveFloat | None = Field(
         None,
-        description="end a run that makes no progress in a step for so long; null: ten times the longest step so far,"
-        " at least 60 s. Start, first step, saves, loads and evaluations have ten times as long, at least 1800 s",
+        description="end the run if a step makes no progress for this long; null: ten times the longest step so far, at"
+        " least 60 s. Start, first step, saves, loads and evaluations have ten times as long, at least 1800 s",
     )
     grace_s: PositiveFloat = Field(
         30.0, description="time between a request to stop and the end of the processes; a scheduler's own, if shorter"
@@ -342,26 +364,28 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     """The checkpoints on disk."""
 
-    every: Positive | None = Field(None, description="steps between checkpoints; null: none on the way")
-    keep: Annotated[int, Field(ge=2, le=10**6)] = Field(3, description="newest checkpoints kept, at least 2")
-    asynchronous: bool = Field(
-        default=False, description="write checkpoints while training goes on; takes as much memory of the host again"
+    every: Positive | None = Field(None, description="steps between checkpoints; null: only the final one")
+    keep: Annotated[int, Field(ge=2, le=10**6)] = Field(
+        3, description="number of newest checkpoints that are kept, at least 2"
     )
-    allow_non_finite: bool = Field(default=False, description="save NaN and infinity in parameters too")
+    asynchronous: bool = Field(
+        default=False, description="write checkpoints during training; needs as much host memory again as a rank saves"
+    )
+    allow_non_finite: bool = Field(default=False, description="also save parameters that contain NaN or infinity")
     best: str | None = Field(
         None,
-        description="also keep the step with the best value of this, in best/ of the run's folder: eval_loss, or"
-        " eval_NAME of a spec's metric",
+        description="metric whose best step is also kept, in best/ of the run's folder: eval_loss, or eval_NAME of a"
+        " spec's metric",
     )
-    best_is: Literal["least", "most"] = Field("least", description="which value of checkpoint.best is the best one")
-    allow_other_code: bool = Field(
-        default=False, description="resume also where the code of the run's spec has changed since"
+    best_is: Literal["least", "most"] = Field(
+        "least", description="whether the least or the most is the best value of that metric"
     )
-    final: bool = Field(default=True, description="a checkpoint after the last step")
+    allow_other_code: bool = Field(default=False, description="resume even if the code of the run's spec has changed")
+    final: bool = Field(default=True, description="write a checkpoint after the last step")
     upload_to: Annotated[str, AfterValidator(_place)] | None = Field(
         None,
-        description="where each checkpoint is copied to once it is saved, while training goes on: s3://bucket/runs/NAME,"
-        " gs://, az://, or a folder. --resume takes the newest from there where this machine has none as new",
+        description="copy each saved checkpoint to this place during training: s3://bucket/runs/NAME, gs://, az://, or"
+        " a folder. --resume reads the newest checkpoint from there unless this machine has one as new",
     )
 
 
@@ -370,24 +394,27 @@ class LogSection(Section):
 
     every: Positive = Field(
         1,
-        description="steps between lines, and between readings of what steps leave on the device; metrics.jsonl has"
-        " every step. Where it is not given, 10 on a machine with GPUs",
+        description="steps between printed lines, and between copies of losses and norms from the device; metrics.jsonl"
+        " has every step. By default 10 on a machine with GPUs",
     )
-    tensorboard: bool | Literal["auto"] = Field("auto", description="auto: where tensorboard is installed")
+    tensorboard: bool | Literal["auto"] = Field(
+        "auto", description="write TensorBoard files; auto: if tensorboard is installed"
+    )
     wandb: bool = Field(default=False, description="also send metrics to Weights & Biases (WANDB_* variables apply)")
     mlflow: bool = Field(default=False, description="also send metrics to MLflow (MLFLOW_* variables apply)")
     trackio: bool = Field(
-        default=False, description="also send metrics to Trackio (TRACKIO_* variables apply; TRACKIO_PROJECT: which)"
+        default=False,
+        description="also send metrics to Trackio (TRACKIO_* variables apply; TRACKIO_PROJECT names the project)",
     )
     loss_spikes: PositiveFloat | None = Field(
         10.0,
-        description="warn of a loss that is so many standard deviations above the median of the last 100 steps, with"
-        " its samples; null: do not",
+        description="warn of a loss that is this many standard deviations above the median of the last 100 steps, and"
+        " name its samples; null: never",
     )
     hardware: str | None = Field(
         None,
-        description="for the predicted time of a step: name of the GPU, or a file of `shardwise calibrate`; where it is"
-        " not given, by the name of the device",
+        description="GPU of which the time of a step is predicted: its name, or a file of `shardwise calibrate`; by"
+        " default the device's name",
     )
 
 
@@ -398,12 +425,12 @@ class Config(Section):
     """A whole run."""
 
     name: Annotated[str, Field(pattern=_NAME)] = Field(
-        "run", description="of the run: letters, digits, dot, dash, underscore. The file's own name where not given"
+        "run", description="name of the run: letters, digits, dot, dash, underscore; by default the file's name"
     )
     spec: str | None = Field(
         None,
-        description="code that replaces parts of the run (sw.TrainSpec): a file, mine.py or mine.py:NAME, or"
-        " package.module:NAME; as --spec",
+        description="your own model, data or loss (sw.TrainSpec), as --spec: a file, mine.py or mine.py:NAME, or"
+        " package.module:NAME",
     )
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
