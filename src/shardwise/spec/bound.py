@@ -1,4 +1,4 @@
-"""Bounds of what a stranger's file may take: bytes and depth of JSON, memory and time of work on it."""
+"""Limits for untrusted files: bytes and depth of JSON, memory and time of processing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-#: The most bytes of a JSON file: those of large vocabularies have 40 million.
+#: The most bytes of a JSON file. Files with large vocabularies have 40 million.
 MOST_JSON_BYTES = 1 << 28
 _WORK_BYTES, _WORK_S = 1 << 30, 20.0
 
@@ -37,11 +37,11 @@ def read_json(path: Path) -> Any:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Limit a block to 1 GiB and 20 s of a processor: in the main thread and on Linux; elsewhere nothing is limited.
+    """Limit a block to 1 GiB of additional memory and 20 s of CPU time; only in the main thread on Linux.
 
     Raises:
-        MemoryError: Raised in the block, when it takes more memory.
-        TimeoutError: Raised in the block, when it takes more time.
+        MemoryError: Raised in the block, when it needs more memory.
+        TimeoutError: Raised in the block, when it needs more time.
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         yield

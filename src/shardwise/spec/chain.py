@@ -2,11 +2,11 @@
 
 Both are computed from the model alone, the same on every rank.
 
-An exchange takes a fixed time however few bytes it has: between two processes on one machine over Gloo at least 0.3 ms,
-in which 1 MB could be sent. Over NCCL a collective of n ranks passes slices around in n - 1 steps of some microseconds
-each. A model of many small blocks therefore waits for messages, not for bytes. Neighbouring blocks become one unit: one
-flat buffer, one all-gather, one reduction. The price is memory, because a unit is gathered as a whole. So large units
-are not merged, and a model keeps at least ``LEAST_UNITS`` units of equal size.
+A message has a fixed cost: over Gloo between two processes on one machine at least 0.3 ms, in which 1 MB could be sent.
+A collective of n ranks over NCCL has n - 1 steps of some microseconds each. A model of many small blocks is therefore
+limited by the number of messages, not by bytes. Merging turns neighbouring blocks into one unit: one flat buffer, one
+all-gather, one reduction. The price is memory, because a unit is gathered as one. So large units are not merged, and
+no merged unit has more than 1/``LEAST_UNITS`` of the model.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
 
-#: Most bytes of parameters in a merged unit: over Gloo such a message takes several times the fixed cost.
+#: Most bytes of parameters in a merged unit. Over Gloo a message of this size takes several times the fixed cost.
 MERGED_BYTES = 1 << 21
 
-#: On CUDA: most bytes for each rank, if that is more. At 50 GB/s such a slice takes 20 microseconds, a few times the
-#: fixed cost of a step.
+#: On CUDA, most bytes of a rank's slice of a merged unit, if that allows more. At 50 GB/s such a slice takes
+#: 20 microseconds, a few times the fixed cost of a step.
 MERGED_SLICE_BYTES = 1 << 20
 
-#: A merged unit holds at most the parameters of the model divided by this.
+#: A merged unit has at most the model's bytes divided by this number.
 LEAST_UNITS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Mergeable:
-    """A unit that may be merged with those beside it.
+    """A unit that may be merged with its neighbours.
 
     Attributes:
         name: Qualified name.
-        chain: The chain of modules that the unit is a member of; only members of one chain are merged, in their order.
-            ``None``: never merged (it encloses other units, or a rank may skip it).
-        kind: Dtypes and trainability of the unit's groups; only units of one kind are merged, so that each group of a
+        chain: The chain of modules to which the unit belongs; only neighbours in one chain are merged. ``None``: the
+            unit is never merged, because it encloses other units or a rank may skip it.
+        kind: Dtypes and trainability of the unit's groups. Only units of one kind are merged, so that each group of a
             merged unit has parameters of every member.
         num_bytes: Bytes of the unit's parameters.
     """
@@ -49,13 +49,7 @@ class Mergeable:
 
 
 def default_limit(total_bytes: int, *, device_type: str = "cpu", num_ranks: int = 1) -> int:
-    """The most bytes of a merged unit in a model with ``total_bytes`` of parameters.
-
-    Args:
-        total_bytes: Bytes of all parameters.
-        device_type: Type of the device that computes.
-        num_ranks: Ranks over which a unit is sharded.
-    """
+    """The most bytes of a merged unit in a model with ``total_bytes`` of parameters, sharded over ``num_ranks``."""
     worthwhile = MERGED_BYTES if device_type == "cpu" else max(MERGED_BYTES, MERGED_SLICE_BYTES * num_ranks)
     return min(worthwhile, total_bytes // LEAST_UNITS)
 
@@ -63,8 +57,8 @@ def default_limit(total_bytes: int, *, device_type: str = "cpu", num_ranks: int 
 def merge(units: Sequence[Mergeable], limit: int) -> list[tuple[str, ...]]:
     """The names of the units to merge, each unit in exactly one tuple, in order.
 
-    Runs of neighbours are cut into as few parts of at most ``limit`` bytes as they need, of about equal size: the
-    largest decides how much memory gathered units take.
+    Each run of neighbours is cut into the fewest parts of at most ``limit`` bytes. Parts have about equal size, because
+    the largest one decides how much memory gathered units take.
     """
     merged: list[tuple[str, ...]] = []
     start = 0
@@ -97,19 +91,20 @@ def merged_name(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}-{names[-1].rpartition('.')[2]}"
 
 
-#: For the elements from one on, in the stages that are left: (largest cost, sum of squares, start of the second stage).
+#: Best division of the elements from one place to the end into some number of stages: (largest cost of a stage, sum of
+#: squared costs, place where the second of these stages begins).
 _Best = tuple[int, int, int]
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
     """The first layer of each stage, such that the most expensive stage costs as little as possible.
 
-    Among divisions equal in that, one with the most even costs (by the sum of their squares) of those compared.
-    Elements without cost stay with the element behind them where possible.
+    Ties are broken by the most even costs (least sum of squares) among the divisions compared. An element without cost
+    stays in one stage with the element that follows it where possible.
 
     Args:
         costs: Costs of the elements, in order.
-        num_stages: Stages; each gets at least one element with a cost.
+        num_stages: Number of stages; each gets at least one element with a cost.
 
     Raises:
         PlanError: There are fewer elements with a cost than stages.
@@ -119,7 +114,7 @@ def balance(costs: Sequence[int], num_stages: int) -> list[int]:
 
 @functools.lru_cache(maxsize=32)
 def _balance(costs: tuple[int, ...], num_stages: int) -> list[int]:
-    """See :func:`balance`. A dry run divides the same model once for each stage."""
+    """See :func:`balance`. Cached, because a dry run divides the same model once for each stage."""
     num_costly = sum(cost > 0 for cost in costs)
     if num_costly < num_stages:
         raise PlanError(

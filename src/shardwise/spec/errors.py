@@ -105,7 +105,7 @@ class StorageError(ShardwiseError, OSError):
 
 
 class Uncopyable:
-    """Refuses deepcopy and pickling of the module that holds an object of this class, which has one rank's shards."""
+    """Refuses deepcopy and pickling of modules that refer to its object, because they have one rank's shards only."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Permitted differences between a plan and one plain process: none, or those of a different order of additions."""
+"""Permitted differences between a plan and a single process: none, or the effect of a different order of additions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _QUANTIZED = ("quantize_frozen", "quantized_gather", "quantized_reduce")
 
 
 def check_exact(plan: ParallelPlan, name: str) -> None:
-    """Refuse to compare a plan with one process where the two differ by design.
+    """Refuse to compare a plan with one process if the two differ by design.
 
     Raises:
-        PlanError: The plan casts, quantizes or drops tokens; ``name`` is what the message calls it.
+        PlanError: The plan casts, quantizes or drops tokens; ``name`` is the plan's name in the message.
     """
     if plan.expert_capacity is not None:
         raise PlanError(
@@ -33,9 +33,10 @@ def check_exact(plan: ParallelPlan, name: str) -> None:
 
 
 def splits_sums(plan: ParallelPlan) -> bool:
-    """Whether ranks each compute a part of a sum (``tp``, ``cp``, ``ep``), so that additions have another order.
+    """Whether each rank computes a part of a sum (``tp``, ``cp``, ``ep``), so that the order of additions differs.
 
-    Gradients of parameters that several pipeline stages hold (tied embeddings) are such sums too; the plan cannot tell.
+    Gradients of parameters in several pipeline stages (tied embeddings) are such sums too, but cannot be seen in the
+    plan.
     """
     return max(plan.tp, plan.cp, plan.ep) > 1
 
@@ -53,14 +54,14 @@ class Tolerance:
     absolute: float
 
 
-#: By dtype: the relative difference, and that of parameters as a fraction of the learning rate. Adam's update is about
-#: the learning rate whatever the size of the gradient, so rounding decides where a gradient is nearly zero. An exact
-#: emulation in fp32 differs by 2e-7 and, at a learning rate of 1e-3, by 9e-5.
+#: By dtype: the relative difference, and the difference of parameters as a fraction of the learning rate. Adam's update
+#: has about the size of the learning rate whatever the size of the gradient, so rounding decides its sign where a
+#: gradient is nearly zero. An exact emulation in fp32 differs by 2e-7 and, at a learning rate of 1e-3, by 9e-5.
 _SPLIT = {"fp64": (1e-9, 1e-5), "fp32": (1e-5, 0.5)}
 
 
 def tolerance(dtype: str, lr: float) -> Tolerance:
-    """The allowed difference where sums are split: 1e-5 and ``lr / 2`` in fp32, 1e-9 and ``lr / 100,000`` in fp64.
+    """The permitted difference if sums are split: 1e-5 and ``lr / 2`` in fp32, 1e-9 and ``lr / 100,000`` in fp64.
 
     Raises:
         PlanError: No tolerance is known for a model in ``dtype``.

@@ -1,19 +1,19 @@
-"""The smallest part of a parameter that ranks do not divide, and where the slices of a flat buffer begin.
+"""The smallest part of a parameter that is never divided over ranks, and where the slices of a flat buffer begin.
 
 =============  ===================================================  ==========================================
-granularity    a rank's cut never falls inside                      for optimizers whose update of an element
+granularity    never divided                                        for optimizers whose update of an element
 =============  ===================================================  ==========================================
-``element``    an element                                           needs that element alone (AdamW, SGD)
+``element``    an element                                           needs only that element (AdamW, SGD)
 ``block`` n    n consecutive elements, counted from the             needs its block (8-bit states with one
                parameter's start                                    scale for each block)
 ``row``        a row, see :func:`row_numel`                         needs its row
-``tensor``     a parameter: one rank owns all of it                 needs the whole parameter (Muon, Adafactor)
+``tensor``     a parameter: one rank owns all of it                 needs the full parameter (Muon, Adafactor)
 =============  ===================================================  ==========================================
 
-Where the memory of a parameter has another order than its dimensions, ``block`` and ``row`` keep the parameter whole.
+``block`` and ``row`` do not divide a parameter at all if its dimensions have an unusual order in memory.
 
-With ``element`` all slices are equal. With ``block`` and ``row`` they are equal where that costs little padding, and
-end at the nearest permitted place otherwise. With ``tensor`` a slice holds the parameters of its rank, and may be
+With ``element`` all slices are equal. With ``block`` and ``row`` they are equal if that costs little padding, and
+otherwise end at the nearest permitted place. With ``tensor`` a slice consists of its rank's parameters, and may be
 empty.
 """
 
@@ -32,7 +32,8 @@ from shardwise.spec.slice import Slice
 #: The kinds, in the order of the table above.
 KINDS = ("element", "block", "row", "tensor")
 
-#: Slices are equal (one in-place collective moves them, also over NCCL) where that adds at most this part of padding.
+#: Slices are made equal if that adds at most this fraction of padding: one in-place collective then moves equal slices,
+#: also over NCCL.
 EVEN_PADDING = 0.02
 
 _USAGE = "  Use 'element', 'row', 'tensor', or sw.block(n): in a file [block, n]."
@@ -40,7 +41,7 @@ _USAGE = "  Use 'element', 'row', 'tensor', or sw.block(n): in a file [block, n]
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """The smallest part of a parameter that ranks do not divide.
+    """The smallest part of a parameter that is never divided over ranks.
 
     Attributes:
         kind: One of ``KINDS``.
@@ -62,7 +63,7 @@ class Granularity:
         return f"block of {self.numel}" if self.kind == "block" else self.kind
 
     def covers(self, needed: Granularity) -> bool:
-        """Whether this granularity never cuts what ``needed`` does not cut, for parameters of any shape."""
+        """Whether parts that ``needed`` never divides are not divided by this granularity either, for any shape."""
         if self.kind == "tensor" or needed.kind == "element":
             return True
         if self.kind == needed.kind == "block":
@@ -76,15 +77,15 @@ TENSOR = Granularity("tensor")
 
 
 def block(numel: int) -> Granularity:
-    """The granularity at which blocks of ``numel`` consecutive elements of a parameter are not divided over ranks."""
+    """The granularity that never divides blocks of ``numel`` consecutive elements of a parameter."""
     return Granularity("block", numel)
 
 
 def resolve_granularity(value: object) -> Granularity:
-    """``ParallelPlan.granularity`` as an object; ``("block", n)`` is what configuration files write.
+    """``ParallelPlan.granularity`` as an object; configuration files write ``("block", n)`` for a block.
 
     Raises:
-        PlanError: The value is no granularity.
+        PlanError: The value is not a granularity.
     """
     if isinstance(value, Granularity):
         return value
@@ -96,11 +97,11 @@ def resolve_granularity(value: object) -> Granularity:
 
 
 def keeps(held: Slice, needed: Granularity | None) -> bool:
-    """Whether tensor and expert parallelism have left whole what ``needed`` keeps together.
+    """Whether tensor and expert parallelism have cut a tensor only where ``needed`` permits it.
 
     Args:
         held: This rank's part of the tensor.
-        needed: The granularity; ``None``: not known, so the tensor must be whole.
+        needed: The granularity; ``None``: not known, so the tensor must not be cut.
     """
     cuts = [cut for cut in held.cuts if cut.ranges != ((0, held.shape[cut.dim]),)]
     if not cuts or needed == ELEMENT:
@@ -115,19 +116,19 @@ def keeps(held: Slice, needed: Granularity | None) -> bool:
 
 
 def first_row_dim(num_dims: int) -> int:
-    """The first dimension that lies inside a row (:func:`row_numel`)."""
+    """The outermost dimension of a row (:func:`row_numel`)."""
     if num_dims < 2:
         return num_dims
     return num_dims - 1 if num_dims <= 3 else 1
 
 
 def row_numel(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> int:
-    """Elements of a row.
+    """Number of elements of a row.
 
-    * A matrix, and a stack of matrices such as the experts of a mixture (2 or 3 dimensions): a run of the last one.
-    * More dimensions (convolutions): one slice along the first, that is, one filter.
-    * Fewer: an element.
-    * Where the memory order of the dimensions (``stride``) makes a row no contiguous run: the whole parameter.
+    * 2 or 3 dimensions (a matrix, or a stack of matrices such as experts): the last dimension.
+    * More dimensions (convolutions): one index of the first dimension, that is, one filter.
+    * Fewer dimensions: one element.
+    * If such a row is not contiguous in memory (``stride``): the full parameter.
     """
     if len(shape) < 2:
         return 1
@@ -142,10 +143,10 @@ def row_numel(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> 
 
 
 def assign(weights: Sequence[int], size: int) -> tuple[int, ...]:
-    """The rank of each parameter: the heaviest first, each to the rank with the least weight so far.
+    """Assign each parameter to a rank: the heaviest first, each to the rank with the least weight so far.
 
-    No rank gets more than the mean and the heaviest parameter together, nor more than 4/3 of the best possible
-    (Graham 1969). Ties go to the earlier parameter and to the lower rank, so every rank finds the same.
+    No rank gets more than the sum of the mean and the heaviest parameter, nor more than 4/3 of the best possible
+    maximum (Graham 1969). Ties go to the earlier parameter and to the lower rank, so all ranks compute the same owners.
     """
     loads = [(0, rank) for rank in range(size)]
     owners = [0] * len(weights)
@@ -156,7 +157,7 @@ def assign(weights: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(owners)
 
 
-# -- from sizes to a flat buffer: the offset of each parameter, and where the slices begin and end
+# -- flat buffers: the offset of each parameter, and where the slices begin and end
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -165,7 +166,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _pack(numels: Sequence[int], multiples: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets, each a multiple of its own number, and the end."""
+    """The offset of each parameter, a multiple of its entry in ``multiples``, and the end of the last one."""
     offsets, end = [], 0
     for numel, multiple in zip(numels, multiples, strict=True):
         offsets.append(round_up(end, multiple))
@@ -197,8 +198,8 @@ def arrange(
     cuts = [_nearest(index * tight_end, size, places, numels, granules) for index in range(size)]
     ordered: list[int] = []
     for _, inside in itertools.groupby(cuts, key=lambda cut: bisect.bisect_right(places, cut)):
-        # Slices inside one parameter differ by a granule. The larger ones come first, so that few strided copies
-        # (``layout.Rows``) move them all.
+        # Slices inside one parameter may differ by a granule. With the larger slices first, few strided copies
+        # (``layout.Rows``) move all of them.
         first, *others = inside
         steps = sorted((stop - start for start, stop in itertools.pairwise([first, *others])), reverse=True)
         ordered += itertools.accumulate(steps, initial=first)
@@ -206,7 +207,7 @@ def arrange(
 
 
 def _nearest(target: int, divisor: int, places: Sequence[int], numels: Sequence[int], granules: Sequence[int]) -> int:
-    """The permitted place for a cut that is nearest to ``target / divisor``; the lower of two.
+    """The permitted place for a cut that is nearest to ``target / divisor``; of two equally near ones the lower.
 
     ``places`` are the parameters' offsets and the end of the last one.
     """
@@ -222,7 +223,7 @@ def _nearest(target: int, divisor: int, places: Sequence[int], numels: Sequence[
 def arrange_whole(
     numels: Sequence[int], owners: Sequence[int], size: int, align_numel: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As :func:`arrange`, with every parameter whole in the slice of its owner, in their order."""
+    """The same as :func:`arrange`, with each undivided parameter in the slice of its owner, in order."""
     held: list[list[int]] = [[] for _ in range(size)]
     for index, owner in enumerate(owners):
         held[owner].append(index)

@@ -25,8 +25,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 class Mesh:
     """Sizes of all axes; their product is the world size.
 
-    ``ep`` is no axis of its own: its groups are runs of ``ep`` neighbours among the ``dp_shard * cp`` ranks that share
-    parameters.
+    ``ep`` is not a separate axis: its groups are runs of ``ep`` neighbours among the ``dp_shard * cp`` ranks over which
+    parameters are sharded.
     """
 
     pp: int = 1
@@ -63,7 +63,7 @@ class Mesh:
         tp: int = 1,
         ep: int = 1,
     ) -> Mesh:
-        """The mesh of ``world_size`` ranks; ``dp_shard=-1`` takes what the other axes leave.
+        """The mesh of ``world_size`` ranks; ``dp_shard=-1`` is ``world_size`` divided by the other axes.
 
         Raises:
             MeshError: The sizes do not multiply to ``world_size``, or ``ep`` does not divide ``dp_shard * cp``.
@@ -156,7 +156,7 @@ class Mesh:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that parameters are sharded over: ``dp_shard * cp``, as ranks along ``cp`` hold the same model."""
+        """Number of ranks over which parameters are sharded: ``dp_shard * cp``."""
         return self.dp_shard * self.cp
 
     def shard_group(self, rank: int) -> tuple[int, ...]:
@@ -169,9 +169,10 @@ class Mesh:
         )
 
     def expert_shard_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same experts as ``rank``: every ``ep``-th of those that share parameters.
+        """The ranks that have the same experts as ``rank``: every ``ep``-th rank of its shard group.
 
-        With ``dp_shard=4, ep=2`` ranks 0 and 1 hold all experts between them, so do 2 and 3; 0 and 2 hold the same.
+        With ``dp_shard=4, ep=2`` ranks 0 and 1 have all experts between them, and so have 2 and 3. Ranks 0 and 2 have
+        the same experts.
         """
         group = self.shard_group(rank)
         return group[group.index(rank) % self.ep :: self.ep]
@@ -194,7 +195,7 @@ class Mesh:
         )
 
     def inner_group(self, rank: int, size: int) -> tuple[int, ...]:
-        """The run of ``size`` neighbours with ``rank`` among the ranks that share parameters.
+        """The run of ``size`` neighbours that contains ``rank``, among the ranks over which parameters are sharded.
 
         Raises:
             MeshError: ``size`` does not divide ``dp_shard * cp``.

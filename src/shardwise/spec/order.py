@@ -1,19 +1,21 @@
 """The order in which units are gathered and reduced: agreed on in the first pass, followed, and extended. No torch.
 
-Ranks must issue the same collectives in the same order, even where one of them takes another path through the model. So
-every rank follows one agreed order. A rank that skips units visits them all the same, so that its peers do not wait.
+Ranks must issue the same collectives in the same order, even if one of them takes a different path through the model.
+So every rank follows one agreed order. A rank whose path skips a unit still visits it, so that its peers do not wait.
 
-A pass that the ranks *negotiate* makes the order: before each unit they exchange which one each of them wants next
-(``Peers``), all issue one of those, and so on until all are through. What is recorded is the union of their paths. The
-first pass through each entry of the model (:class:`Paths`) is negotiated. In later ones ranks exchange nothing while
-every unit is in the order and some rank has run through all of it. Until then one word at the end of a forward tells
-whether a rank has come to a unit that the order does not hold there: such a rank visits the rest of the order first,
-then the ranks negotiate what it still needs. After that a rank that leaves the order waits for its peers to do so as
-well, and the stall watch tells all of them if they do not: foreign data is never exchanged.
+The order is made in a *negotiated* pass: before each unit, every rank sends a message with the unit that it wants next
+(``Peers``). All ranks issue one of these units, and repeat until every rank has finished. The order is the union of
+their paths. The first pass through each entry of the model (:class:`Paths`) is negotiated.
 
-No rank removes a unit by itself, since its peers may still use it. Where paths keep changing, the order grows and
-every rank visits all of it: from twice the recorded length on, the ranks exchange which places they have used, and keep
-those.
+Later passes need no messages once the order has every unit and some rank has run all of it in one pass. Before that,
+one message at the end of each forward says whether a rank needs a unit that the rest of the order did not have. Such a
+rank first visits the rest of the order, and then the ranks negotiate the units that it still needs. Once messages have
+ended, a rank that leaves the order waits until its peers leave the order too. If they do not, the stall watch reports
+it on all ranks. Data of different units is never mixed.
+
+No rank removes a unit alone, because its peers may still use it. If paths keep changing, the order grows, and every
+rank visits all of it. When it exceeds about twice the recorded length, the ranks exchange which places they have used,
+and keep only those.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple, Protocol
 
-#: What a rank says instead of the number of a unit: it has run its path to the end; an exception ended its pass.
+#: In a message, instead of a unit's number: the rank has reached the end of its path; an exception has ended its pass.
 THROUGH, FAILED = -1, -2
 
 
@@ -31,9 +33,9 @@ class Word(NamedTuple):
     """A rank's message while ranks negotiate.
 
     Attributes:
-        wants: Number of the unit that it wants next, ``THROUGH`` or ``FAILED``.
-        place: Where in the order its path has left the order; the end, where it has not.
-        is_whole: It has run all units before that place in this pass.
+        wants: Number of the unit that the rank wants next, ``THROUGH`` or ``FAILED``.
+        place: Place in the order at which the rank's path left the order; the end, if it has not left the order.
+        is_whole: The rank has run all units before that place in this pass.
     """
 
     wants: int
@@ -46,48 +48,49 @@ class Peers(Protocol):
 
     @property
     def are_there(self) -> bool:
-        """There are any, and they can answer."""
+        """Whether there are other ranks, and they can answer."""
         ...
 
     @property
     def under_way(self) -> frozenset[int]:
-        """Units that this rank gathers ahead of their turn."""
+        """Units that this rank is gathering ahead of their turn."""
         ...
 
     def highest(self, *numbers: int, wants: int = THROUGH) -> Sequence[int]:
-        """The highest of each number over the ranks. ``wants``: the unit for which this rank asks."""
+        """The maximum of each number over the ranks; ``wants`` is the unit for which this rank asks."""
         ...
 
     def exchange(self, word: Word) -> Sequence[Word]:
-        """Every rank's word, in rank order. Raises where one has failed."""
+        """Exchange messages and return every rank's message, in rank order. Raises if a rank has failed."""
         ...
 
 
-#: Places that an order may have beyond twice the length of the path that was recorded.
+#: Number of places that an order may have in addition to twice the length of the recorded path.
 _SLACK = 8
 
 
 class AgreedOrder:
-    """A sequence of unit numbers and a cursor in it. Calls of one unit that follow one another are one place in it.
+    """A sequence of unit numbers, and a cursor in it. Consecutive calls of one unit share one place in the sequence.
 
-    Example: the order ``[0, 1, 2]`` is recorded; ``reach(2)`` right after ``start()`` answers ``[0, 1]``, the units to
-    visit before 2; ``rest()`` answers what is left at the end of the pass. The cursor moves as the answers are taken:
-    while a unit is visited it stands behind that unit, as on a rank that runs it.
+    Example: with the recorded order ``[0, 1, 2]``, ``advance_to(2)`` right after ``start()`` returns ``[0, 1]``, the
+    units to visit before 2; ``finish()`` returns the units that remain at the end of the pass. The cursor moves while
+    the caller iterates: during the visit of a unit it is behind that unit, as on a rank that runs the unit.
 
     Args:
         peers: The ranks to agree with; ``None``: this rank records its own path.
-        expected: Units that a pass may come to. Until the order holds them all, ranks exchange a word at the end of
+        expected: Units that a pass may reach. Until the order has all of them, ranks exchange a message at the end of
             each forward.
-        is_backward: Of two units that no rank has run in one pass, the one with the higher number comes first; and
-            ranks exchange nothing at the end of a pass.
+        is_backward: The order of a backward: units whose mutual order is unknown are sorted from the highest number
+            down, and ranks exchange nothing at the end of a pass.
         changed: Called when the path differs from the order.
 
     Attributes:
-        is_open: This pass is negotiated, and peers wait for this rank's next word.
+        is_open: This pass is negotiated, and peers wait for this rank's next message.
         was_open: A pass since this was last set to ``False`` has been negotiated.
         is_backward: As given.
-        is_recorded: A whole pass has been recorded.
-        is_settled: Some rank has run all units of the order in one pass, so that nothing in it is a guess.
+        is_recorded: A complete pass has been recorded.
+        is_settled: Some rank has run all units of the order in one pass, so no part of the order is a guess.
+        num_changes: How often the path has differed from the order.
     """
 
     def __init__(
@@ -104,8 +107,8 @@ class AgreedOrder:
         self._order: list[int] = []
         self._used_in: list[int] = []  # by place: the last pass in which this rank ran the unit there
         self._pass = 0
-        self._kept_since = 0  # the pass in which the ranks last agreed on what to keep
-        self._most = 0  # the length from which on they agree anew
+        self._kept_since = 0  # the pass in which the ranks last agreed on the places to keep
+        self._most = 0  # the ranks agree again when the order is longer than this
         self._cursor = 0
         self.is_recorded = False
         self._newcomers: set[int] = set()
@@ -113,17 +116,17 @@ class AgreedOrder:
         self._changed = changed
         self.is_open = self.was_open = False
         self.is_settled = True
-        self._before: list[tuple[int, int]] = []  # order and use, as they were when the pass was opened
-        self._left_at = Word(THROUGH)  # where and how this rank's path has left the order
-        self._tails: list[tuple[Word, list[int]]] = []  # by rank: where its path has left it, and the units since then
+        self._before: list[tuple[int, int]] = []  # order and last use, from before the negotiation
+        self._left_at = Word(THROUGH)  # where and how this rank's path left the order
+        self._tails: list[tuple[Word, list[int]]] = []  # by rank: where its path left the order, and its units since
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The order as known so far."""
+        """The units of the order."""
         return tuple(self._order)
 
     def start(self, *, anew: bool = False) -> None:
-        """Begin a pass; with ``anew``, which is the same on all ranks, they negotiate it from its beginning."""
+        """Begin a pass; with ``anew``, the same on all ranks, the ranks negotiate it from its beginning."""
         self._restore()
         self._cursor = 0
         self._pass += 1
@@ -141,18 +144,18 @@ class AgreedOrder:
 
     @property
     def _ends_with_word(self) -> bool:
-        """Ranks exchange a word at the end of this pass. The same on every rank."""
+        """Whether ranks exchange a message at the end of this pass. The same on every rank."""
         return not self.is_backward and bool(not self.is_settled or self.missing) and self._may_ask
 
     @property
     def missing(self) -> frozenset[int]:
-        """Units that a pass may come to and that have no place in the order."""
+        """Units that a pass may reach and that have no place in the order."""
         return self._expected.difference(self._order)
 
     def advance_to(self, unit: int) -> Iterable[int]:
-        """Move to the next place of ``unit``; returns the units that were skipped, in order, which the caller visits.
+        """Move to the next place of ``unit``, and return the skipped units, in order, for the caller to visit.
 
-        A unit that is not in the rest of the order is negotiated, or without peers inserted here.
+        A unit that is not in the rest of the order is negotiated; without peers it is inserted at the cursor.
         """
         cursor = self._cursor
         if cursor and self._order[cursor - 1] == unit:
@@ -169,7 +172,7 @@ class AgreedOrder:
         return ()
 
     def _leave(self, unit: int) -> Iterable[int]:
-        """The rest of the order does not hold ``unit``."""
+        """Continue with a unit that the rest of the order does not have."""
         if self.is_open:
             return self._negotiate(unit)
         if self.is_recorded:
@@ -190,7 +193,7 @@ class AgreedOrder:
         self._changed()
 
     def _until(self, place: int, *, num_own: int = 0) -> Iterator[int]:
-        """The units up to ``place``, which the caller visits; then so many more are passed, which it runs."""
+        """Yield the units up to ``place`` for the caller to visit, then move past ``num_own`` units that it runs."""
         while self._cursor < place:
             self._cursor += 1
             yield self._order[self._cursor - 1]
@@ -199,10 +202,10 @@ class AgreedOrder:
     # -- negotiating
 
     def _ask(self, unit: int) -> Iterator[int]:
-        """Go where all ranks have issued the same, and negotiate from there on, beginning with ``unit``.
+        """Move to a place up to which all ranks issue the same units, and negotiate from there, ``unit`` first.
 
-        Where the ranks ask each other at the end of the pass, that is the end of the order. Else the peers leave the
-        order as well, and it is the farthest place up to which one of them has issued what the order holds.
+        If ranks exchange a message at the end of this pass, that place is the end of the order. Otherwise the peers
+        leave the order too, and it is the farthest place up to which one of them has issued the order's units.
         """
         assert self._peers is not None
         left_at = self._here
@@ -217,11 +220,11 @@ class AgreedOrder:
 
     @property
     def _here(self) -> Word:
-        """The path leaves the order at the cursor."""
+        """A message that this rank's path leaves the order at the cursor."""
         return Word(THROUGH, self._cursor, is_whole=self._has_run_all)
 
     def _open(self, left_at: Word) -> None:
-        """From the cursor on, the ranks negotiate the pass."""
+        """Negotiate the rest of the pass, from the cursor."""
         self.is_open = True
         self._before = list(zip(self._order, self._used_in, strict=True))
         self._left_at = left_at
@@ -229,20 +232,20 @@ class AgreedOrder:
         del self._order[self._cursor :], self._used_in[self._cursor :]
 
     def _restore(self) -> None:
-        """A pass that was negotiated has ended by an exception: the order is what it was before."""
+        """Restore the order from before the negotiation, if an exception has ended a negotiated pass."""
         if self.is_open:
             self.is_open = False
             self._order, self._used_in = [unit for unit, _ in self._before], [used for _, used in self._before]
 
     def _negotiate(self, wants: int) -> Iterator[int]:
-        """Exchange words with the peers until it is the turn of what this rank wants; returns what others want."""
+        """Exchange messages until all ranks issue the unit that this rank wants; yield the units issued before."""
         assert self._peers is not None
         turn = None
         while turn != wants:
             try:
                 words = self._peers.exchange(self._left_at._replace(wants=wants))
             except BaseException:
-                self._restore()  # nobody waits for this rank
+                self._restore()  # no peer waits for this rank any more
                 raise
             self._tails = self._tails or [(word, []) for word in words]
             wanted = {word.wants for word in words} - {THROUGH}
@@ -259,39 +262,39 @@ class AgreedOrder:
 
     @property
     def _has_run_all(self) -> bool:
-        """This rank has run, in the newest pass, all that the order holds before the cursor.
+        """Whether this rank has run, in the newest pass, all units before the cursor.
 
-        Where that pass was negotiated, its end has told whether some rank has.
+        False if units were negotiated in this pass: the end of the negotiation finds out whether some rank has.
         """
         return not self._newcomers and all(used == self._pass for used in self._used_in[: self._cursor])
 
     def fail(self) -> None:
-        """An exception has ended the pass on this rank: tell the peers that wait for its next word."""
+        """Notify peers that wait for this rank's next message that an exception has ended its pass."""
         if self.is_open and self._peers is not None:
             self._restore()
             self._peers.exchange(Word(FAILED))
 
     def _is_wanted(self, *, by_this_rank: bool, unit: int = THROUGH) -> bool:
-        """Whether some rank wants to negotiate; ranks also learn whether one has run all that the order holds."""
+        """Exchange whether some rank wants to negotiate, and whether some rank has run all units of the order."""
         assert self._peers is not None
         wanted, whole = self._peers.highest(by_this_rank, self._has_run_all, wants=unit)
         self.is_settled |= bool(whole)
         return bool(wanted)
 
     def is_asked_for(self, *, is_wanted: bool, is_asked: bool) -> bool:
-        """Before the start of a pass: whether some rank wants it to be negotiated. ``is_asked`` is alike on all."""
+        """Ask peers before a pass whether some rank wants to negotiate it; ``is_asked`` is the same on all ranks."""
         if not (self.is_recorded and self._may_ask and is_asked):
             return False
         self._cursor = len(self._order)
         return self._is_wanted(by_this_rank=is_wanted)
 
     def holds(self, path: Iterable[int]) -> bool:
-        """Whether a rank stays in the order that runs some units of ``path``, in its order."""
+        """Whether the order contains ``path`` as a subsequence: a rank that runs a part of it stays in the order."""
         rest = iter(self._order)
         return all(unit in rest for unit, _ in itertools.groupby(path))
 
     def _unite(self) -> None:
-        """Record the union of what the order was and of the paths of all ranks."""
+        """Record the union of the previous order and of the paths of all ranks."""
         united, before = self._before, [unit for unit, _ in self._before]
         for left_at, tail in sorted(self._tails, key=lambda entry: -entry[0].place):
             united = united[: left_at.place] + self._merged(united[left_at.place :], tail)
@@ -302,7 +305,7 @@ class AgreedOrder:
         )
 
     def _merged(self, known: Sequence[tuple[int, int]], path: Sequence[int]) -> list[tuple[int, int]]:
-        """A sequence that holds both, and units that they share once where their order allows it."""
+        """Merge two sequences; shared units appear once where their order permits."""
         merged: list[tuple[int, int]] = []
         new = [(unit, self._pass) for unit in path]
         matcher = SequenceMatcher(None, [unit for unit, _ in known], path, autojunk=False)
@@ -315,11 +318,11 @@ class AgreedOrder:
         return [entry for place, entry in enumerate(merged) if not place or merged[place - 1][0] != entry[0]]
 
     def is_new(self, unit: int) -> bool:
-        """Whether ``unit`` came into the order in this pass."""
+        """Whether ``unit`` was added to the order in this pass."""
         return unit in self._newcomers
 
     def finish(self) -> Iterator[int]:
-        """End the pass; returns the units that were not reached, in order, which the caller visits."""
+        """End the pass, and yield the units that were not reached, in order, for the caller to visit."""
         if self._cursor < len(self._order):
             self._change()
         yield from self._until(len(self._order))
@@ -330,7 +333,7 @@ class AgreedOrder:
         self.end()
 
     def end(self) -> None:
-        """End the pass without visiting what was not reached."""
+        """End the pass without visiting the units that were not reached."""
         if self.is_open:
             self.is_open = False
             self._unite()
@@ -340,20 +343,23 @@ class AgreedOrder:
 
     @property
     def is_overgrown(self) -> bool:
-        """At the end of a pass: whether the ranks should agree on what to keep. The same on every rank."""
+        """Whether the ranks should agree, at the end of a pass, on the places to keep. The same on every rank."""
         return len(self._order) > self._most
 
     def marks(self) -> list[int]:
-        """Places that this rank (where ranks negotiated: any) has used, 1 or 0: in this pass, then since `keep`."""
+        """1 for each place that this rank used in this pass, else 0; then the same for use since the last ``keep``.
+
+        After a negotiation the places that any rank used are 1.
+        """
         return [int(used == self._pass) for used in self._used_in] + [
             int(used > self._kept_since) for used in self._used_in
         ]
 
     def keep(self, marks: Sequence[int]) -> None:
-        """Keep the places that any rank has used since the last agreement, or if too many, in this pass.
+        """Keep the places that any rank has used since the last agreement, or, if too many, in this pass.
 
         Args:
-            marks: :meth:`marks` of all ranks, added up.
+            marks: The sum of :meth:`marks` over all ranks.
         """
         count = len(self._order)
         now, lately = ([place for place in range(count) if chosen[place]] for chosen in (marks[:count], marks[count:]))
@@ -371,48 +377,49 @@ class AgreedOrder:
         return unit in self._order
 
     def upcoming(self, ahead: Ahead = 1) -> Sequence[int]:
-        """The units expected next (:func:`units_ahead`); none at the end or while nothing is known."""
+        """The units expected next (:func:`units_ahead`); none at the end of the order or before it is recorded."""
         if isinstance(ahead, int):
             return self._order[self._cursor : self._cursor + ahead]
         return units_ahead(self._order[self._cursor :], ahead)
 
     def remaining(self, unit: int) -> int:
-        """The number of times that ``unit`` is still expected in this pass."""
+        """The number of places of ``unit`` behind the cursor."""
         return self._order[self._cursor :].count(unit)
 
     def is_last(self, unit: int) -> bool:
-        """The cursor stands at the end of a recorded pass, just behind ``unit``."""
+        """Whether the cursor is at the end of a recorded order whose last unit is ``unit``."""
         return self.is_recorded and self._cursor == len(self._order) > 0 and self._order[-1] == unit
 
 
-#: Units that are gathered ahead of their turn: so many, or up to the last one of these.
+#: Units that are gathered ahead of their turn: a number of units, or all up to the last one of this set.
 Ahead = int | frozenset[int]
 
 
 def units_ahead(later: Sequence[int], ahead: Ahead) -> Sequence[int]:
-    """Select the later units that are gathered now, in their order."""
+    """Select the units of ``later`` that are gathered now, in order."""
     if isinstance(ahead, int):
         return later[:ahead]
     return later[: max((later.index(unit) + 1 for unit in ahead if unit in later), default=0)]
 
 
-#: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
+#: The module that was called to start a forward: the number of its unit, and its path in the unit ("": the unit's own
+#: module).
 Entry = tuple[int, str]
 ROOT_ENTRY: Entry = (0, "")
-#: Of the passes through one pipeline stage of a model: ``(_STAGES, "2")``, no unit's.
+#: The entry of passes through pipeline stage 2 is ``(_STAGES, "2")``, because it has no unit.
 _STAGES = -1
 
 
 def stage_entry(stage: int) -> Entry:
-    """The entry of passes through a pipeline stage, which all take one path, in which no layer is left out."""
+    """The entry of passes through a pipeline stage. All of them take the same path and skip no layer."""
     return _STAGES, str(stage)
 
 
 class Orders(dict[Entry, AgreedOrder]):
-    """One order for each entry: the module through which a forward comes in, or came in that is now run backward.
+    """One order for each entry of a forward, or of the forward to which a backward belongs.
 
     Args:
-        make: Makes the order of an entry that comes for the first time.
+        make: Makes the order of a new entry.
     """
 
     def __init__(self, make: Callable[[Entry], AgreedOrder]) -> None:
@@ -426,22 +433,22 @@ class Orders(dict[Entry, AgreedOrder]):
 
 
 class Paths:
-    """All agreed orders of a model, and those in force.
+    """All agreed orders of a model, and the current ones.
 
     Args:
-        peers: The ranks that gather with this one in a forward through an entry, and those that reduce with it in the
-            backward; ``None``: nobody.
-        expected: The units that a forward through an entry may come to.
-        changed: Called when a backward takes another path than the ones before.
+        peers: For an entry, the ranks that gather with this one in forward, and the ranks that reduce with it in
+            backward; ``None``: no other ranks.
+        expected: The units that a forward through an entry may reach.
+        changed: Called when the path of a backward differs from its order.
 
     Attributes:
-        forward: Of gathers in forwards that train.
-        evaluation: Of gathers in evaluations, which the ranks make together.
-        other: Of gathers in other forwards without grad; only to prefetch.
-        backward: Of the units that backward enters.
-        entry: The way in of the newest outermost forward.
-        forward_order: In force in it.
-        backward_order: In force in the newest backward.
+        forward: Orders of gathers in training forwards.
+        evaluation: Orders of gathers in evaluations that all ranks run together.
+        other: Orders of gathers in other forwards without grad, used only to prefetch.
+        backward: Orders in which backward enters units.
+        entry: The entry of the newest outermost forward.
+        forward_order: The order of the newest outermost forward.
+        backward_order: The order of the newest backward.
     """
 
     def __init__(
@@ -460,25 +467,25 @@ class Paths:
 
     @property
     def all(self) -> tuple[Orders, ...]:
-        """The orders of forwards, evaluations and backwards."""
+        """Every kind of orders."""
         return self.forward, self.evaluation, self.other, self.backward
 
     def enter(self, entry: Entry, *, trains: bool, is_shared: bool) -> None:
-        """An outermost forward begins; with ``is_shared`` every rank makes it, whatever path it takes."""
+        """Begin an outermost forward; ``is_shared``: every rank runs it, perhaps on a different path."""
         self.entry = entry
         self.forward_order = (self.forward if trains else self.evaluation if is_shared else self.other)[entry]
 
     def enter_backward(self, entry: Entry, *, anew: bool) -> None:
-        """The backward of such a forward begins; with ``anew`` the ranks negotiate it."""
+        """Begin the backward of a forward through ``entry``; with ``anew`` the ranks negotiate it."""
         self.backward_order = self.backward[entry]
         self.backward_order.start(anew=anew)
 
     def has_backward(self, index: int) -> bool:
-        """Whether backward has entered the unit of this number in some step."""
+        """Whether backward has ever entered the unit with this number."""
         return any(index in order for order in self.backward.values())
 
 
 def units_in(orders: Orders) -> tuple[int, ...]:
-    """The units of an order through the whole model, or one stage after the other; empty before the first step."""
+    """The units of the order through the model, or of all pipeline stages in turn; empty before the first step."""
     stages = [order.units for (index, _), order in orders.items() if index == _STAGES]
     return tuple(dict.fromkeys(unit for units in stages for unit in units)) or orders[ROOT_ENTRY].units

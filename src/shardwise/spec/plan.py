@@ -1,4 +1,4 @@
-"""The plan: one frozen description that planning, the engine, checkpoints and configuration share."""
+"""The plan: one frozen description of a training, shared by planner, engine, checkpoints and configuration."""
 
 from __future__ import annotations
 
@@ -45,88 +45,89 @@ SYNCS = ("warn", "error", "rank0")
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The strategy, the number of ranks of each axis, the dtypes and the units of a training.
+    """The strategy, the number of ranks on each axis, the dtypes and the units of a training.
 
-    Every policy can be given as the object, or as the mapping of its fields that a configuration file writes.
+    Every policy can be given as an object, or as a mapping of its fields, as in a configuration file.
 
     Attributes:
         strategy: A preset (``ddp``, ``zero1``, ``zero2``, ``shard_grad_op``, ``zero3``, ``hsdp``,
             ``hybrid_shard_grad_op``, or ``data_parallel``: replicas in one process), an alias (``fsdp``,
             ``FULL_SHARD``, ...; case does not matter), or a ``Placements``.
-        dp_replicate: Number of groups of ranks that each hold the model as the strategy says. Gradients are summed
-            inside each group, then over the groups. For ``hsdp`` and ``hybrid_shard_grad_op`` 1 means: as many groups
-            as ``dp_shard`` leaves, and if ``dp_shard`` is -1, one group for each machine.
+        dp_replicate: Number of groups of ranks that each have a copy of the model, placed by the strategy. Gradients
+            are summed inside each group, then over the groups. For ``hsdp`` and ``hybrid_shard_grad_op``, 1 means the
+            rest of the world divided by ``dp_shard``, or one group for each machine if ``dp_shard`` is -1.
         dp_shard: Ranks of a group, the axis on which the strategy acts. ``-1``: the rest of the world.
-        cp: Context-parallel ranks. Each computes a part of every sequence; all of them read the same samples, and
-            share parameters as ``dp_shard`` ranks do. For our GPT and causal language models of transformers.
-        tp: Tensor-parallel ranks. Each holds and multiplies a part of the large weights.
-        pp: Pipeline ranks. Each holds some stages of the model. Train with ``sw.train_step``, evaluate with
+        cp: Context-parallel ranks. Each computes a part of every sequence. All of them read the same samples, and
+            parameters are sharded over them as over ``dp_shard``. For our GPT and causal language models of
+            transformers.
+        tp: Tensor-parallel ranks. Each stores and multiplies a part of the large weights.
+        pp: Pipeline ranks. Each stores some stages of the model. Train with ``sw.train_step``, evaluate with
             ``sw.eval_step``. Gradients of the microbatches are added up and reduced once.
-        ep: Expert-parallel ranks: neighbours among the ``dp_shard * cp`` ranks. Each holds a part of the experts of
-            every mixture and receives their tokens from the others. Ranks with the same experts shard or replicate
-            them as the strategy says.
-        expert_capacity: ``None``: an expert takes every token that chose it. A factor f: of a rank's n tokens with k
-            choices each, one of E experts takes the first ``ceil(f * n * k / E)``, first choices before second ones,
-            in the order of the tokens; the mixture adds nothing to the other tokens. Acts with ``ep=1`` too.
+        ep: Expert-parallel ranks: neighbours among the ``dp_shard * cp`` ranks. Each stores a part of the experts of
+            every mixture and receives their tokens from the other ranks. Ranks with the same experts shard or replicate
+            them according to the strategy.
+        expert_capacity: ``None``: an expert processes every token that chose it. With a factor f, a rank's n tokens and
+            k choices each, one of E experts processes the first ``ceil(f * n * k / E)``, first choices before second
+            ones, in the order of the tokens. The mixture adds nothing to the other tokens. Also acts with ``ep=1``.
         tp_plan: How ``tp`` cuts the model: name patterns and styles (``spec.styles``), such as
-            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. They take precedence over what is known for the
-            model's class. ``None``: only what is known.
+            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. They take precedence over the known table of
+            the model's class. ``None``: only that table.
         sequence_parallel: With ``tp``: norms, dropout and the residual stream between the cut layers are divided by
             positions. For our GPT, and GPT-2, BERT, ViT, Llama, Qwen3 and Mixtral of transformers.
         auto_wrap_policy: Which modules become units: ``"auto"`` (the model's repeated blocks), ``"none"``, or one of
             ``sw.wrap_by_class``, ``sw.wrap_by_size``, ``sw.wrap_by_name``. In a file: ``by_class: [names]``,
             ``by_size: numel``, ``by_name: [patterns]``.
-        ignored: Modules and parameters that are neither sharded, compared over the ranks, nor reduced: each rank keeps
-            its own. Given as objects, or as shell patterns of their names (``*`` does not cross a dot; a module
+        ignored: Modules and parameters that are not sharded, not compared over ranks and not reduced: they are separate
+            on each rank. Given as objects, or as shell patterns of their names (``*`` does not cross a dot; a module
             includes everything below it).
         row_sharded: Name patterns of embeddings whose rows, with gradients and optimizer state, are spread over all
             ranks under any strategy; only the rows that a batch looks up are sent (``parallel.sharded_embedding``). Not
             with ``tp``, ``cp``, ``pp``, ``ep``, ``compile``.
         reshard_after_forward: ``True``: a unit is released after its forward and gathered again in backward. ``False``:
-            it stays gathered. ``"auto"``: as the strategy says. A number: after forward, each run of so many
-            neighbouring ranks of ``dp_shard`` keeps the unit between them, and backward gathers it from those.
+            it stays gathered. ``"auto"``: the strategy decides. A number: after forward, the unit is sharded over each
+            run of that many neighbouring ranks of ``dp_shard``, and backward gathers it from them.
         mp_policy: Dtypes of computing and reducing. ``"bf16"`` is short for ``PrecisionPolicy(param_dtype="bf16")``.
-            ``None``: the model's own.
-        quantize_frozen: ``"int8"``: frozen weights of linear layers are held and gathered as int8 blocks
+            ``None``: the model's dtypes.
+        quantize_frozen: ``"int8"``: frozen weights of linear layers are stored and gathered as int8 blocks
             (``spec.quantize``) and unpacked while their unit computes. ``"bf16"``: the same in 16 bit. State dicts and
-            checkpoints hold the unpacked values in the weights' original dtype.
+            checkpoints have the unpacked values in the weights' original dtype.
         quantized_gather: ``"int8"``: parameters are gathered as int8 blocks (qwZ of ZeRO++, arXiv 2306.10209). Every
-            rank computes with the unpacked values, its own slice included; the optimizer updates the master. Frozen
-            parameters that every rank holds whole are not gathered and stay exact.
+            rank computes with the unpacked values, even of its own slice; the optimizer updates the master. Replicated
+            frozen parameters are not gathered and stay exact.
         quantized_reduce: ``"int8"``: gradients are sent as int8 blocks and added in fp32 (qgZ of ZeRO++). The mean
             over N ranks is off by at most the sum of the blocks' largest absolute values over 254 N.
         granularity: The smallest part of a parameter that is never divided over ranks, for optimizers whose update
             needs it: ``"element"``, ``"row"``, ``sw.block(n)`` (in a file ``[block, n]``), or ``"tensor"``.
-        offload_policy: What is kept in host memory. ``"none"``; ``"cpu"``: masters, gradients and optimizer state; or
-            an ``OffloadPolicy``.
-        activation_checkpointing: What is recomputed in backward instead of being kept. ``"none"``; ``"full"``: every
-            unit; ``"selective"``: every unit, except outputs of matrix products and attention; a wrap policy: the
-            modules that it names; or a ``RecomputePolicy``.
-        offload_activations: ``True``: what the forward of a unit leaves for backward (of a recomputed unit its inputs)
-            is kept in host memory, and comes back one unit before backward needs it. A wrap policy: of the modules that
-            it names; or an ``ActivationOffloadPolicy``. Not with ``"selective"`` recomputation.
+        offload_policy: Data in host memory. ``"none"``; ``"cpu"``: masters, gradients and optimizer state; or an
+            ``OffloadPolicy``.
+        activation_checkpointing: Modules that are recomputed in backward instead of storing their activations.
+            ``"none"``; ``"full"``: every unit; ``"selective"``: every unit, except outputs of matrix products and
+            attention; a wrap policy: the modules that it names; or a ``RecomputePolicy``.
+        offload_activations: ``True``: tensors that backward needs from the forward of a unit (from a recomputed unit:
+            its inputs) are kept in host memory, and copied back one unit before backward needs them. A wrap policy
+            names other modules than units; or an ``ActivationOffloadPolicy``. Not with ``"selective"`` recomputation.
         accumulation: How the microbatches of a step are added up. ``"sharded"``: every microbatch is reduced, and the
             means are added in the master's dtype. ``"unsharded"``: each rank adds its microbatches in ``reduce_dtype``
             and reduces once. ``"defer_replicate"``: every microbatch is reduced inside its group, the last one also
-            over the groups. ``"auto"``: as suits the strategy.
+            over the groups. ``"auto"``: the strategy decides.
         pipeline: With ``pp`` of 2 or more: the schedule, by name or as a ``PipelinePolicy``. ``None``: 1F1B with ``pp``
             microbatches.
         merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` are gathered and reduced together up to
             this many bytes of parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB (on CUDA 1 MiB a rank
-            if that is more), and at most an eighth of the model (``spec.chain``). ``False``: every unit by itself.
-        forward_prefetch: How many units are gathered ahead of their turn in forward, in the order that the first step
-            has recorded. ``"auto"``: one. More hide slow gathers behind several small units; each one ahead takes the
-            memory of one more gathered unit. 0 takes the least memory, and every gather is waited for.
+            if that is more), and at most an eighth of the model (``spec.chain``). ``False``: units are not merged.
+        forward_prefetch: How many units are gathered ahead of their turn in forward, in the order recorded by the first
+            step. ``"auto"``: one. More units ahead hide slow gathers behind several small units; each needs the memory
+            of one more gathered unit. 0 needs the least memory, and every gather is waited for.
         backward_prefetch: The same in backward.
-        gradient_buffers: Most full-size gradient buffers in use at once. With 1 or 2 the reduction of the unit before
-            is waited for when backward leaves a unit, before its gradients are collected; with n > 2 those of n - 2
-            more units may still be on their way.
-        sync: Where ranks have different weights: ``"warn"`` sends rank 0's and warns once, ``"error"`` refuses,
-            ``"rank0"`` sends rank 0's; the other ranks may then hold meta tensors.
-        sync_buffers: What happens to buffers that each rank has changed, such as running statistics of batch norm,
-            before the first forward after one in train mode: ``"broadcast"`` sends rank 0's, ``"mean"`` averages those
-            of floating point and sends rank 0's others, ``"none"`` leaves them alone. ``"auto"`` broadcasts those that
-            are saved with the model. A buffer that counts a rank's own samples takes rank 0's count, as in torch's DDP.
+        gradient_buffers: Most full-size gradient buffers in use at once. With 1 or 2, backward waits for the previous
+            unit's reduction before it collects the gradients of a unit. With n > 2, reductions of n - 2 more units
+            may still be running.
+        sync: Action if ranks have different weights: ``"warn"`` sends rank 0's and warns once, ``"error"`` refuses,
+            ``"rank0"`` sends rank 0's; with ``"rank0"`` the other ranks may have meta tensors.
+        sync_buffers: Action before the first forward after one in train mode, for buffers that each rank has changed,
+            such as running statistics of batch norm. ``"broadcast"`` sends rank 0's. ``"mean"`` averages floating-point
+            buffers and sends rank 0's others. ``"none"`` does nothing. ``"auto"`` broadcasts the buffers that are saved
+            with the model. A buffer that counts a rank's own samples gets rank 0's count, as in torch's DDP.
         compile: Compiles every unit that encloses no other with ``torch.compile``. Not with ``tp``, ``cp``, ``ep`` or
             ``row_sharded``, whose collectives are inside units, nor with a ``RecomputePolicy`` that saves outputs of
             operators.
@@ -171,7 +172,7 @@ class ParallelPlan:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Replace what files and other libraries write by policies, and check what needs neither model nor world."""
+        """Convert values from files and other libraries to policies; run checks that need neither model nor world."""
         self._translate()
         self._check_degrees()
         _ = self.placements
@@ -184,7 +185,7 @@ class ParallelPlan:
             ("offload_activations", activation_offload_policy),
         ):
             policy = parse(getattr(self, name))
-            if not isinstance(getattr(self, name), str | bool):  # "none", "cpu", "full", True stay as they were given
+            if not isinstance(getattr(self, name), str | bool):  # "none", "cpu", "full", True are not converted
                 self._set(name, policy)
         self._set("tp_plan", parse_table(self.tp_plan))
         self._set("ignored", ignored_entries(self.ignored))
@@ -388,23 +389,23 @@ class ParallelPlan:
 
     @property
     def routes_tokens(self) -> bool:
-        """Mixtures of experts send tokens to other ranks, or drop some."""
+        """Whether mixtures of experts send tokens to other ranks, or drop some."""
         return self.ep > 1 or self.expert_capacity is not None
 
     @property
     def wrap_policy(self) -> str | WrapPolicy:
-        """``auto_wrap_policy`` as a policy, ``"auto"`` or ``"none"``: replicas in one process are one unit."""
+        """``auto_wrap_policy`` as a policy, ``"auto"`` or ``"none"``; always ``"none"`` for replicas in one process."""
         assert not isinstance(self.auto_wrap_policy, Mapping)  # __post_init__ has replaced it
         return "none" if self.placements.is_threaded else self.auto_wrap_policy
 
     @property
     def is_replicated(self) -> bool:
-        """Gradients are also summed over ``dp_replicate``, which may have one rank."""
+        """Whether gradients are also summed over ``dp_replicate``, even if the axis has one rank."""
         return self.placements.is_hybrid or self.dp_replicate > 1
 
     @property
     def inner_size(self) -> int | None:
-        """Ranks that keep a unit between them after forward, where ``reshard_after_forward`` is a number."""
+        """Ranks over which a unit is sharded after forward; ``None`` if ``reshard_after_forward`` is not a number."""
         return None if isinstance(self.reshard_after_forward, bool | str) else self.reshard_after_forward
 
     @property
@@ -443,7 +444,8 @@ class ParallelPlan:
 
         Raises:
             MeshError: The degrees do not make the world.
-            PlanError: ``reshard_after_forward`` does not divide ``dp_shard``, or there is no replication to defer.
+            PlanError: ``reshard_after_forward`` does not divide ``dp_shard``, ``accumulation="defer_replicate"`` has
+                no sum over ``dp_replicate``, or replicas in one process have a world of several ranks.
         """
         replicate, shard = self.dp_replicate, self.dp_shard
         if self.placements.is_threaded and world_size != 1:
@@ -478,7 +480,7 @@ class ParallelPlan:
         return mesh
 
     def _machine(self, world_size: int, local_size: int | None) -> int:
-        """Ranks of a machine: the default size of a group of hybrid sharding."""
+        """Ranks on each machine: the default size of a group in hybrid sharding."""
         if world_size == 1:
             return 1
         if local_size is None or world_size % local_size:
@@ -495,7 +497,7 @@ def check_inner_size(size: int, dp_shard: int) -> None:
     """Refuse a number as ``reshard_after_forward`` that does not cut ``dp_shard`` into inner groups.
 
     Raises:
-        PlanError: ``size`` is 1, ``dp_shard`` itself, or no divisor of it.
+        PlanError: ``size`` is 1 or ``dp_shard``, or does not divide ``dp_shard``.
     """
     if 1 < size < dp_shard and dp_shard % size == 0:
         return
@@ -513,12 +515,12 @@ def plan_fields() -> tuple[str, ...]:
 
 
 def check_plan(plan: ParallelPlan) -> None:
-    """Refuse fields that mean nothing for the strategy.
+    """Refuse fields that have no effect under the strategy.
 
     Raises:
-        PlanError: ``reshard_after_forward`` for a strategy that keeps parameters whole, ``quantized_gather`` for one
-            that gathers nothing, units or recomputation for replicas in one process, or an ``offload_policy`` about
-            shards that the strategy does not have.
+        PlanError: ``reshard_after_forward`` for a strategy that replicates parameters, ``quantized_gather`` for one
+            that gathers nothing, fields about units or recomputation for replicas in one process, or an
+            ``offload_policy`` about shards that the strategy does not have.
     """
     if plan.reshard_after_forward != "auto" and not plan.placements.shards_parameters:
         raise PlanError(

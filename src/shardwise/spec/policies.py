@@ -1,7 +1,7 @@
 """The policies of a plan as plain data: units, dtypes, recomputation, offloading, ignored parameters.
 
-At the end: objects of torch's FSDP1 and FSDP2 in the fields of a plan, and their counterparts. They are recognized by
-the names of their module and class, because planning loads no torch.
+The fields of a plan also accept objects of torch's FSDP1 and FSDP2, and :func:`translated` returns their counterparts.
+Such objects are recognized by the names of their module and class, because planning does not import torch.
 
 ===============================================  =====================================================================
 torch                                            here
@@ -33,10 +33,10 @@ _Policy = TypeVar("_Policy")
 
 
 def from_fields(policy: type[_Policy], value: Mapping[Any, Any], name: str) -> _Policy:
-    """A policy from the mapping of its fields that a configuration file writes.
+    """A policy from a mapping of its fields, as in a configuration file.
 
     Raises:
-        PlanError: The policy has no such field, or a value is wrong; ``name`` is the field of the plan.
+        PlanError: The policy has no such field, or a value is wrong; ``name`` is the plan's field, for the message.
     """
     known = field_names(policy)
     unknown = [str(key) for key in value if key not in known]
@@ -51,7 +51,7 @@ def field_names(policy: Any) -> tuple[str, ...]:
 
 
 def is_positive(value: object) -> bool:
-    """Whether a value is an integer of at least 1 (``True`` is none)."""
+    """Whether a value is an integer of at least 1; ``True`` does not count as one."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -60,7 +60,7 @@ def is_positive(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WrapByClass:
-    """Every module of one of these classes is a unit. ``classes`` holds classes or names of classes."""
+    """Makes every module of one of these classes, or class names, a unit."""
 
     classes: tuple[type | str, ...]
 
@@ -76,7 +76,7 @@ class WrapByClass:
 
 @dataclass(frozen=True, slots=True)
 class WrapBySize:
-    """Bottom up, a module becomes a unit once at least ``min_num_params`` of its parameters are in no unit below it."""
+    """Makes a module a unit, bottom up, if at least ``min_num_params`` of its parameters are in no unit below it."""
 
     min_num_params: int
 
@@ -86,7 +86,7 @@ class WrapBySize:
 
 @dataclass(frozen=True, slots=True)
 class WrapByName:
-    """Every module whose qualified name matches one of these shell patterns is a unit; ``*`` does not cross a dot."""
+    """Makes every module a unit whose qualified name matches one of these patterns; ``*`` does not cross a dot."""
 
     patterns: tuple[str, ...]
 
@@ -138,10 +138,10 @@ def wrap_by_name(*patterns: str) -> WrapByName:
 
 
 def wrap_policy(value: object, field: str) -> str | WrapPolicy:
-    """A wrap policy, ``"auto"`` or ``"none"``, from one of these or from the mapping that a configuration file writes.
+    """Convert the value of ``field``, perhaps a mapping from a file, to a wrap policy, ``"auto"`` or ``"none"``.
 
     Raises:
-        PlanError: The value of ``field`` is none of these.
+        PlanError: The value is none of these.
     """
     if isinstance(value, WrapPolicy) or (isinstance(value, str) and value in {"auto", "none"}):
         return value
@@ -181,7 +181,7 @@ def ignored_entries(value: Any) -> tuple[Any, ...]:
 
 
 def name_matcher(pattern: str) -> Callable[[str], bool]:
-    """A function that tells whether a qualified name matches a shell pattern, in which ``*`` does not cross a dot."""
+    """A predicate of qualified names that match a shell pattern, in which ``*`` does not cross a dot."""
     parts = [re.escape(part).replace(r"\*", "[^.]*").replace(r"\?", "[^.]") for part in pattern.split(".")]
     expression = re.compile(r"\.".join(parts))
     return lambda name: expression.fullmatch(name) is not None
@@ -194,27 +194,28 @@ def name_matcher(pattern: str) -> Callable[[str], bool]:
 class PrecisionPolicy:
     """Dtypes in which units compute and reduce. Dtypes are names: ``fp64``, ``fp32``, ``bf16``, ``fp16``.
 
-    The master copy of a parameter, which the optimizer updates and checkpoints hold, keeps the parameter's dtype unless
-    ``master_dtype`` raises it. Batch norm computes in its own dtype under every policy.
+    The optimizer updates the master copy of a parameter, and checkpoints store it. The master has the parameter's
+    dtype unless ``master_dtype`` raises it. Batch norm computes in its own dtype under every policy.
 
     Attributes:
-        param_dtype: Parameters are cast to it before they are gathered, and compute in it. ``None``: no cast.
-            ``"auto"``: ``bf16`` where the device (and on GPUs NCCL) supports it, else ``fp32``.
-        reduce_dtype: Local gradient buffers and their sums over ranks have it, and it is what is sent. ``None``: the
-            master's dtype. With ``accumulation="unsharded"`` microbatches are added in it too; with ``"sharded"``
-            reduced means are added in the master's dtype.
-        output_dtype: Floating-point outputs of the root are cast to it. ``None``: no cast.
-        buffer_dtype: Floating-point buffers are cast to it, once. State dicts and checkpoints hold them in their
-            original dtype. ``None``: no cast.
+        param_dtype: Dtype to which parameters are cast before they are gathered, and in which units compute. ``None``:
+            no cast. ``"auto"``: ``bf16`` if the device (and on GPUs NCCL) supports it, else ``fp32``.
+        reduce_dtype: Dtype of local gradient buffers, of the gradients that are sent, and of their sums over ranks.
+            ``None``: the master's dtype. With ``accumulation="unsharded"`` microbatches are added in it too; with
+            ``"sharded"`` reduced means are added in the master's dtype.
+        output_dtype: Dtype to which floating-point outputs of the root are cast. ``None``: no cast.
+        buffer_dtype: Dtype to which floating-point buffers are cast, once. State dicts and checkpoints store them in
+            their original dtype. ``None``: no cast.
         cast_forward_inputs: Whether floating-point inputs of every unit are cast to ``param_dtype``.
         master_dtype: ``"fp32"`` raises 16-bit parameters. ``None``: the parameter's own dtype.
         overrides: Other policies for parts of the model, by qualified name of a module or a shell pattern (``*`` does
             not cross a dot): ``PrecisionPolicy(overrides={"head": PrecisionPolicy(param_dtype="fp32")})``. A part is
-            the module and everything below it; of two that match, the longer name wins. Inputs of the part are cast to
-            its ``param_dtype``, outputs to its ``output_dtype``; inside a unit, set that to what the unit continues in.
+            the module and everything below it. If two names match, the longer one wins. The part's inputs are cast to
+            its ``param_dtype``, its outputs to its ``output_dtype``. For a part inside a unit, set ``output_dtype`` to
+            the dtype in which the rest of the unit computes.
 
     Raises:
-        PlanError: A dtype is unknown, or a part has overrides of its own.
+        PlanError: A dtype is unknown, or the policy of a part has ``overrides``.
     """
 
     param_dtype: str | None = "bf16"
@@ -254,16 +255,16 @@ class PrecisionPolicy:
 
     @property
     def parts(self) -> tuple[tuple[str, PrecisionPolicy], ...]:
-        """``overrides`` as pairs."""
+        """``overrides`` as pairs of name and policy."""
         assert isinstance(self.overrides, tuple)  # __post_init__ has replaced them
         return self.overrides
 
     @classmethod
     def parse(cls, value: object, name: str = "mp_policy") -> PrecisionPolicy:
-        """A policy from a policy, from its ``param_dtype`` alone, or from the mapping of its fields.
+        """Convert a policy, its ``param_dtype`` alone, or a mapping of its fields to a policy.
 
         Raises:
-            PlanError: The value is none of these, or a field is unknown or wrong; ``name`` is the field of the plan.
+            PlanError: The value is none of these, or a field is unknown or wrong; ``name`` is the plan's field.
         """
         if isinstance(value, cls):
             return value
@@ -277,7 +278,7 @@ class PrecisionPolicy:
         return from_fields(cls, value, name)
 
     def as_dict(self) -> dict[str, Any]:
-        """``param_dtype`` and the fields that differ from the defaults, as a configuration file writes them."""
+        """``param_dtype`` and the fields that differ from the defaults, as in a configuration file."""
         parts = {"overrides": {name: part.as_dict() for name, part in self.parts}} if self.parts else {}
         return changed(self) | parts
 
@@ -285,7 +286,7 @@ class PrecisionPolicy:
         """Dtypes of a group: master, compute, reduce.
 
         Args:
-            dtype: Dtype of the parameters as the model has them.
+            dtype: Dtype of the parameters in the model.
             keeps_own: Whether the parameters compute in their own dtype, as batch norm's do.
         """
         if dtype not in FLOATING:
@@ -312,18 +313,18 @@ _RECOMPUTE_USAGE = (
 
 @dataclass(frozen=True, slots=True)
 class RecomputePolicy:
-    """The modules that are recomputed in backward, and the operators whose outputs are kept all the same.
+    """The modules that are recomputed in backward, and the operators whose outputs are stored nevertheless.
 
     Attributes:
         modules: ``"units"``, the outermost units below the root; or a wrap policy that chooses other modules.
         every: n recomputes every n-th of those modules, beginning with the first.
-        save: Operators whose outputs are kept, so that only the rest is recomputed: ``"matmul"``, ``"attention"``, or
+        save: Operators whose outputs are stored, so that only the rest is recomputed: ``"matmul"``, ``"attention"``, or
             names of operators (``"aten.gelu"``, ``"my_library.my_op.default"``). Empty: everything is recomputed.
-            A module that itself calls collectives is recomputed as a whole, and so is an output that kernels outside
-            of torch (Triton's) are given: both may have overwritten it.
+            Nothing is stored in a module that itself calls collectives, nor an output that is passed to kernels outside
+            of torch (Triton's), because either may overwrite stored outputs.
 
     Raises:
-        PlanError: A value is none of these.
+        PlanError: A value is of another kind or out of range.
     """
 
     modules: str | WrapPolicy | Mapping[str, Any] = "units"
@@ -364,7 +365,7 @@ def recompute_policy(value: object) -> RecomputePolicy | None:
     """``ParallelPlan.activation_checkpointing`` as a policy; ``None`` where nothing is recomputed.
 
     Raises:
-        PlanError: The value is none.
+        PlanError: The value cannot be converted.
     """
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]
@@ -372,7 +373,7 @@ def recompute_policy(value: object) -> RecomputePolicy | None:
 
 
 def _policy_of_modules(kind: type[_OfModules], value: object, field: str, usage: str) -> _OfModules:
-    """A policy, or one of what a plan may give instead: a wrap policy, the policy's fields, a wrap policy's fields."""
+    """Convert a policy of this kind, a wrap policy, or a mapping of the fields of either to a policy of this kind."""
     if isinstance(value, kind):
         return value
     if isinstance(value, WrapPolicy):
@@ -401,10 +402,10 @@ _ACTIVATIONS_USAGE = (
 
 @dataclass(frozen=True, slots=True)
 class ActivationOffloadPolicy:
-    """The modules that keep in host memory what their forward leaves for backward.
+    """The modules whose saved activations are kept in host memory between forward and backward.
 
-    Of a module that is recomputed these are its inputs, else all tensors that autograd saves. They are copied while
-    forward goes on, and copied back one module before backward needs them.
+    For a module that is recomputed these are its inputs, otherwise all tensors that autograd saves. They are copied to
+    the host while forward continues, and copied back one module before backward needs them.
 
     Attributes:
         modules: ``"units"``, the outermost units below the root; or a wrap policy that chooses other modules.
@@ -413,7 +414,7 @@ class ActivationOffloadPolicy:
         pin_memory: With CUDA: use page-locked memory, to and from which copies are asynchronous.
 
     Raises:
-        PlanError: A value is none of these.
+        PlanError: A value is of another kind or out of range.
     """
 
     modules: str | WrapPolicy | Mapping[str, Any] = "units"
@@ -441,7 +442,7 @@ def activation_offload_policy(value: object) -> ActivationOffloadPolicy | None:
     """``ParallelPlan.offload_activations`` as a policy; ``None`` where nothing is offloaded.
 
     Raises:
-        PlanError: The value is none.
+        PlanError: The value cannot be converted.
     """
     if isinstance(value, bool):
         return ActivationOffloadPolicy() if value else None
@@ -458,21 +459,21 @@ class OffloadPolicy:
     ====================  ===========================  ======================================  ===================
     group of a unit       on the host                  on the device                           sent to the device
     ====================  ===========================  ======================================  ===================
-    trained, sharded      master, gradients, state     gathered and gradient buffer, running   master, each gather
+    trained, sharded      master, gradients, state     gathered and gradient buffer, in use    master, each gather
     parameters=False      the same                     also the shard, in the compute dtype    master, once a step
     trained, replicated   master, gradients, state     replica; gradient buffer                master, once a step
-    frozen, sharded       shard                        gathered buffer while it runs           shard, each gather
+    frozen, sharded       shard                        gathered buffer while in use            shard, each gather
     ====================  ===========================  ======================================  ===================
 
     Every reduced gradient is sent to the host.
 
     Attributes:
         parameters: ``True``: shards are on the host, and are sent to the device for each gather. ``False``: the device
-            keeps its shard of what the optimizer updates in the compute dtype, and receives it once after each update;
+            keeps its shard of each trained parameter in the compute dtype, and receives it once after each update;
             frozen shards stay on the device. ``"auto"``: ``True`` for strategies that shard parameters.
         gradients: Whether ``.grad`` is on the host. Must equal ``optimizer``.
-        optimizer: Whether masters and optimizer state are on the host, and the host's processor updates them.
-            ``False`` offloads frozen parameters alone.
+        optimizer: Whether masters and optimizer state are on the host, where the CPU updates them. ``False``: only
+            frozen parameters are offloaded.
         ratio: Fraction of the bytes to offload, above 0 and at most 1. Whole units are chosen, spread over the model.
         pin_memory: With CUDA: use page-locked memory, from which copies are asynchronous.
 
@@ -512,7 +513,7 @@ class OffloadPolicy:
         return row.shards_parameters and bool(self.parameters)
 
     def keeps_shard(self, row: Placements) -> bool:
-        """Whether the device keeps a shard of what the optimizer updates on the host."""
+        """Whether the device keeps a shard of the parameters whose masters are on the host."""
         return row.shards_parameters and not self.parameters
 
 
@@ -520,7 +521,7 @@ def offload_policy(value: object) -> OffloadPolicy | None:
     """``ParallelPlan.offload_policy`` as a policy; ``None`` where nothing is offloaded.
 
     Raises:
-        PlanError: The value is none.
+        PlanError: The value cannot be converted.
     """
     if isinstance(value, str) and value in {"none", "cpu"}:
         return OffloadPolicy() if value == "cpu" else None
@@ -535,10 +536,10 @@ def offload_policy(value: object) -> OffloadPolicy | None:
 
 
 def check_offload(policy: OffloadPolicy | None, row: Placements) -> None:
-    """Refuse a policy about shards for a strategy that keeps parameters whole.
+    """Refuse a policy that offloads shards of parameters, for a strategy that replicates parameters.
 
     Raises:
-        PlanError: It is one.
+        PlanError: The policy has ``parameters=True`` or ``optimizer=False``, and parameters are replicated.
     """
     if policy is None or row.shards_parameters:
         return
@@ -573,7 +574,7 @@ _TORCH = "torch.distributed.fsdp"
 
 
 def translated(value: Any) -> tuple[Any, str | None]:
-    """The counterpart of an object of torch's FSDP with a sentence about it; any other value unchanged, with ``None``.
+    """The counterpart of an object of torch's FSDP, with a sentence that explains it; other values and ``None``.
 
     Raises:
         PlanError: The object has no counterpart; the message says what to use.
@@ -611,7 +612,7 @@ def _meaning(value: Any, name: str) -> Any:
 
 
 def _precision(value: Any, name: str) -> PrecisionPolicy:
-    """The policy of FSDP1 or FSDP2. Both reduce in the compute dtype by default."""
+    """The counterpart of a policy of FSDP1 or FSDP2. Both reduce in the compute dtype by default."""
     if getattr(value, "keep_low_precision_grads", False):
         raise PlanError(
             f"torch's {name}(keep_low_precision_grads=True): gradients have the dtype of the masters here.\n"

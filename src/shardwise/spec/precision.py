@@ -1,7 +1,7 @@
 """Dtypes by short name, without torch.
 
-The short names (``fp32``, ``bf16``, ...) are what configuration files, plans, traces and checkpoint manifests use.
-``comm.dtype`` maps them to ``torch.dtype`` on the floors that may import torch.
+Configuration files, plans, traces and checkpoint manifests use the short names (``fp32``, ``bf16``, ...).
+``comm.dtype`` maps them to ``torch.dtype`` for packages that may import torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def dtype_name(name: str) -> str:
 
 
 def item_bytes(name: str) -> int:
-    """Bytes of one element of dtype ``name`` (any spelling that :func:`dtype_name` takes)."""
+    """Bytes of one element of dtype ``name``, in any spelling that :func:`dtype_name` accepts."""
     return ITEM_BYTES[dtype_name(name)]
 
 
@@ -64,11 +64,11 @@ FLOATING = ("fp64", "fp32", "bf16", "fp16")
 
 
 def divisors(size: int, reduce_dtype: str) -> tuple[float, float]:
-    """The divisors of a sum over ``size`` ranks, before and after it; their product is ``size``.
+    """The divisors of a sum over ``size`` ranks, applied before and after it; their product is ``size``.
 
-    All of it afterwards, but in fp16, whose range ends at 65504: there the first divisor is the power of two next above
-    the square root. Terms may then be ``size / before`` times closer to the end of the range than without, and lose no
-    more than ``before`` at its beginning; a power of two rounds nothing in between.
+    Sums are divided afterwards only, except in fp16, whose largest number is 65504. There each term is divided by a
+    power of two, at least the square root of ``size``, which makes overflow of the sum less likely; the rest of the
+    division follows the sum. Division by a power of two rounds only numbers near the smallest ones of fp16.
     """
     if reduce_dtype != "fp16":
         return 1, size

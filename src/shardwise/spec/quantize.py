@@ -1,17 +1,17 @@
-"""Weights and gradients in fewer bytes: the forms, and the bytes that they take.
+"""Quantized weights and gradients: the forms, and their sizes in bytes.
 
-``int8``: blocks of ``BLOCK_NUMEL`` elements in the flat order of memory. A block is its largest absolute value ``a``,
-in the dtype of the elements, and a code ``q`` from -127 to 127 for each element: ``x`` is stored as
+``int8``: blocks of ``BLOCK_NUMEL`` elements in the flat order of memory. A block is stored as its largest absolute
+value ``a``, in the dtype of the elements, and a code ``q`` from -127 to 127 for each element. ``x`` is stored as
 ``q = round(127 x / a)`` and read as ``a q / 127``, off by at most ``a / 254`` plus the rounding of that dtype. ``a`` is
-read back exactly, so quantizing what was read gives the same codes again. Parameters and slices begin at multiples of a
-block, so blocks do not depend on the number of ranks.
+read back exactly, so quantizing the values that were read gives the same codes again. Parameters and slices begin at
+multiples of a block, so blocks do not depend on the number of ranks.
 
 ``bf16``: a plain cast.
 
-In a sum over N ranks each rank quantizes its gradients, and they are added in fp32: the mean is off by at most
-``(a_0 + ... + a_(N-1)) / 254 N``, where ``a_r`` is the largest value of rank r's block.
+In a sum over N ranks each rank quantizes its gradients, and they are added in fp32. The mean is off by at most
+``(a_0 + ... + a_(N-1)) / 254 N``, where ``a_r`` is the largest absolute value of rank r's block.
 
-A packed slice is its codes, then the values ``a``, padded to a multiple of ``ALIGN_BYTES``.
+A packed slice consists of its codes and then the values ``a``, padded to a multiple of ``ALIGN_BYTES``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def packed_cuts(cuts: tuple[int, ...], form: str, dtype: str) -> tuple[int, ...]
 
 
 def summed_cuts(layout: ReduceLayout) -> tuple[int, ...]:
-    """Offsets of the parts of a gradient buffer, of which each rank adds up one.
+    """Offsets of the parts of a gradient buffer, one for each rank, which sums it over ranks.
 
-    Parts are the slices; where every rank needs the whole sum, they are equal parts rounded to blocks.
+    Parts are the slices. If every rank needs the full sum, they are equal parts rounded to blocks.
     """
     size = layout.group.size
     if layout.num_slices == size:
@@ -63,7 +63,7 @@ class Quantization:
     """Quantization in a plan.
 
     Attributes:
-        frozen: Form in which frozen linear weights are held and gathered.
+        frozen: Form in which frozen linear weights are stored and gathered.
         gather: Form in which all other parameters are gathered.
         reduce: Form in which gradients are sent.
     """
@@ -85,15 +85,15 @@ class Quantization:
     def forms(
         self, *, frozen_as: str, is_float: bool, compute_dtype: str, is_sharded: bool
     ) -> tuple[str | None, str | None, str | None]:
-        """The forms in which a group is held, gathered and reduced; ``None``: in its dtypes, unpacked.
+        """The forms in which a group is stored, gathered and reduced; ``None``: in its dtypes, unpacked.
 
         Args:
-            frozen_as: Form in which the group's frozen weights are held; ``"none"``: their own dtype.
+            frozen_as: Form in which the group's frozen weights are stored; ``"none"``: their own dtype.
             is_float: The parameters are floating point.
             compute_dtype: Dtype of the gathered buffer.
-            is_sharded: Ranks hold different slices of the master, so that it is gathered.
+            is_sharded: The master is sharded, and therefore gathered.
         """
-        if frozen_as != "none":  # codes in the compute dtype are gathered as they are
+        if frozen_as != "none":  # weights stored in the compute dtype are gathered without packing
             return frozen_as, None if frozen_as == compute_dtype else frozen_as, None
         is_sent_packed = is_float and is_sharded and self.gather != "none"
         is_reduced_packed = is_float and self.reduce != "none"

@@ -1,4 +1,4 @@
-"""Replacements of a module's methods."""
+"""Callables that replace methods of a module."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from shardwise.spec.errors import Uncopyable
 
 
 class Replacement(Uncopyable):
-    """Stands for a method of a module, with its signature; it holds the module by weak reference.
+    """Base class of callables that replace a method of a module, and have its signature.
 
-    So deleting the model frees its memory without a garbage collection.
+    The reference to the module is weak, so that deleting the model frees its memory without a garbage collection.
 
     Attributes:
-        method: Its name.
+        method: Name of the replaced method.
     """
 
     def __init__(self, module: Any, method: str = "forward") -> None:
         self.method = method
         self._module = weakref.ref(module)
-        self._replaced = module.__dict__.get(method)  # somebody else's replacement of the class's method
+        self._replaced = module.__dict__.get(method)  # another replacement, installed earlier
         self.__signature__ = inspect.signature(getattr(module, method))
 
     def install(self) -> None:
-        """Put this into the place of the method."""
+        """Replace the module's method by this object."""
         self.module.__dict__[self.method] = self
 
     @property
     def module(self) -> Any:
-        """The module, which whoever calls its method holds."""
+        """The module. It exists during a call, because the caller has a reference to it."""
         return self._module()
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method that this stands for."""
+        """Call the replaced method."""
         if self._replaced is not None:
             return self._replaced(*args, **kwargs)
         module = self.module

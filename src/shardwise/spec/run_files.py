@@ -1,4 +1,4 @@
-"""Names of what a run's folder holds."""
+"""Names of the files and subfolders of a run's folder."""
 
 from __future__ import annotations
 

@@ -15,24 +15,24 @@ _with_defaults = functools.cache(lambda kind: kind())
 
 
 def changed(held: Any) -> dict[str, Any]:
-    """The first field of a dataclass, and the others that differ from their defaults."""
+    """The first field of a dataclass, and all other fields that differ from their defaults, by name."""
     usual, own = vars_of(_with_defaults(type(held))), vars_of(held)
     same = [name for name, value in own.items() if type(value) is type(usual[name]) and value == usual[name]]
     return {name: value for name, value in own.items() if name not in same or name == next(iter(own))}
 
 
 def vars_of(held: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name, as they are."""
+    """The fields of a dataclass by name, without conversion of nested values."""
     return {each.name: getattr(held, each.name) for each in dataclasses.fields(held)}
 
 
 def short_repr(held: Any) -> str:
-    """The ``repr`` of a dataclass with those fields alone."""
+    """A ``repr`` of a dataclass that shows only the fields of :func:`changed`."""
     return f"{type(held).__name__}({', '.join(f'{name}={value!r}' for name, value in changed(held).items())})"
 
 
 class Page(NamedTuple):
-    """A result for reading: lines, a table whose first row is its head, more lines, columns that stand on the left."""
+    """A result as text: lines above, a table with its header as first row, lines below, left-aligned columns."""
 
     above: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -41,20 +41,20 @@ class Page(NamedTuple):
 
 
 class Shown:
-    """A result with a ``page``, and with ``to_records``: the rows of its table as values."""
+    """Base class of results that show themselves as text or HTML and convert to plain values."""
 
     __slots__ = ()
 
     def page(self) -> Page:
-        """The result for reading."""
+        """The result as text and a table."""
         raise NotImplementedError
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One dict for each row."""
+        """The rows of the table, as one dict of values each."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, which ``json.dumps`` takes."""
+        """The result as plain values, which ``json.dumps`` accepts."""
         return {"rows": self.to_records()}
 
     def to_pandas(self) -> Any:

@@ -1,11 +1,11 @@
-"""The part of a logical tensor on a rank, if tensor or expert parallelism has cut the model.
+"""A rank's part of a logical tensor that tensor or expert parallelism has cut.
 
-A cut selects ranges of one dimension: a column-parallel weight of shape ``(f, h)`` on rank 1 of 2 is
+A cut selects ranges of one dimension. A column-parallel weight of shape ``(f, h)`` on rank 1 of 2 is
 ``Cut(0, ((f/2, f),))``; a fused query-key-value weight has one cut with three ranges, the rank's rows of each. Cuts of
-several dimensions combine (the experts of a rank, and the rank's columns of each).
+several dimensions combine, such as the experts of a rank, and the rank's columns of each expert.
 
-A tensor without cuts may be held by several ranks. Sums over all ranks, such as norms, count it on the rank with
-``copy`` 0 only.
+Several ranks may have the same elements. Sums over all ranks, such as norms, count them only on the rank with ``copy``
+0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.spec.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Ranges ``(start, stop)`` of dimension ``dim``, in the order in which the rank holds them."""
+    """Ranges ``(start, stop)`` of dimension ``dim``, in the order of the rank's local tensor."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
@@ -39,12 +39,12 @@ class Slice:
     Attributes:
         shape: Logical shape.
         cuts: One cut for each dimension that is cut.
-        copy: Index of this rank among the ranks that hold the same elements.
-        copies: Number of ranks that hold the same elements.
-        names: All names of the logical tensor in the plain model, the first one first, where this rank's modules do not
-            show them all: weights that are tied across pipeline stages.
+        copy: Index of this rank among the ranks that have the same elements.
+        copies: Number of ranks that have the same elements.
+        names: All names of the tensor in the plain model, if weights are tied across pipeline stages, so that this
+            rank's modules do not have all of these names.
         is_expert: Whether the tensor belongs to experts that other ranks of ``ep`` do not have. Only ranks with the
-            same experts shard or replicate it, and add up its gradients.
+            same experts shard or replicate it, and sum its gradients.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Slice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what the rank holds."""
+        """Shape of the rank's part."""
         sizes = list(self.shape)
         for cut in self.cuts:
             sizes[cut.dim] = cut.size
@@ -74,11 +74,11 @@ class Slice:
 
     @property
     def is_counted(self) -> bool:
-        """Whether sums over all ranks, such as norms, count this rank's elements: the first of those that hold them."""
+        """Whether sums over all ranks, such as norms, count this rank's elements, because it is the first with them."""
         return self.copy == 0
 
     def boxes(self) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]:
-        """Boxes of elements as pairs ``(logical, local)``: a range for each dimension in the whole and in the part."""
+        """The boxes of elements, each as a range for each dimension of the logical and of the local tensor."""
         by_dim = {cut.dim: cut for cut in self.cuts}
         sides: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
         for dim, size in enumerate(self.shape):
@@ -92,12 +92,12 @@ class Slice:
 
     @property
     def numel(self) -> int:
-        """Number of elements that the rank holds."""
+        """Number of elements of the rank's part."""
         return math.prod(self.local_shape)
 
 
 def simplest(shape: tuple[int, ...], cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    """The cuts in normal form: sorted by dimension, adjacent ranges joined, without cuts that keep everything."""
+    """The cuts in normal form: sorted by dimension, adjacent ranges joined, without cuts that select everything."""
     found = []
     for cut in sorted(cuts, key=lambda cut: cut.dim):
         ranges: list[tuple[int, int]] = []
@@ -133,10 +133,10 @@ _KEY = "_shardwise_slice"
 
 
 def set_slice(parameter: Any, held: Slice) -> None:
-    """Record on a parameter which part of a logical tensor it is."""
+    """Record a parameter's slice, as an attribute of the parameter."""
     parameter.__dict__[_KEY] = held
 
 
 def slice_of(parameter: Any) -> Slice | None:
-    """The slice that :func:`set_slice` recorded; ``None`` for a whole parameter."""
+    """The slice that :func:`set_slice` recorded; ``None`` for a parameter that is not cut."""
     return parameter.__dict__.get(_KEY) if hasattr(parameter, "__dict__") else None

@@ -1,33 +1,34 @@
-"""The cuts of a model's modules for tensor parallelism: styles by name pattern, as plain data.
+"""Styles by name pattern that say how tensor parallelism cuts a model's modules, as plain data.
 
 ==================================  =================================================================================
 style                               what it does to the module or parameter at a pattern
 ==================================  =================================================================================
-``colwise``                         linear layer, its output features divided over the ranks
-``packed_colwise[:N]``              the same for N fused layers of equal size (default 2), each divided
-``colwise_heads``                   projection to heads as wide as the ``head_dim`` of the module around it: whole heads
-``colwise_kv_heads``                the same for keys or values; with fewer heads than ranks, several ranks hold each
-``colwise_gather_output``           linear layer, divided as evenly as possible; every rank gets all output features
-``rowwise``                         linear layer, its input features divided; outputs are summed, then the bias added
-``rowwise_split_input``             the same where every rank has all features of the input
-``embedding_rowwise``               embedding, its ids divided as evenly as possible
+``colwise``                         linear layer, output features divided over the ranks
+``packed_colwise[:N]``              N fused linear layers of equal size (default 2), output features of each divided
+``colwise_heads``                   projection to heads of the enclosing module's ``head_dim``: full heads on each rank
+``colwise_kv_heads``                the same for keys or values; if ranks outnumber heads, several ranks have each head
+``colwise_gather_output``           linear layer, outputs divided as evenly as possible, then gathered on every rank
+``rowwise``                         linear layer, input features divided; outputs are summed, then the bias is added
+``rowwise_split_input``             the same if every rank has all features of the input
+``embedding_rowwise``               embedding, ids divided as evenly as possible
 ``divide:NAME[,NAME]``              attributes of the module, such as a number of heads, divided by the number of ranks
-``embedding_heads``                 embedding of one number per head, its features divided; its output stays divided
-``replicated_with_grad_allreduce``  module whose parameters are used with each rank's part: gradients are summed
-``moe_tp_experts``                  experts whose stacked weights are divided: gets all inputs, sums the outputs
-``mixture``                         our mixture of experts, whose experts are cut: sums what all of them give at once
-``vocabulary_head``                 as ``colwise_gather_output``, but where the model gets labels no rank has all logits
-``colwise_vocabulary``              output projection, its ids divided as evenly as possible; its output stays divided
-``vocabulary_loss:NAME``            loss of our GPT, beside the output projection of that name
-``dropout_features``                ``nn.Dropout`` of features that are divided
+``embedding_heads``                 embedding of one number per head, features divided; the output stays divided
+``replicated_with_grad_allreduce``  replicated module that sees only a part of the data: its gradients are summed
+``moe_tp_experts``                  experts with divided stacked weights: reads all inputs, sums the outputs
+``mixture``                         our mixture of cut experts: the outputs of all experts are summed at once
+``vocabulary_head``                 as ``colwise_gather_output``; with labels, logits stay divided and only the loss is
+                                    computed
+``colwise_vocabulary``              output projection, ids divided as evenly as possible; the output stays divided
+``vocabulary_loss:NAME``            loss of our GPT, for the divided logits of the output projection NAME
+``dropout_features``                ``nn.Dropout`` of divided features
 ``sequence_begin``                  from the first argument of this module on, activations are divided by positions
 ``sequence_end``                    the output of this module has all positions again
-``sequence_last_norm``              the same for a norm, which still computes with this rank's positions
+``sequence_last_norm``              norm of this rank's positions, whose output has all positions again
 ``sequence_layers``                 inputs and outputs of the layers in this module are divided by positions
 ``sequence_input``                  part of such a module that gathers its first argument, once for all of its layers
 ``sequence_whole``                  part of such a module that computes with all positions, on every rank
 ``sequence_dropout``                ``nn.Dropout`` of activations that are divided by positions
-``replicate``                       left as it is
+``replicate``                       replicated on every rank
 ==================================  =================================================================================
 
 In a pattern ``*`` stands for any part of a name without a dot.
@@ -42,7 +43,7 @@ from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
 
-#: Styles, and whether they take an argument: ``""`` none, ``"count"`` perhaps a number, ``"names"`` always names.
+#: Styles, and their argument: ``""`` none, ``"count"`` an optional number, ``"names"`` required names.
 STYLES = {
     "colwise": "",
     "packed_colwise": "count",
@@ -81,8 +82,8 @@ _BERT_ATTENTION = {
     "{}.output.dense": "rowwise",
 }
 
-#: Styles by pattern, by qualified class name of the model or part that the patterns are relative to (``""`` is the part
-#: itself). Models of transformers that are not here bring a table of their own.
+#: Styles by pattern, for each class of models or modules by its qualified name. Patterns are relative to that module
+#: (``""`` is the module itself). Other models of transformers have their own ``tp_plan``.
 TABLES: dict[str, dict[str, str]] = {
     "shardwise.models.transformer.GPT": {
         "token_embedding": "embedding_rowwise",
@@ -155,11 +156,11 @@ TABLES: dict[str, dict[str, str]] = {
         "o_proj": "rowwise",
     },
     "transformers.models.cohere.modeling_cohere.CohereAttention": {
-        "q_norm.weight": "colwise",  # (heads, width of a head); only with use_qk_norm
+        "q_norm.weight": "colwise",  # shape (heads, width of a head); exists only with use_qk_norm
         "k_norm.weight": "colwise",
     },
     "transformers.models.apertus.modeling_apertus.ApertusMLP": {
-        "act_fn": "replicated_with_grad_allreduce",  # xIELU learns its two slopes, of all features
+        "act_fn": "replicated_with_grad_allreduce",  # xIELU learns two slopes that all features share
     },
     "transformers.models.vit.modeling_vit.ViTMLP": {"fc1": "colwise", "fc2": "rowwise"},
 }
@@ -232,7 +233,7 @@ SEQUENCE_TABLES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """A style: its name, and the argument after the colon."""
+    """A style: its name, and the text after the colon."""
 
     name: str
     argument: str = ""
@@ -252,7 +253,7 @@ class Style:
 
 
 def parse_style(text: object, where: str) -> Style:
-    """The style that ``text`` writes.
+    """Parse a style such as ``packed_colwise:3``; ``where`` is the pattern, for messages.
 
     Raises:
         PlanError: There is no such style, or its argument is missing or wrong.
@@ -279,10 +280,10 @@ def parse_style(text: object, where: str) -> Style:
 
 
 def parse_table(table: object) -> dict[str, str] | None:
-    """``ParallelPlan.tp_plan``, checked; ``None``: the model's own table.
+    """Check ``ParallelPlan.tp_plan`` and return it; ``None`` means the table of the model's class.
 
     Raises:
-        PlanError: It is no mapping from patterns to styles.
+        PlanError: The value is not a mapping from patterns to styles.
     """
     if table is None:
         return None
@@ -297,10 +298,7 @@ def parse_table(table: object) -> dict[str, str] | None:
 
 
 def translated(pattern: str, style: str) -> str:
-    """Our style for an entry of a model's own ``tp_plan``, as transformers writes them.
-
-    transformers cuts columns of query, key and value projections without regard to heads.
-    """
+    """The style for an entry of a transformers model's ``tp_plan``, which ignores heads when it cuts projections."""
     name = pattern.rpartition(".")[2]
     if style == "colwise" and name in {"q_proj", "k_proj", "v_proj"}:
         return "colwise_heads" if name == "q_proj" else "colwise_kv_heads"
@@ -312,17 +310,17 @@ def matches(pattern: str, name: str) -> bool:
     return _expression(pattern).fullmatch(name) is not None
 
 
-@functools.lru_cache(maxsize=4096)  # a table's patterns are compared with every module, stage by stage
+@functools.lru_cache(maxsize=4096)  # every pattern is compared with every module of every stage
 def _expression(pattern: str) -> re.Pattern[str]:
     parts = [re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")]
     return re.compile(r"\.".join(parts))
 
 
 def generalized(name: str) -> str:
-    """The pattern of a module or parameter in all blocks: indices become ``*``."""
+    """The pattern that matches a module or parameter in all blocks: indices become ``*``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def near_even_range(size: int, parts: int, part: int) -> tuple[int, int]:
-    """The range of rank ``part`` of ``parts`` of a dimension that is cut as evenly as possible."""
+    """The range of rank ``part`` if a dimension is cut into ``parts`` parts as evenly as possible."""
     return part * size // parts, (part + 1) * size // parts

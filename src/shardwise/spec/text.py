@@ -1,4 +1,4 @@
-"""Text of quantities, hints and tables."""
+"""Formatting of quantities, tables, hints and untrusted text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Sequence
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes for people: ``512 B``, ``1.5 MB``; powers of 1000, one decimal."""
+    """A number of bytes as text, such as ``512 B`` or ``1.5 MB``; powers of 1000, one decimal."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -18,11 +18,11 @@ def size(num_bytes: float) -> str:
 
 
 def aligned(rows: Iterable[Sequence[str]], *, words: Container[int] = (0,)) -> list[str]:
-    """Lines of a table: columns two blanks apart, as wide as their widest cell wherever they are printed.
+    """Lines of a table: columns two blanks apart, each as wide as its widest cell, whatever the terminal's width.
 
     Args:
-        rows: The cells; a header is a row like the others.
-        words: Columns that stand on the left; the others are numbers, on the right.
+        rows: The cells, a header first if there is one.
+        words: Columns to align on the left; the others, numbers, are aligned on the right.
     """
     from rich.console import Console
     from rich.table import Table
@@ -41,13 +41,9 @@ def aligned(rows: Iterable[Sequence[str]], *, words: Container[int] = (0,)) -> l
 
 
 def similar(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.5) -> list[str]:
-    """The known words most like ``word``, whatever its case: those that begin with it, then the nearest.
+    """At most ``most`` known words similar to ``word``, ignoring case: those that begin with it, then the nearest.
 
-    Args:
-        word: What was given.
-        known: The words that exist.
-        most: Number of words to return at most.
-        cutoff: Least similarity of a returned word, from 0 (nothing in common) to 1 (equal).
+    ``cutoff`` is the least similarity of a word that does not begin with ``word``, from 0 to 1 (equal).
     """
     by_small = {name.casefold(): name for name in reversed(list(known))}
     small = word.casefold()
@@ -57,29 +53,27 @@ def similar(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The hint `` Did you mean 'x'?`` (it begins with a blank), or an empty string where no known word is similar."""
+    """The hint `` Did you mean 'x'?``, with its leading blank, or an empty string if no known word is similar."""
     near = similar(word, known, most=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, escaped; the name of its class where it says nothing."""
+    """The first line of an exception's message, escaped; the name of its class if the message is empty."""
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def printable(text: object, *, is_block: bool = False) -> str:
-    r"""``text`` with control, bidirectional and other invisible characters escaped (``\x1b``, ``\u202e``).
+    r"""``str(text)`` with control, bidirectional and other invisible characters escaped (``\x1b``, ``\u202e``).
 
-    Args:
-        text: Anything; its ``str`` is taken.
-        is_block: Keep line ends, for messages of several lines.
+    ``is_block`` keeps line ends, for messages of several lines.
     """
     return "".join(
         c if (c == "\n" and is_block) or unicodedata.category(c) not in _HIDDEN else _escaped(c) for c in str(text)
     )
 
 
-#: Control, format (bidirectional marks), surrogate, line separator, paragraph separator.
+#: Unicode categories: control, format (bidirectional marks), surrogate, line separator, paragraph separator.
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 

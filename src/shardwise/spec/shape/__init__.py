@@ -1,7 +1,4 @@
-"""The shape of a model, for planning: its blocks and sizes, from which parameters, operations and bytes follow.
-
-No torch.
-"""
+"""The shape of a model, for planning: blocks and sizes, from which parameters, FLOPs and bytes follow. No torch."""
 
 from shardwise.spec.shape.families import FAMILIES, from_config
 from shardwise.spec.shape.find import find_shape

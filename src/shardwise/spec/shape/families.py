@@ -1,4 +1,4 @@
-"""From a Hugging Face ``config.json`` to the shape of its model, by arithmetic; one function for each kind of block."""
+"""The shape of a model from its Hugging Face ``config.json``, by arithmetic; one function for each kind of block."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Config = Mapping[str, Any]
 def from_config(config: Config, name: str = "") -> ModelShape:
     """The shape of the model that a ``config.json`` describes.
 
-    The head is that of ``architectures`` where the file names one, else that of language modelling (ViT: of
-    classification). Fields that a file leaves out have transformers' defaults. Of a model of text and pictures only the
-    language model is taken, and its name says so: what encodes the pictures is not counted.
+    The head is the one that ``architectures`` names. Without that field it is a language-modelling head (ViT: a
+    classification head). Missing fields have transformers' defaults. For a model of text and images only the language
+    model is counted, without the image encoder, and the name says so.
 
     Args:
         config: The file's content.
-        name: What the model is called in tables; ``""``: its family.
+        name: Name of the model in tables; ``""``: its family.
 
     Raises:
         ConfigError: The family is not known, or a field is missing.
@@ -49,18 +49,20 @@ def from_config(config: Config, name: str = "") -> ModelShape:
         ) from None
 
 
-#: What a decoder's configuration has to say for its shape to be counted as a Llama's.
+#: Integer fields that the configuration of an unknown decoder needs, so that its shape can be counted as a Llama's.
 _USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
-#: Parts of the names of fields that say that blocks are something else: recurrences, convolutions, encoders.
+#: Parts of field names that show that the blocks are not a Llama's: recurrences, convolutions, encoders.
 _UNUSUAL = ("mamba", "ssm", "conv", "linear_", "lru_", "recurrent", "type_vocab", "per_layer", "indexer", "index_topk")
 
 
 def _unknown_decoder(config: Config, name: str) -> ModelShape:
-    """The shape of a causal language model of a family that is not here, counted as a Llama; its name says so.
+    """The shape of a causal language model of an unknown family, counted as a Llama's; the name says so.
+
+    With ``kv_lora_rank`` in its configuration the model is counted as a DeepSeek-V3.
 
     Raises:
-        ConfigError: A field is missing without which nothing can be counted.
+        ConfigError: A field of ``_USUAL`` is missing, or a field shows that the blocks are of another kind.
     """
     family = config.get("model_type", "")
     unusual = [key for key in config if any(part in key for part in _UNUSUAL) and config[key]]
@@ -83,10 +85,10 @@ def _unknown_decoder(config: Config, name: str) -> ModelShape:
     return _llama_like(qk_norm=norm, gated=not plain)(config, f"{name} (counted as a Llama)")
 
 
-#: Families of text and pictures by the family of their language model, where their files do not name it.
+#: For families of text and images whose files do not name the family of their language model: that family.
 _LANGUAGE_FAMILIES = {"gemma3": "gemma3_text", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
 
-#: What ``text_config`` of a published gemma3 leaves out, as transformers' ``Gemma3TextConfig`` has it.
+#: Defaults of transformers' ``Gemma3TextConfig``, for the fields that ``text_config`` of a published gemma3 leaves out.
 _GEMMA3: dict[str, Any] = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -101,9 +103,9 @@ _GEMMA3: dict[str, Any] = {
 
 
 def _language_model(config: Config, family: str) -> Config | None:
-    """The configuration of the language model in one of text and pictures; ``None``: it has none that is known."""
+    """The configuration of the language model inside a model of text and images; ``None`` if no known one is found."""
     text = config.get("text_config")
-    if not isinstance(text, Mapping):  # older files have the fields of the language model beside vision_config
+    if not isinstance(text, Mapping):  # older files have the language model's fields at the top, next to vision_config
         text = config if "vision_config" in config else {}
     language = _LANGUAGE_FAMILIES.get(family) or str(text.get("model_type", ""))
     if language not in FAMILIES or not text:
@@ -156,7 +158,7 @@ def _causal(
 
 
 def _windows(config: Config, default: str = "") -> list[int | None]:
-    """For each layer the positions that its attention sees at most; ``None``: all."""
+    """For each layer, the size of its attention window in positions; ``None``: all positions."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     types = config.get("layer_types")
     if types:
@@ -178,20 +180,22 @@ def _llama_like(
     plain: str = "",
     gated: bool = True,
 ) -> Callable[[Config, str], ModelShape]:
-    """Families with RMS norms, rotary positions and gated feed-forwards.
+    """Make the function that computes shapes of a family with RMS norms, rotary positions and gated feed-forwards.
 
     Args:
-        qkv_bias: Whether queries, keys and values have biases, or the field that says so; the next likewise.
-            gpt_oss's attention has biases where the field is not there, every other family's has none.
-        out_bias: Of the output projection.
-        qk_norm: ``"head"``: a norm over each head of queries and keys; ``"all"``: over all of them; ``""``: none.
+        qkv_bias: Whether queries, keys and values have biases, or the name of the field with the answer. If the file
+            lacks ``attention_bias``, gpt_oss has biases and every other family has none.
+        out_bias: The same for the output projection.
+        qk_norm: ``"head"``: a norm over each head of queries and keys; ``"all"``: over all heads together; ``""``:
+            none.
         num_norms: Norms of a block.
-        tied: Whether the head is the embedding where the file does not say.
-        window: ``"all"``: every layer has the window, unless the file says which.
-        fused: What is one product: ``"all"``: queries, keys and values, and the two projections up; ``"mlp"``: these.
-        norm: What the norms are, as of a ``Block``.
-        plain: Why no kernel computes its attention, as of an ``Attention``.
-        gated: Whether feed-forwards are.
+        tied: Whether the head shares the embedding's weight if the file does not say.
+        window: ``"all"``: every layer has the attention window if the file does not say which layers have it.
+        fused: Projections that are one matrix product. ``"all"``: queries, keys and values, and also the two up
+            projections. ``"mlp"``: only the two up projections.
+        norm: Kind of the norms, as in ``Block``.
+        plain: Reason why no fused kernel computes the attention, as in ``Attention``.
+        gated: Whether the feed-forwards are gated.
     """
 
     def says(config: Config, what: object) -> bool:
@@ -236,7 +240,7 @@ def _llama_like(
 
 
 def _latent(config: Config, name: str) -> ModelShape:
-    """DeepSeek-V3: multi-head latent attention, mixtures after the first layers."""
+    """The shape of a DeepSeek-V3: multi-head latent attention, and mixtures of experts after the first layers."""
     heads, rotary, q_rank = config["num_attention_heads"], config["qk_rope_head_dim"], config.get("q_lora_rank") or 0
     latent = Latent(q_rank=q_rank, kv_rank=config["kv_lora_rank"], rotary_dim=rotary, v_dim=config["v_head_dim"])
     attention = Attention(
@@ -254,7 +258,7 @@ def _latent(config: Config, name: str) -> ModelShape:
     return _causal(config, name, [Block(attention=attention, feed_forward=each) for each in forward])
 
 
-#: transformers' names of activations by what they cost; those that are not here cost what a fused one does.
+#: Activations of ``Mlp`` by transformers' names. Names that are not listed cost as much as ``"gelu"``, one kernel.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -267,7 +271,7 @@ _ACTIVATIONS = {
 
 
 def _rotary_share(config: Config, default: float = 1.0) -> float:
-    """The part of each head that is rotated."""
+    """The fraction of each head that is rotated."""
     parameters = config.get("rope_parameters") or {}
     found = config.get("partial_rotary_factor") or config.get("rotary_pct") or parameters.get("partial_rotary_factor")
     return float(found or default)
@@ -279,7 +283,7 @@ def _activation(config: Config, default: str) -> str:
 
 
 def _feed_forward(config: Config, layer: int, *, has_bias: bool, is_fused: bool, gated: bool = True) -> Mlp | Experts:
-    """The feed-forward of a layer: a mixture where the family has one there."""
+    """The feed-forward of a layer: a mixture of experts if the configuration has one in this layer."""
     activation = _activation(config, "silu")
     count = int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
     step = config.get("decoder_sparse_step", 1)
@@ -424,7 +428,7 @@ def _opt(config: Config, name: str) -> ModelShape:
         attention_dropout=config.get("attention_dropout"),
         dropout=config.get("dropout", 0.1),
     )
-    positions = config["max_position_embeddings"] + 2  # the first two are never read
+    positions = config["max_position_embeddings"] + 2  # the first two rows are never read
     return _causal(
         config,
         name,
@@ -541,7 +545,8 @@ def _vit(config: Config, name: str) -> ModelShape:
         vocab=labels,
         stacks=((config["num_hidden_layers"], block),),
         seq_len=patches + 1,
-        embedding=(1 + patches + 1 + config.get("num_channels", 3) * patch * patch + 1) * h,  # class, places, patches
+        # the class token, a position for it and for each patch, and the projection of patches with its bias
+        embedding=(1 + patches + 1 + config.get("num_channels", 3) * patch * patch + 1) * h,
         head=_head(architecture, heads),
         patch_numel=config.get("num_channels", 3) * patch * patch,
         is_pooled=True,
@@ -560,7 +565,7 @@ def _head(architecture: str, heads: Mapping[str, int]) -> int:
     return heads[architecture]
 
 
-#: What computes the shape of each ``model_type``.
+#: The function that computes the shape, by ``model_type``.
 FAMILIES: dict[str, Callable[[Config, str], ModelShape]] = {
     "llama": _llama_like(),
     "mistral": _llama_like(qkv_bias=False, out_bias=False, window="all"),

@@ -1,4 +1,4 @@
-"""The shape of a model from whatever describes it: a name, a file, its content, a configuration."""
+"""The shape of a model from a name, a file, a file's content, or a configuration object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.spec.text import did_you_mean
 
 
 def find_shape(source: object, name: str = "") -> ModelShape:
-    """As ``ModelShape.from_config``."""
+    """See ``ModelShape.from_config``."""
     if isinstance(source, ModelShape):
         return source
     if isinstance(source, GPTConfig):
@@ -39,7 +39,7 @@ def find_shape(source: object, name: str = "") -> ModelShape:
 
 
 def _from_word(word: str, name: str) -> ModelShape:
-    """A preset of ours, a well-known name, or a path; presets come first, so that ``gpt2`` is what ``train`` builds."""
+    """Try our GPT's presets, then well-known names, then paths, so that ``gpt2`` is the model that ``train`` builds."""
     preset = word.lower()
     if preset in PRESETS:
         return gpt_shape(PRESETS[preset], name or preset)

@@ -1,4 +1,4 @@
-"""Sizes of our GPT, by name, and how many parameters they make. Arithmetic only: no torch."""
+"""The configuration of our GPT, named sizes, and the number of parameters. Arithmetic only: no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.shape.model import Attention, Block, Experts, Mlp, ModelShape
 from shardwise.spec.text import did_you_mean
 
-#: Mixtral's choice. Another value without experts is refused, because it would do nothing.
+#: Mixtral's choice. Without experts another value has no effect, and is refused.
 DEFAULT_EXPERTS_PER_TOKEN = 2
 
 
@@ -40,10 +40,10 @@ class GPTConfig:
         ffn: Width of the feed-forward; ``None`` is ``4 * hidden``.
         tied: The output projection is the token embedding, one parameter with two names.
         bias: Linear layers and norms have biases.
-        dropout: Probability, on embeddings, attention weights and the two outputs of a block.
-        num_experts: With more than 0, each block's feed-forward is a mixture of this many.
+        dropout: Dropout probability of embeddings, attention weights and the two outputs of a block.
+        num_experts: Experts of the mixture that is each block's feed-forward; 0: a plain feed-forward.
         experts_per_token: Experts that a token is sent to.
-        activation_checkpointing: Keep only each block's input in forward and compute the rest again in backward.
+        activation_checkpointing: Store only each block's input in forward, and recompute the block in backward.
 
     Raises:
         ConfigError: Values are wrong; every problem is listed.
@@ -95,7 +95,7 @@ class GPTConfig:
 
     @property
     def ffn_hidden(self) -> int:
-        """Width of the feed-forward, the default filled in."""
+        """Width of the feed-forward; ``4 * hidden`` if ``ffn`` is ``None``."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property

@@ -17,12 +17,12 @@ from shardwise.spec.granularity import round_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values are made of narrow ones.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values come from narrow vectors.
 
     Attributes:
-        q_rank: Width of what queries are made of; 0: the residual stream itself.
-        kv_rank: Width of what keys and values are made of.
-        rotary_dim: Of each query's head, what is rotated; keys have one such part for all heads.
+        q_rank: Width of the vector from which queries are projected; 0: the residual stream itself.
+        kv_rank: Width of the vector from which keys and values are projected.
+        rotary_dim: Width of the rotated part of each query head; all heads share one rotated part of the keys.
         v_dim: Width of a head's values.
     """
 
@@ -47,21 +47,22 @@ class Attention:
     Attributes:
         heads: Heads of the queries.
         head_dim: Width of one head.
-        kv_heads: Heads of keys and values; ``heads`` divided by it queries share one.
+        kv_heads: Heads of keys and values; ``heads / kv_heads`` query heads share one.
         has_qkv_bias: Queries, keys and values have biases.
-        has_out_bias: The output projection has one.
+        has_out_bias: The output projection has a bias.
         norm_numel: Parameters of norms of queries and keys.
-        is_causal: A position sees only earlier ones.
-        window: A position sees at most so many; ``None``: all.
-        extra: Parameters besides: attention sinks.
-        has_rotary: Queries and keys are rotated by their positions.
-        is_fused: Queries, keys and values are one product, not three.
+        is_causal: A position attends only to itself and earlier positions.
+        window: Most positions that a position attends to; ``None``: all.
+        extra: Other parameters: attention sinks.
+        has_rotary: Queries and keys have rotary position embeddings.
+        is_fused: Queries, keys and values are one matrix product, not three.
         has_dropout: Attention weights are dropped out in training.
-        rotary_share: Part of each head that is rotated.
-        joins_rotary: The rotated part and the rest are put together, also where nothing is left.
-        plain: Why no kernel computes it at once: ``"capped"`` scores, ``"sinks"`` beside them; ``""``: one does.
+        rotary_share: Fraction of each head that is rotated.
+        joins_rotary: A concatenation joins the rotated part and the rest of each head, even if the rest is empty.
+        plain: Reason why no fused kernel computes the attention: ``"capped"`` scores, or attention ``"sinks"``;
+            ``""``: a fused kernel does.
         has_position_bias: A learned number for each head and pair of positions is added to the scores, as in T5.
-        latent: How queries, keys and values are made where no plain projections make them.
+        latent: Latent attention that replaces the plain projections to queries, keys and values.
     """
 
     heads: int
@@ -84,7 +85,7 @@ class Attention:
 
     @property
     def q_width(self) -> int:
-        """Width of the queries, and of what the output projection reads."""
+        """Width of the queries, and of the output projection's input without latent attention."""
         return self.heads * self.head_dim
 
     @property
@@ -93,7 +94,7 @@ class Attention:
         return self.kv_heads * self.head_dim
 
     def num_parameters(self, hidden: int) -> int:
-        """Parameters: ``2 h (q + kv)`` and what biases and norms add."""
+        """Parameters: ``2 h (q + kv)``, biases, norms and ``extra``."""
         weights = 2 * hidden * (self.q_width + self.kv_width)
         if self.latent is not None:
             weights = sum(a * b for a, b in self.latent.products(hidden, self.heads, self.head_dim))
@@ -103,16 +104,16 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
-    """A feed-forward: up, activation, down; gated ones have a second ``up``.
+    """A feed-forward: an up projection (two if gated), an activation, and a down projection.
 
     Attributes:
         ffn: Width between the two projections.
-        is_gated: The activation of one projection is multiplied by another one.
+        is_gated: The activation of one up projection is multiplied by a second up projection.
         has_bias: The projections have biases.
-        activation: ``"silu"``, ``"gelu"`` (one kernel), ``"gelu_new"`` (transformers' formula of eight), ``"relu"``,
-            or ``"clamped"``, gpt-oss's gate.
-        is_fused: The two projections up of a gated one are one product.
-        has_dropout: What goes into the projection down is dropped out in training, as in T5.
+        activation: ``"silu"``, ``"gelu"`` (one kernel), ``"gelu_new"`` (transformers' formula of eight kernels),
+            ``"relu"``, or ``"clamped"``, gpt-oss's gate.
+        is_fused: The two up projections of a gated feed-forward are one matrix product.
+        has_dropout: The input of the down projection is dropped out in training, as in T5.
     """
 
     ffn: int
@@ -124,24 +125,24 @@ class Mlp:
 
     @property
     def up_width(self) -> int:
-        """Outputs of the projections up, together."""
+        """Output width of the up projections together."""
         return self.ffn * (1 + self.is_gated)
 
     def num_parameters(self, hidden: int) -> int:
-        """Parameters: ``2 h f``, gated ``3 h f``, and biases."""
+        """Parameters: ``2 h f`` or, if gated, ``3 h f``, and biases."""
         return hidden * (self.up_width + self.ffn) + self.has_bias * (self.up_width + hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture: of many feed-forwards a router chooses some for each token.
+    """A mixture of experts: a router chooses some of many feed-forwards for each token.
 
     Attributes:
         count: Number of experts.
         per_token: Experts that a token is sent to.
         mlp: One expert.
-        shared: A feed-forward through which every token goes besides; ``None``: there is none.
-        has_shared_gate: The shared one's output is scaled by a projection to one number.
+        shared: A shared expert, which processes every token in addition; ``None``: there is none.
+        has_shared_gate: A projection to one number scales the shared expert's output.
         has_router_bias: The router has biases.
         has_wide_router: The router computes in fp32.
     """
@@ -155,11 +156,11 @@ class Experts:
     has_wide_router: bool = False
 
     def expert_parameters(self, hidden: int) -> int:
-        """Parameters of all routed experts, which expert parallelism divides."""
+        """Parameters of all routed experts. Expert parallelism divides them over ranks."""
         return self.count * self.mlp.num_parameters(hidden)
 
     def num_parameters(self, hidden: int, *, is_active: bool = False) -> int:
-        """Parameters of the mixture; active ones are those that one token meets."""
+        """Parameters of the mixture; ``is_active`` counts only the experts that one token is sent to."""
         routed = (self.per_token if is_active else self.count) * self.mlp.num_parameters(hidden)
         shared = self.shared.num_parameters(hidden) if self.shared is not None else 0
         router = self.count * (hidden + self.has_router_bias)
@@ -171,16 +172,17 @@ class Block:
     """One layer of a transformer.
 
     Attributes:
-        attention: Its attention to its own sequence.
-        feed_forward: A feed-forward, or a mixture of them.
-        cross: Its attention to another sequence, as in a decoder of T5; ``None``: there is none.
+        attention: Self-attention.
+        feed_forward: A feed-forward, or a mixture of experts.
+        cross: Cross-attention, as in a T5 decoder; ``None``: there is none.
         num_norms: Norms of width ``h``.
-        has_norm_bias: Norms have biases besides weights.
-        extra: Parameters besides: a table of relative positions.
-        num_last_norms: How many of the norms come after attention and feed-forward, so that no product reads them.
+        has_norm_bias: Norms have biases in addition to weights.
+        extra: Other parameters: a table of relative positions.
+        num_last_norms: Norms applied to the outputs of attention and feed-forward; no matrix product reads these norms'
+            outputs.
         is_parallel: Attention and feed-forward read the same input, as in GPT-NeoX.
-        norm: What the norms are: ``"rms"``, ``"layer"``, ``"wide"``, an RMS norm that multiplies with its weight in
-            fp32, or ``"t5"``, one that multiplies its input in the input's own dtype.
+        norm: Kind of the norms: ``"rms"``, ``"layer"``, ``"wide"`` (an RMS norm that multiplies by its weight in
+            fp32), or ``"t5"`` (an RMS norm that multiplies its input in the input's own dtype).
         has_dropout: Outputs of attention and feed-forward are dropped out in training.
     """
 
@@ -196,7 +198,7 @@ class Block:
     is_parallel: bool = False
 
     def num_parameters(self, hidden: int, *, is_active: bool = False) -> int:
-        """Parameters of the block; active ones are those that one token meets."""
+        """Parameters of the block; ``is_active`` counts only the experts that one token is sent to."""
         experts = self.feed_forward
         forward = (
             experts.num_parameters(hidden, is_active=is_active)
@@ -209,31 +211,32 @@ class Block:
 
 
 def _above(module: str) -> Any:
-    """A module that imports this one: constructors know every family, and a family knows what a shape is."""
+    """Import a sibling module that itself imports this one; constructors of shapes need the table of families."""
     return importlib.import_module(f"shardwise.spec.shape.{module}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A transformer's blocks and what is around them.
+    """A transformer: its blocks, embeddings and head.
 
     Attributes:
-        name: What it is called in tables.
-        family: The configuration's ``model_type``, or ``gpt`` for ours.
+        name: Name of the model in tables.
+        family: The configuration's ``model_type``, or ``gpt`` for our GPT.
         hidden: Width of the residual stream.
-        vocab: Token ids, and outputs of the head; of a classifier its classes; 0: no head and no embedding.
-        stacks: Runs of equal blocks in order, each with its number. An encoder's come before its decoder's.
+        vocab: Number of token ids and of the head's outputs; for a classifier, the number of classes; 0: no head and no
+            embedding.
+        stacks: Runs of equal blocks in order, as (number of blocks, block). Encoder blocks come before decoder blocks.
         seq_len: Longest sequence that the model was made for.
         embedding: Parameters of the embeddings before the first block.
-        head: Parameters of the head that are not those of the embedding, final norms included.
+        head: Parameters of the head and the final norms, without a weight that the embedding shares.
         is_tied: The head's weight is the embedding's.
-        num_encoder_blocks: Of a model with two stacks, how many of the blocks are the encoder's.
-        patch_numel: Numbers of one patch of an image, of which each makes a position; 0: positions are token ids. The
-            sequence is then always ``seq_len`` long.
+        num_encoder_blocks: Encoder blocks of a model with an encoder and a decoder.
+        patch_numel: Elements of an image patch, if each position is a patch; sequences then always have ``seq_len``
+            positions. 0: positions are token ids.
         is_pooled: The head reads one position of each sequence, not all of them.
         head_dense: Width of a dense layer between the last block and the head; 0: there is none.
-        has_norm_before: The embedding ends in a norm, as BERT's does.
-        norm: What the last norm is, as of a block; ``""``: there is none.
+        has_norm_before: A norm follows the embedding, as in BERT.
+        norm: Kind of the last norm, as in ``Block``; ``""``: there is none.
         has_dropout: Embeddings are dropped out in training.
     """
 
@@ -256,7 +259,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, source: object, name: str = "") -> ModelShape:
-        """The shape of a model that exists, by arithmetic, without a network.
+        """The shape of an existing model, by arithmetic, without network access.
 
         Example::
 
@@ -267,11 +270,10 @@ class ModelShape:
             source: A well-known name (``llama-3-8b``, ``qwen3-30b-a3b``, ``gpt-175b``, ...), the path of a Hugging Face
                 folder or of its ``config.json``, the content of such a file, a configuration object of transformers, or
                 a ``GPTConfig``.
-            name: What the model is called in tables; ``""``: as the source says.
+            name: Name of the model in tables; ``""``: the source's name.
 
         Raises:
-            ConfigError: Nothing of that name is known, the file cannot be read, its family is not known, or a field is
-                missing.
+            ConfigError: The name is not known, the file cannot be read, its family is not known, or a field is missing.
         """
         return _above("find").find_shape(source, name)
 
@@ -289,10 +291,10 @@ class ModelShape:
         gated: bool = True,
         tied: bool = False,
     ) -> ModelShape:
-        """The shape of a language model by its sizes.
+        """The shape of a language model from its sizes.
 
-        Gated ones are as Llama (RMS norms, rotary positions, no biases), others as GPT-2 without dropout (layer norms,
-        learned positions, biases).
+        With ``gated`` it is that of a Llama (RMS norms, rotary positions, no biases), otherwise that of a GPT-2 without
+        dropout (layer norms, learned positions, biases).
 
         Args:
             layers: Number of blocks.
@@ -306,7 +308,7 @@ class ModelShape:
             tied: The head's weight is the embedding's.
 
         Raises:
-            ConfigError: A value is no whole number of at least 1, or does not divide.
+            ConfigError: A value is not an integer of at least 1, or does not divide another as it must.
         """
         sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq_len": seq_len}
         kv_heads = sizes["kv_heads"] = heads if kv_heads is None else kv_heads
@@ -354,16 +356,16 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, tied ones counted once."""
+        """Parameters of the model, tied ones counted once."""
         return self._total(is_active=False)
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Parameters that one token meets: of each mixture those of the chosen experts."""
+        """Parameters that take part in processing one token: only ``per_token`` experts of each mixture."""
         return self._total(is_active=True)
 
     def padded(self, multiple: int) -> tuple[int, ModelShape]:
-        """The vocabulary, and the shape with it rounded up to a multiple; its counts of parameters are left."""
+        """The vocabulary, and the shape with a vocabulary rounded up to a multiple; parameter counts stay unpadded."""
         return self.vocab, dataclasses.replace(self, vocab=round_up(self.vocab, multiple))
 
     def _total(self, *, is_active: bool) -> int:

@@ -1,4 +1,4 @@
-"""Models that everybody knows, by name: the fields of the ``config.json`` that their makers published.
+"""Well-known models by name, with the fields of their published ``config.json``.
 
 Sources: the model cards and configurations on the Hugging Face hub under the organisations meta-llama, mistralai, Qwen,
 google, google-bert, EleutherAI, facebook and google-t5; T5 also Raffel et al. 2020. GPT-2 and GPT-3 are presets of our
@@ -194,12 +194,12 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-#: Endings of names on the hub that say how a model was trained on, or in which form it is kept: its shape is the same.
+#: Suffixes of names on the hub that describe fine-tuning or the file format, and do not change the shape.
 _ENDINGS = ("-hf", "-instruct", "-chat", "-it", "-base", "-v0.1")
 
 
 def plain_name(name: str) -> str:
-    """The name in lower case, without the organisation before it and without what does not change the shape.
+    """The name in lower case, without the organisation and without parts that do not change the shape.
 
     ``meta-llama/Meta-Llama-3-8B-Instruct`` and ``meta-llama/Llama-2-7b-chat-hf`` are ``llama-3-8b`` and ``llama-2-7b``.
     """
@@ -215,7 +215,7 @@ def is_known(name: str) -> bool:
 
 
 def known_shape(name: str) -> ModelShape:
-    """The shape of a model of the table by its name.
+    """The shape of a well-known model.
 
     Raises:
         ConfigError: The name is not known.
