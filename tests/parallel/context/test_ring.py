@@ -17,6 +17,7 @@ from shardwise.comm.stall import Issued
 from shardwise.parallel.context import kernel
 from shardwise.parallel.context.ring import Ring
 from shardwise.parallel.context.root import Division, in_order
+from tests.common.written import Written
 
 
 class Wires(RecordComm):
@@ -112,3 +113,16 @@ def test_backward_keeps_only_this_ranks_tensors():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         Ring(comm, "test")(q, k, v)
     assert sorted(saved) == sorted([q.numel(), k.numel(), v.numel(), q.numel(), 2 * 4 * 16])
+
+
+def test_no_sum_is_copied():
+    """Only keys and values are, once in each direction, into the buffer that travels."""
+    comm = RecordComm("cp", rank=0, size=1)
+    q, k, v = (torch.ones(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    with Written() as forward:
+        out = Ring(comm, "test")(q, k, v)
+    assert forward.calls["copy_"] == 2
+    assert forward.calls["_to_copy"] == forward.calls["clone"] == 0
+    with Written() as backward:
+        out.backward(torch.ones_like(out))
+    assert backward.bytes["copy_"] == k.nbytes + v.nbytes

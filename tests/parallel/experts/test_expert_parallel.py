@@ -24,6 +24,7 @@ from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common.own import own
 from tests.common.ranks import on_ranks, refusal
 from tests.common.split import batch, compare, optimizer_of
+from tests.common.written import Written
 from tests.parallel.experts.test_experts_parity import Mixture
 
 pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
@@ -267,6 +268,26 @@ def test_what_else_a_plan_says_changes_no_bit():
         assert losses == expected, kind
         for name, value in state.items():
             assert torch.equal(value, whole[name]), (kind, name)
+
+
+def mixture_written(num_experts: int) -> Written:
+    """What forward and backward of a mixture write under ``ep`` of 2."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "hidden": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8}
+    model = sw.models.gpt("gpt-tiny", **sizes, num_experts=num_experts, experts_per_token=2)
+    model = sw.parallelize(model, sw.ParallelPlan(ep=2, auto_wrap_policy=sw.wrap_by_name("blocks.*.mlp")))
+    x_BTC = torch.randn(2, 8, 16, requires_grad=True)
+    with Written() as written:
+        model.blocks[0].mlp(x_BTC).sum().backward()
+    return written
+
+
+@on_ranks(2)
+def test_rows_that_are_in_order_are_not_put_into_it():
+    assert mixture_written(4).calls["cat"] > 0
+    one_each = mixture_written(2)
+    assert one_each.calls["cat"] == 0
+    assert one_each.calls["new_zeros"] <= 1  # the gradient of the choice; every place of a row is written
 
 
 # -- controls

@@ -117,7 +117,7 @@ class _Attention(torch.autograd.Function):
                 q[:, :, rows], block.k[:, :, columns], block.v[:, :, columns], scale, is_causal=diagonal
             )
             if hop == 0:
-                out, lse = partial.to(wide(q.dtype), copy=True), log_sum.clone()
+                out, lse = partial.to(wide(q.dtype)), log_sum
             else:
                 _join(out[:, :, rows], lse[:, :, rows], partial, log_sum)
             if passing is not None:
@@ -148,11 +148,11 @@ class _Attention(torch.autograd.Function):
                 scale,
                 is_causal=diagonal,
             )
-            dq[:, :, rows] += dq_rows
+            dq[:, :, rows].add_(dq_rows)  # `+=` would also copy the sum onto itself
             if hop:
                 total = _Pair.zeros(k, v, wide(k.dtype)) if coming is None else own.with_content(coming())
-            total.k[:, :, columns] += dk
-            total.v[:, :, columns] += dv
+            total.k[:, :, columns].add_(dk)
+            total.v[:, :, columns].add_(dv)
             if hop:
                 coming = ring.pass_on(total.flat)
             if passing is not None:

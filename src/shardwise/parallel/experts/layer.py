@@ -124,9 +124,11 @@ class RoutedMixture(ReplacedForward):
     def _each(self, rows_MC: Tensor, route: Route) -> Tensor:
         """``route.by_expert`` rows through each of this rank's experts, in order."""
         # An expert without tokens runs on none of them: its gradient is zero, not missing, as in the dense form.
-        experts = self.module.experts
-        parts = zip(self._own, rows_MC.split(route.by_expert), strict=True)
-        return torch.cat([experts[index](part) for index, part in parts])
+        experts = [self.module.experts[index] for index in self._own]
+        if len(experts) == 1:
+            return experts[0](rows_MC)
+        parts = zip(experts, rows_MC.split(route.by_expert), strict=True)
+        return torch.cat([expert(part) for expert, part in parts])
 
     def _stacked(self, rows_MC: Tensor, route: Route) -> Tensor:
         """The same by the class's own forward."""

@@ -140,7 +140,9 @@ def _cuts(counts: Sequence[int]) -> list[int]:
 
 
 def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Runs of ``sizes[i][j]`` rows, put into the order of j, then i."""
+    """Runs of ``sizes[i][j]`` rows, put into the order of j, then i; where that is their order, the rows themselves."""
+    if len(sizes) == 1 or len(sizes[0]) == 1:
+        return rows
     runs = rows.split([size for of_one in sizes for size in of_one])
     count = len(sizes[0])
     return torch.cat([run for j in range(count) for run in runs[j::count]])
@@ -149,7 +151,8 @@ def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
 def _placed(rows_SC: Tensor, route: Route) -> Tensor:
     """Rows, sorted by expert, at the places of their choices: (K, N, C), zero where there is none."""
     num_tokens, num_choices = route.shape
-    places = rows_SC.new_zeros(num_choices * num_tokens, rows_SC.shape[1])
+    make = rows_SC.new_empty if len(route.order) == num_choices * num_tokens else rows_SC.new_zeros
+    places = make(num_choices * num_tokens, rows_SC.shape[1])
     return places.index_copy_(0, route.order, rows_SC).view(num_choices, num_tokens, rows_SC.shape[1])
 
 
