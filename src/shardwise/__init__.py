@@ -1,4 +1,4 @@
-"""Train any PyTorch model on many devices: DDP, ZeRO and FSDP by one engine, with model parallelism beside it.
+"""Train any PyTorch model on many devices: DDP, ZeRO and FSDP in one engine, combined with model parallelism.
 
 This module maps every public name to the module that defines it. A name is imported when it is first used, so that
 ``import shardwise`` and plans need no torch.

@@ -1,1 +1,1 @@
-"""The public calls, one file a verb: parallelize, fully_shard, train_step, save and load, dry_run, ..."""
+"""The public calls, one file for each verb: parallelize, fully_shard, train_step, save and load, dry_run, ..."""

@@ -1,8 +1,8 @@
 """Data parallelism in one process with one thread per device, as ``torch.nn.DataParallel``.
 
 Each forward scatters the batch, replicates the parameters to the devices, runs the replicas, and gathers their outputs.
-Backward adds the replicas' gradients up, in their order, on the parameters of the first device. One interpreter runs
-everything, and parameters travel in every step: ``ddp`` with one process per device is faster.
+Backward adds the replicas' gradients, in the order of the replicas, into the parameters of the first device. One Python
+interpreter runs all replicas, and parameters are copied in every step: ``ddp`` with one process per device is faster.
 
 A step makes five exchanges with the first device, which ``sw.record_collectives`` shows (axis ``devices``):
 
@@ -11,13 +11,13 @@ event          unit                         the first device
 =============  ===========================  ===============================================
 ``scatter``    ``inputs``                   sends each replica its part
 ``broadcast``  ``parameters``, ``buffers``  sends them to every replica
-``gather``     ``outputs``                  receives those of every replica
-``scatter``    ``gradients of outputs``     sends each replica its own
-``reduce``     ``gradients``                receives and adds those of every replica
+``gather``     ``outputs``                  receives the outputs of every replica
+``scatter``    ``gradients of outputs``     sends each replica the gradient of its output
+``reduce``     ``gradients``                receives the gradients of every replica and adds them
 =============  ===========================  ===============================================
 
-The first device also computes what follows the model (a loss outside of it), holds the gradients and the optimizer's
-state, and runs the optimizer's step. The other devices hold copied parameters from forward to backward.
+The first device also runs everything after the model (a loss outside of it), stores the gradients and the optimizer's
+state, and runs the optimizer's step. The other devices store copied parameters from forward to backward.
 
 Replicas on the same device run one after the other.
 """
@@ -41,18 +41,18 @@ from shardwise.nested import parts_of, replace_tensors, tensors_in
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.replacement import Replacement
 
-#: Replicas on a machine without GPUs, unless devices are given.
+#: Number of replicas on a machine without GPUs if no devices are given.
 CPU_REPLICAS = 2
 
 Devices = Sequence[torch.device | str | int]
 
 
 class DataParallel(nn.Module):
-    """Runs ``module`` on parts of a batch, one per device.
+    """Run ``module`` on parts of a batch, one part per device.
 
     Args:
         module: The model, with parameters and buffers on the first device.
-        devices: By default all GPUs, or the CPU twice. One thread runs the replicas of one device, in order.
+        devices: By default all GPUs, or the CPU twice. Replicas on the same device run in one thread, in order.
         dim: Dimension along which input tensors are split and outputs concatenated. Tensors without dimensions, and
             values that are not tensors, go to every replica unchanged; outputs without dimensions are stacked to a
             vector.
@@ -74,7 +74,7 @@ class DataParallel(nn.Module):
         attach_recorder(self, self._exchanges)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs on the whole batch, on the first device.
+        """Return the module's outputs on the whole batch, on the first device.
 
         Raises:
             Exception: The error of the first replica that failed, with a note that names the replica.
@@ -85,7 +85,7 @@ class DataParallel(nn.Module):
 
 
 class Exchanges(Recorder):
-    """Records what passes between the first replica and the others."""
+    """Records the tensors sent between the first replica and the others."""
 
     def __init__(self) -> None:
         super().__init__("devices")
@@ -108,7 +108,7 @@ def _run_parts(
     call: Callable[[nn.Module], Any],
     exchanges: Exchanges,
 ) -> list[Any]:
-    """Run ``call(replica)`` on each part, with a replica for each; returns the outputs."""
+    """Make a replica for each part, run ``call(replica)`` on it, and return the outputs."""
     devices = devices[: len(parts)]
     parts = [replace_tensors(part, functools.partial(_at, device)) for part, device in zip(parts, devices, strict=True)]
     exchanges.note("scatter", "inputs", tensors_in(parts[1:]))
@@ -123,12 +123,12 @@ def _run_parts(
 
 
 def install(model: nn.Module, devices: Devices | None = None) -> str:
-    """Run ``model``, whose parameters the engine holds, as replicas from now on.
+    """Make every forward of ``model``, whose parameters the engine holds, run as replicas.
 
     Outputs without dimensions are averaged, weighted by the samples of the replicas: a mean over the whole batch.
 
     Returns:
-        A line for the model's summary: which device does what.
+        A line for the model's summary that says which device does what.
 
     Raises:
         PlanError: As :class:`DataParallel`.
@@ -170,7 +170,7 @@ class _Unhooked:
 
 
 def _samples(parts: Sequence[Any]) -> list[int]:
-    """Samples of each part; none where the tensors of a part disagree and the parts differ."""
+    """Return the number of samples of each part, or ``[]`` if the parts differ and a part's tensors disagree."""
     sizes = [{tensor.shape[0] for tensor in tensors_in(part) if tensor.dim()} for part in parts]
     if all(each == sizes[0] for each in sizes):
         return [1] * len(parts)
@@ -199,10 +199,10 @@ def _check_placement(module: nn.Module, first: torch.device) -> None:
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exchanges) -> list[nn.Module]:
-    """Shallow copies of ``module`` whose parameters pass their gradients on to its parameters.
+    """Make shallow copies of ``module`` whose parameters pass their gradients to the module's parameters.
 
-    A parameter is copied to every other device, and shared on its own device. The first replica has the module's
-    buffers, the others have copies.
+    A replica on another device than a parameter gets a copy of it; a replica on the same device shares it. The first
+    replica uses the module's buffers, the others use copies.
     """
     modules = list(module.modules())
     places = {id(each): place for place, each in enumerate(modules)}
@@ -236,7 +236,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exc
 
 
 class _Spread(torch.autograd.Function):
-    """One copy of each parameter per device; in backward the sum of their gradients, in the order of devices."""
+    """Copies each parameter to each device; backward sums the copies' gradients in the order of the devices."""
 
     @staticmethod
     def forward(
@@ -265,7 +265,7 @@ class _Spread(torch.autograd.Function):
 
 
 def _is_at(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device. The CPU is one device, whatever its index."""
+    """Return whether a tensor is on a device. All CPU devices are the same, whatever their index."""
     return tensor.device.type == device.type == "cpu" or tensor.device == device
 
 
@@ -298,7 +298,7 @@ class _Job:
 
 
 def _run(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> list[Any]:
-    """Run every job, those of one device in order, devices side by side; returns the outputs."""
+    """Run the jobs of one device in order, and those of different devices in parallel; return the outputs."""
     context = _Context(devices[0].type)
     by_device: dict[torch.device, list[_Job]] = {}
     for device, job in zip(devices, jobs, strict=True):
@@ -325,7 +325,7 @@ def _run(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> list[Any]:
 
 
 class _Context:
-    """The caller's thread-local state (grad mode, autocast), to be set in other threads."""
+    """The caller's thread-local state (grad mode, autocast), to be set in worker threads."""
 
     def __init__(self, device_type: str) -> None:
         self._grad = torch.is_grad_enabled()
@@ -335,7 +335,7 @@ class _Context:
 
     @contextlib.contextmanager
     def again(self, device: torch.device) -> Iterator[None]:
-        """Set the state in this thread, with ``device`` as current device."""
+        """Set the state in the current thread, with ``device`` as the current device."""
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
@@ -350,7 +350,7 @@ class _Context:
 
 
 def scatter(value: tuple[tuple[Any, ...], Mapping[str, Any]], count: int, dim: int) -> list[Any]:
-    """``value`` in at most ``count`` parts: as many as ``Tensor.chunk`` gives for its tensors.
+    """Split ``value`` into at most ``count`` parts: as many as ``Tensor.chunk`` gives for its tensors.
 
     Raises:
         StateError: The tensors give different numbers of parts.
@@ -389,14 +389,14 @@ def gather(
     samples: Sequence[int] | None = None,
     exchanges: Exchanges | None = None,
 ) -> Any:
-    """The replicas' outputs as one, on ``device``.
+    """Combine the replicas' outputs into one output on ``device``.
 
     Args:
         outputs: Outputs of the replicas, in order.
         device: Device of the result.
         dim: Dimension along which tensors are concatenated.
-        samples: Samples of each replica, the weights in means of tensors without dimensions. ``None`` stacks these
-            tensors to a vector.
+        samples: Number of samples of each replica, by which means of tensors without dimensions are weighted. With
+            ``None`` such tensors are stacked to a vector.
         exchanges: Records the gradients that backward sends to the replicas.
 
     Raises:
@@ -411,7 +411,7 @@ def gather(
         if exchanges is not None and joined.requires_grad and len(outputs) > 1:
             _note_gradients(exchanges, joined, outputs)
         return joined
-    # A set has no order in which the replicas' parts would meet.
+    # A set has no order in which the replicas' elements could be matched.
     columns = [[] if isinstance(output, set) else list(parts_of(output) or ()) for output in outputs]
     if not columns[0]:
         return first if all(output == first for output in outputs) else list(outputs)
@@ -429,7 +429,7 @@ def _join(values: list[Tensor], dim: int, samples: Sequence[int] | None) -> Tens
 
 
 def _note_gradients(exchanges: Exchanges, joined: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Record what backward sends to the replicas that gave ``outputs[1:]``."""
+    """Record the gradients that backward sends to the replicas that gave ``outputs[1:]``."""
     shapes = [output.shape for output in outputs[1:]]
     joined.register_hook(
         lambda grad: exchanges.note(

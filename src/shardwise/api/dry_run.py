@@ -1,4 +1,4 @@
-"""The real engine as one rank of many, without the others: meta tensors, and Comms that only record."""
+"""Run the real engine as one rank of many, without the other ranks: meta tensors, and Comms that only record."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from shardwise.weights.state.average import ExponentialMovingAverage
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
-#: What ``optimizer`` may be by name, of a parallelized model, with the optimizers' own settings.
+#: Optimizers that ``optimizer`` may name. Each is called with the parameters of a parallelized model.
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3),
     "adam": functools.partial(torch.optim.Adam, lr=1e-3),
@@ -52,22 +52,22 @@ BACKENDS = ("auto", "gloo", "nccl")
 
 @dataclass(frozen=True, repr=False)
 class DryRun(Shown):
-    """The messages and memory of one rank in a step of the steady state.
+    """The communication and memory of one rank in a step of the steady state.
 
     Attributes:
-        events: Every collective of the step, the optimizer's included, in order.
-        peak_bytes: The most that the device holds at once in forward and backward: the sum of all categories but host.
-        bytes_by_category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only), ``gathered``, ``reduce``
-            (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded), ``average`` (where
-            there is one) and ``activations`` (the most that forward and backward hold besides: what autograd saves and
-            what passes by). ``gradients``, ``gathered`` and ``reduce`` are what is allocated of them at the moment of
-            the peak. Activations that are offloaded are in ``host``.
-        rank: The rank whose step this is.
+        events: Every collective of the step, including the optimizer's, in order.
+        peak_bytes: Peak of allocated device memory in forward and backward: the sum of all categories except ``host``.
+        bytes_by_category: Bytes by category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only),
+            ``gathered``, ``reduce`` (gradient buffers, and with Gloo the buffers that reductions receive into),
+            ``host`` (offloaded tensors, also activations), ``average`` (if there is one) and ``activations`` (the peak
+            of everything else in forward and backward: tensors that autograd saves, and temporary tensors).
+            ``gradients``, ``gathered`` and ``reduce`` are the bytes allocated at the moment of the peak.
+        rank: The simulated rank.
         world_size: Number of ranks.
-        strategy: The plan's, in words.
-        num_parameters: Parameters of the whole model.
-        bubble_share: With ``pp``: the part of the step's time in which the rank that computes longest waits, where all
-            stages take equally long and messages take no time; ``None`` without a pipeline.
+        strategy: The plan's strategy, in words.
+        num_parameters: Number of parameters of the whole model.
+        bubble_share: With ``pp``: the fraction of the step's time in which the rank with the most work is idle, if all
+            stages take equally long and communication takes no time. ``None`` without a pipeline.
     """
 
     events: list[CollectiveEvent]
@@ -81,7 +81,7 @@ class DryRun(Shown):
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
-        """Number of collectives and bytes sent by this rank, by kind, and by axis where that is not ``dp_shard``."""
+        """Number of collectives and bytes sent by this rank, by kind, and by axis if the axis is not ``dp_shard``."""
         found: dict[str, tuple[int, int]] = {}
         for event in self.events:
             what = event.kind if event.axis == "dp_shard" else f"{event.kind} on {event.axis}"
@@ -95,17 +95,17 @@ class DryRun(Shown):
         return sum(event.sent_bytes for event in self.events)
 
     def to_records(self) -> list[dict[str, Any]]:
-        """A row for each kind of collective."""
+        """Return a record for each kind of collective."""
         return [
             {"collective": kind, "count": count, "sent_bytes": sent} for kind, (count, sent) in self.traffic.items()
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields; collectives are added up by kind."""
+        """Return the fields, with the collectives added up by kind."""
         return vars_of(self) | {"events": self.to_records()}
 
     def page(self) -> Page:
-        """Memory and collectives for reading."""
+        """Return memory and collectives as readable text."""
         above = [
             f"{self.num_parameters:,} parameters, {self.strategy}, rank {self.rank} of {self.world_size}",
             f"peak {size(self.peak_bytes)}: "
@@ -133,31 +133,32 @@ def dry_run(
     has_average: bool = False,
     in_backward: bool = False,
 ) -> DryRun:
-    """Train a few steps as ``rank`` of ``world_size``, alone and without values; says what is sent and held.
+    """Run a few training steps as ``rank`` of ``world_size``, alone, on meta; return communication and memory.
 
     The engine is the real one: its units, hooks, buffers and order of collectives. Tensors are on ``meta`` and nothing
-    is communicated, so GPT-1T on 1,024 ranks takes seconds and little memory. Values are not known: a model whose
-    forward branches on values cannot run (what transformers asks before it makes masks is answered by the batch).
+    is communicated, so GPT-1T on 1,024 ranks takes seconds and little memory. A model whose forward branches on values
+    cannot run, because there are no values. The checks that transformers makes before it builds attention masks are
+    answered from ``batch``.
 
     Args:
         build_model: Builds the model; called under ``torch.device("meta")``.
         plan: ``None`` means the defaults.
-        world_size: Ranks of the world to stand in for.
-        rank: Which of them to be.
+        world_size: Number of ranks to simulate.
+        rank: The rank to simulate.
         batch: This rank's samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes count. By
             default, for our GPT, tokens and targets of shape (1, seq_len).
         loss_fn: As for ``sw.train_step``.
         forward: As for ``sw.train_step``.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (without momentum), ``"muon"`` (``sw.Muon`` on
             ``sw.muon_groups``), or from parameters to an optimizer.
-        ranks_per_machine: What a group of hybrid sharding is where the plan does not say.
-        backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
-            this machine would use.
-        num_microbatches: Forwards and backwards of a step, all but the last under ``sw.gradient_sync(model, False)``;
-            with ``pp`` they go through the pipeline. ``None``: one, with ``pp`` those of ``plan.pipeline``.
-        has_average: A ``sw.ExponentialMovingAverage`` is held as well (category ``average``).
-        in_backward: The optimizer updates ``sw.flat_parameters`` inside backward (``sw.optimizer_in_backward``): not
-            Muon, one microbatch, no ``pp``.
+        ranks_per_machine: Size of a group of hybrid sharding if the plan does not set it.
+        backend: ``"nccl"``, ``"gloo"`` (which also needs buffers that reductions receive into), or ``"auto"``: the
+            backend that training on this machine would use.
+        num_microbatches: Number of forwards and backwards of a step, all but the last under ``sw.gradient_sync(model,
+            False)``; with ``pp`` they run through the pipeline. ``None``: one, with ``pp`` that of ``plan.pipeline``.
+        has_average: Whether a ``sw.ExponentialMovingAverage`` is stored too (category ``average``).
+        in_backward: Whether the optimizer updates ``sw.flat_parameters`` inside backward
+            (``sw.optimizer_in_backward``). Not possible with Muon, several microbatches or ``pp``.
 
     Returns:
         Events and bytes of one step of the steady state.
@@ -165,7 +166,7 @@ def dry_run(
     Raises:
         PlanError, MeshError: The plan does not fit the world, or is ``data_parallel``; ``batch`` is missing; an unknown
             optimizer or backend; ``num_microbatches`` below 1.
-        StateError: The model cannot run without values, or holds what cannot be sharded.
+        StateError: The model cannot run without values, or contains something that cannot be sharded.
     """
     plan = plan or ParallelPlan()
     _check_optimizer(optimizer)
@@ -205,13 +206,13 @@ def dry_run(
 
     attention = FusedAttention(is_cuda=is_cuda, hides_tokens=hides_tokens(batch))
     with attention, KnownShapes(), _named_errors(model):
-        forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one
+        forward_and_backward()  # records the order of units and allocates the buffers; later steps are all alike
         stepper.step()
         stepper.zero_grad()
         engine.free_gradients()
         held = held_bytes(engine, [stepper])
         with record_collectives(model) as events, _Log() as seen:
-            gc.collect()  # what is garbage of an earlier dry run must not be freed during this step
+            gc.collect()  # garbage of an earlier dry run must not be freed during this step
             seen.see_all_objects()
             before = seen.live_bytes
             at_rest = {category: _num_bytes(tensors) for category, tensors in _allocated_in_a_step(engine).items()}
@@ -239,7 +240,7 @@ def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def _allocated_in_a_step(engine: Engine) -> dict[str, Iterable[Tensor | None]]:
-    """By category, what an engine allocates when it is needed."""
+    """Return, by category, the tensors that an engine allocates during a step."""
     return {
         "gradients": [
             tensor for group in engine.groups if not group.facts.is_offloaded for tensor in group.gradient.held_buffers
@@ -250,11 +251,11 @@ def _allocated_in_a_step(engine: Engine) -> dict[str, Iterable[Tensor | None]]:
 
 
 class _Log(StorageCount):
-    """Also notes every change, so that what was held at the peak can be told afterwards."""
+    """Counts bytes of storages, and records every change, so that the contents of the peak are known afterwards."""
 
     def __init__(self) -> None:
         super().__init__("meta", sees_arguments=False)
-        self._names: dict[int, int] = {}  # a storage that is freed leaves its identity to another one
+        self._names: dict[int, int] = {}  # numbers of live storages by address; a freed storage's address is reused
         self._changes: list[tuple[int, int]] = []
         self._num_to_peak = 0
 
@@ -273,7 +274,7 @@ class _Log(StorageCount):
         self._changes.append((self._names.pop(key, -1), self.live_bytes - before))
 
     def held_at_peak(self, tensors: Iterable[Tensor | None]) -> int:
-        """Bytes of the storages of these tensors, which live, when most was held."""
+        """Return the bytes that the storages of these live tensors had at the peak."""
         names = {self._names.get(torch_private.storage_identity(tensor)) for tensor in tensors if tensor is not None}
         return sum(change for name, change in self._changes[: self._num_to_peak] if name in names)
 
@@ -285,9 +286,9 @@ def rehearse(
     world_size: int,
     ranks_per_machine: int | None = None,
 ) -> None:
-    """Apply a plan to a model on meta, as the first rank of each pipeline stage would, and forget it.
+    """Apply a plan to a model on meta as the first rank of each pipeline stage would, and discard the result.
 
-    What does not fit together is refused in the words, and by the code, of ``sw.parallelize``, without its processes.
+    ``sw.parallelize``'s own code checks the plan, so errors are the same as in training, without starting processes.
 
     Raises:
         PlanError, MeshError: The plan does not fit the model or the world.
@@ -306,7 +307,7 @@ def _applied(
     *,
     receives: bool,
 ) -> tuple[nn.Module, int]:
-    """The model on meta under ``plan`` as ``rank`` would hold it, and the number of parameters of the whole model."""
+    """Return the model on meta under ``plan`` as ``rank`` holds it, and the number of parameters of the whole model."""
     mesh.coordinate(rank)
     model = build_on_meta(build_model)
     prepared = prepare(model, plan, device=torch.device("meta"))
@@ -323,7 +324,7 @@ def _applied(
 
 
 def _bubble_share(plan: ParallelPlan, num_microbatches: int) -> float | None:
-    """See :class:`DryRun`."""
+    """Return :attr:`DryRun.bubble_share`."""
     policy = plan.pipeline_policy
     if policy is None:
         return None
@@ -331,7 +332,7 @@ def _bubble_share(plan: ParallelPlan, num_microbatches: int) -> float | None:
 
 
 def record_comms(mesh: Mesh, rank: int, *, receives: bool, is_replicated: bool = False) -> Comms:
-    """The Comms of ``rank`` on ``mesh`` that record and move nothing."""
+    """Return Comms of ``rank`` on ``mesh`` that record collectives and communicate nothing."""
 
     def open_axis(axis: str, _purpose: str, ranks: Sequence[int]) -> RecordComm:
         return RecordComm(axis, rank=ranks.index(rank), size=len(ranks), device="meta", receives=receives)
@@ -385,6 +386,6 @@ def _named_errors(model: nn.Module) -> Iterator[None]:
             "  sw.dry_run needs a forward and a loss that read no tensor's values (.item(), boolean masks, `if` on a"
             " tensor) and make tensors on their inputs' device."
         )
-        if "BF16" in str(error):  # torch's grouped products of experts (torch 2.13)
+        if "BF16" in str(error):  # torch's grouped matrix products of experts (torch 2.13)
             advice = "  On meta its experts run in bf16 only: set mp_policy='bf16' (parallel.mp_policy=bf16)."
         raise StateError(f"{type(model).__name__} cannot run without values: {first_line(error)}\n{advice}") from error

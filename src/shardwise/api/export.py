@@ -39,27 +39,28 @@ def export(
     """Write a parallelized model as a Hugging Face folder.
 
     ``transformers.AutoModelForCausalLM.from_pretrained(path)`` (or the class that ``config.json`` names) loads it and
-    gives the same logits. A model of transformers keeps its own names; ours (``sw.models.gpt``) becomes a GPT-2.
-    Of a model with a LoRA of peft the adapter is written by itself, which ``peft.PeftModel.from_pretrained`` loads, or
-    the whole model with the adapter in its weights. Averaged weights are written inside ``with average.swapped_in():``.
+    gives the same logits. A model of transformers keeps its parameter names; a ``sw.models.gpt`` is written as a GPT-2.
+    For a model with a LoRA of peft, only the adapter is written, in the form that ``peft.PeftModel.from_pretrained``
+    loads; with ``merge_adapter``, the whole model is written with the adapter merged into its weights. To write
+    averaged weights, call this inside ``with average.swapped_in():``.
 
     Args:
-        path: A folder that does not exist yet, or is empty. It appears when it is complete.
+        path: A folder that does not exist yet, or is empty. The files appear in it only when all are complete.
         model: A parallelized model of transformers, or one of ``sw.models.gpt`` without experts.
-        tokenizer: Written beside it: anything with ``save_pretrained``, or the folder of one.
-        dtype: Of floating-point weights in the files, such as ``"bf16"``; by default the masters'.
-        max_shard_bytes: Files hold no more, unless one tensor alone does.
-        merge_adapter: Write the whole model of an adapted one.
+        tokenizer: Written into the folder too: an object with ``save_pretrained``, or the path of a tokenizer's folder.
+        dtype: Dtype of floating-point weights in the files, such as ``"bf16"``; by default that of the masters.
+        max_shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
+        merge_adapter: Write the whole model with the adapter merged, instead of the adapter alone.
 
     Collective:
         A gather of JSON (about 100 bytes for each range of a parameter that a rank owns), then one message to rank 0
-        for each range that another rank owns, and small JSON. Rank 0 holds one unit whole, and writes. All ranks must
-        call.
+        for each range that another rank owns, and small JSON. Rank 0 holds one full unit at a time, and writes. All
+        ranks must call.
 
     Raises:
-        ConfigError: transformers has no such model, or ``path`` is in use; the model has several adapters, or one that
-            cannot be merged.
-        StorageError: The disk refuses; nothing is left behind.
+        ConfigError: transformers has no such model, ``path`` is not empty, or the model has several active adapters or
+            one that cannot be merged.
+        StorageError: Writing failed, for example because the disk is full. No partial files are left.
         StateError: Parameters have no values yet.
     """
     wanted = torch_dtype(dtype) if isinstance(dtype, str) else dtype
@@ -67,7 +68,7 @@ def export(
 
 
 def write_weights(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """As :func:`export`, into a folder that may hold other files; files of the same name are replaced.
+    """As :func:`export`, into a folder that may contain other files; files of the same name are replaced.
 
     Collective:
         As :func:`export`. All ranks must call.
@@ -95,21 +96,21 @@ def _export(path: str | os.PathLike[str], model: nn.Module, options: FolderOptio
                 "  Mend model.config or model.generation_config as it says."
             )
             error.__cause__ = found
-    for _ in arriving:  # on rank 0 what an error has left: the others send it all the same
+    for _ in arriving:  # on rank 0 the rest after an error: the other ranks send it anyway
         pass
     fail_together(world, error)
 
 
 @dataclass(frozen=True, slots=True)
 class FolderOptions:
-    """As :func:`export` takes them.
+    """Options of :func:`export`.
 
     Attributes:
-        tokenizer: Anything with ``save_pretrained``, or the folder of one; ``None``: none is written.
-        dtype: Of floating-point weights; ``None``: as they arrive.
-        max_shard_bytes: A file holds no more, unless one tensor alone does.
-        joins: The folder may be there, with other files; those of the same names are replaced.
-        merges: Of an adapted model write the whole.
+        tokenizer: An object with ``save_pretrained``, or the path of a tokenizer's folder; ``None`` writes none.
+        dtype: Dtype of floating-point weights in the files; ``None`` keeps the dtype of the tensors.
+        max_shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
+        joins: Whether the folder may contain other files. Files of the same name are replaced.
+        merges: Whether to write the whole model with its adapter merged.
     """
 
     tokenizer: Any = None
@@ -119,7 +120,7 @@ class FolderOptions:
     merges: bool = False
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """A tensor in the dtype that files have."""
+        """Return a tensor in the dtype that it has in files."""
         return tensor if self.dtype is None or not tensor.is_floating_point() else tensor.to(self.dtype)
 
 
@@ -130,11 +131,11 @@ def write_folder(
     arriving: Iterable[dict[str, Tensor]],
     options: FolderOptions,
 ) -> None:
-    """Write a Hugging Face folder from tensors that arrive unit by unit; each unit is emptied once it is written.
+    """Write a Hugging Face folder from tensors that arrive unit by unit, and clear each unit's dict once it is written.
 
     Raises:
-        ConfigError: ``path`` is in use.
-        StorageError: The disk refuses; nothing is left behind.
+        ConfigError: ``path`` exists and is not an empty folder.
+        StorageError: Writing failed. No partial files are left.
     """
     if not options.joins and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{printable(path)} exists.\n  Export into a folder that does not exist yet.")
@@ -173,7 +174,7 @@ def _fill(
     for unit in on_meta:
         converted |= form.convert(unit)
     at_once = form.convert({name: tensor for unit in on_meta for name, tensor in unit.items()})
-    if at_once.keys() != converted.keys():  # transformers makes a tensor of several units
+    if at_once.keys() != converted.keys():  # transformers builds a tensor from those of several units
         converted, arriving = at_once, [{name: value for unit in arriving for name, value in unit.items()}]
     cast = {name: options.cast(tensor) for name, tensor in converted.items()}
     entries = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in cast.items()}
@@ -190,7 +191,7 @@ def _fill(
 
 
 def _write(files: WeightFolder, form: Form, unit: dict[str, Tensor], options: FolderOptions) -> None:
-    """Write a unit's tensors, and empty it: the next one is gathered while the caller still holds this one's name."""
+    """Write a unit's tensors and clear its dict, because the caller keeps the dict while the next unit is gathered."""
     converted = form.convert(dict(unit))
     unit.clear()
     for name in list(converted):

@@ -1,4 +1,4 @@
-"""The form in which transformers knows a model: names and shapes of its tensors in files, and its configuration."""
+"""The Hugging Face form of a model: names and shapes of its tensors in files, and its configuration."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from shardwise.spec.shape.gpt import GPTConfig
 
 
 class Form(Protocol):
-    """The form in which transformers knows a model.
+    """The Hugging Face form of a model.
 
     Attributes:
-        stem: Of the files' names.
+        stem: Name of the weight files without number and extension.
     """
 
     stem: str
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of files from those of the model, also on meta."""
+        """Convert tensors of the model to tensors of files; they may be on meta."""
         ...
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write ``config.json``, and what else is no weight."""
+        """Write ``config.json`` and the other files that are not weights."""
         ...
 
 
 def form_of(model: nn.Module, *, merges: bool = False) -> Form:
-    """The form in which transformers, or for an adapted model peft, knows ``model``.
+    """Return the form in which transformers, or for an adapted model peft, saves ``model``.
 
     Args:
         model: The model.
-        merges: Write an adapted model whole, with the adapter in its weights, and not the adapter by itself.
+        merges: Write an adapted model as a whole with the adapter merged, instead of the adapter alone.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: Neither library can load the model.
     """
     if getattr(model, "peft_config", None):
         return Merged(model) if merges else Adapter(model)
@@ -63,7 +63,7 @@ def form_of(model: nn.Module, *, merges: bool = False) -> Form:
 
 
 class OfTransformers:
-    """A model of transformers; what its loading merges or renames is undone, as ``save_pretrained`` does."""
+    """A model of transformers. Tensors merged or renamed at loading are converted back, as in ``save_pretrained``."""
 
     stem = "model"
 
@@ -71,7 +71,7 @@ class OfTransformers:
         self._model = model
         parameters = dict(model.named_parameters(remove_duplicate=False))
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        #: Other names of tied weights, and the name that a weight has in files.
+        #: The name that a tied weight has in files, by its other names.
         self._kept = {alias: name for alias, name in tied.items() if parameters.get(alias) is parameters.get(name, 0)}
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ class OfTransformers:
             revert_weight_conversion,
         )
 
-        left_out = self._model._keys_to_ignore_on_save or ()  # noqa: SLF001  what save_pretrained reads
+        left_out = self._model._keys_to_ignore_on_save or ()  # noqa: SLF001  an attribute that save_pretrained reads
         held = {self._kept.get(name, name): tensor for name, tensor in tensors.items()}
         whole: Any = _Whole(self._model)
         return revert_weight_conversion(whole, {k: v for k, v in held.items() if k not in left_out})
@@ -96,7 +96,7 @@ class OfTransformers:
 
 
 class _Whole:
-    """A model whose parameters have the shapes of the plain model, by which conversions decide."""
+    """A view of a sharded model whose parameters have their unsharded shapes, which transformers' conversions read."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -108,15 +108,15 @@ class _Whole:
         return torch.empty(logical_shape(self._model.get_parameter(name)), device="meta")
 
 
-#: What peft puts before the names of a model, in the model and in files.
+#: Prefix of peft for the names of a model, in the model and in files.
 _PREFIX = "base_model.model."
 
 
 def _only_adapter(model: Any) -> str:
-    """The name of the adapter that a model has.
+    """Return the name of the model's active adapter.
 
     Raises:
-        ConfigError: It has several, or one that is no LoRA.
+        ConfigError: None or several adapters are active, or the active one is not a LoRA.
     """
     names = list(model.peft_config)
     active = [name for name in names if name in set(_active_adapters(model))]
@@ -146,10 +146,10 @@ def _active_adapters(model: Any) -> list[str]:
 
 
 class Adapter:
-    """A model with a LoRA of peft, of which the adapter is written by itself: what ``PeftModel.from_pretrained`` loads.
+    """The adapter of a model with a LoRA of peft, without the base model, as ``PeftModel.from_pretrained`` loads it.
 
     Raises:
-        ConfigError: The model has several adapters, or one of another kind.
+        ConfigError: The model has several active adapters, or one of another kind.
     """
 
     stem = "adapter_model"
@@ -157,14 +157,14 @@ class Adapter:
     def __init__(self, model: Any) -> None:
         self._model, self._name = model, _only_adapter(model)
         self._config = model.peft_config[self._name]
-        #: Ends of the names of the model's own biases that are trained with it.
+        #: Suffixes of the names of the base model's biases that are trained with the adapter.
         self._biases = {"none": (), "all": (".bias",), "lora_only": (".base_layer.bias",)}[self._config.bias]
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As :class:`Form`: the adapter's alone, by the names that they have in files."""
+        """Return the adapter's tensors only, by their names in files."""
         found = {}
         for name, tensor in tensors.items():
-            plain = f"{name.removeprefix(_PREFIX)}."  # the adapter's name may be the last part
+            plain = f"{name.removeprefix(_PREFIX)}."  # with a dot, because the adapter's name may be the last part
             # A trained copy of a whole module has its original's name in files.
             whole, own = f".modules_to_save.{self._name}.", f".{self._name}."
             part = whole if whole in plain else own
@@ -175,7 +175,7 @@ class Adapter:
                 found[_PREFIX + plain.removesuffix(".")] = tensor
         return found
 
-    def write_config(self, folder: Path, dtype: torch.dtype) -> None:  # noqa: ARG002  an adapter's own does not say it
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:  # noqa: ARG002  the adapter's config has no dtype
         """As :class:`Form`."""
         config = copy.deepcopy(self._config)
         config.inference_mode = True
@@ -185,10 +185,10 @@ class Adapter:
 
 
 class Merged:
-    """A model with a LoRA of peft, written as the plain model: each adapted weight with what its adapter adds.
+    """A model with a LoRA of peft, written as the plain model: the adapter's product is added to each adapted weight.
 
     Raises:
-        ConfigError: The model has several adapters, or one that does more than to add a product of two matrices.
+        ConfigError: The model has several active adapters, or one that does more than add a product of two matrices.
     """
 
     stem = "model"
@@ -202,7 +202,7 @@ class Merged:
         }
         uses = Counter(id(each) for _, each in base.named_parameters(remove_duplicate=False))
         for path, layer in self._layers.items():
-            weight = getattr(layer.base_layer, "weight", None)  # of experts in one tensor there is none
+            weight = getattr(layer.base_layer, "weight", None)  # missing for several experts in one tensor
             is_linear = isinstance(weight, Tensor) and weight.dim() == 2
             adds_more = name in getattr(layer, "lora_variant", {}) or getattr(layer, "lora_bias", {}).get(name)
             if not is_linear or adds_more or name not in getattr(layer, "lora_A", {}):
@@ -232,7 +232,7 @@ class Merged:
         return self._plain.convert(found)
 
     def _with_adapter(self, path: str, weight: Tensor, held: dict[str, Tensor]) -> Tensor:
-        """``weight`` and, scaled, the product of the adapter's matrices (Hu et al., 2021, eq. 3)."""
+        """Return ``weight`` plus the scaled product of the adapter's matrices (Hu et al., 2021, eq. 3)."""
         layer = self._layers[path]
         down, up = (held[f"{path}.lora_{part}.{self._name}.weight"] for part in "AB")
         added = up @ down
@@ -244,7 +244,7 @@ class Merged:
         self._plain.write_config(folder, dtype)
 
 
-#: Our names, and GPT-2's.
+#: GPT-2's names of modules, by ours.
 _GPT2 = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -257,16 +257,16 @@ _GPT2 = {
     "mlp.down": "mlp.c_proj",
     "final_norm": "ln_f",
 }
-#: Modules of GPT-2 that hold their weights transposed, and all that have a bias.
+#: Modules of GPT-2 that store their weights transposed, and all modules that have a bias.
 _TRANSPOSED = ("c_attn", "c_proj", "c_fc")
 _BIASED = (*_TRANSPOSED, "ln_1", "ln_2", "ln_f")
 
 
 class OfGPT:
-    """Our GPT, which is a GPT-2: the same arithmetic under other names.
+    """Our GPT as a GPT-2, which computes the same under different names.
 
     Raises:
-        ConfigError: It has experts.
+        ConfigError: The model has experts.
     """
 
     stem = "model"
@@ -280,7 +280,7 @@ class OfGPT:
         self._config = config
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As :class:`Form`. A model without biases gets zeros."""
+        """As :class:`Form`. A model without biases gets zero biases."""
         found = {}
         for name, tensor in tensors.items():
             module, _, kind = _gpt2_name(name).rpartition(".")

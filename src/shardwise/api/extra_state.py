@@ -1,4 +1,4 @@
-"""Extra state of modules (``get_extra_state``) as data in a checkpoint."""
+"""Extra state of modules (``get_extra_state``) in a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardwise.weights.state.model import EXTRA_STATE, load_extra_state
 
 
 def pack_extra_state(model: nn.Module) -> dict[str, Any]:
-    """The extra state of every module by its key in a state dict, as data; of ranks that have a module, the first's.
+    """Return the extra state of every module, by its key in a state dict; of several ranks' values the first rank's.
 
     Collective:
-        Where modules have extra state, and with ``pp``, an all-gather of JSON.
+        An all-gather of JSON if modules have extra state or with ``pp``.
 
     Raises:
-        CheckpointError: Some of it is no data; on every rank alike.
+        CheckpointError: Extra state contains values that cannot be saved. Raised on every rank.
     """
     comms, own = engine_of(model, "sw.save").comms, dict[str, Any]()
     problems: list[str] = []
@@ -46,10 +46,10 @@ def pack_extra_state(model: nn.Module) -> dict[str, Any]:
 
 
 def unpack_extra_state(model: nn.Module, packed: Any) -> Callable[[], None]:
-    """Return a function that sets the extra state which :func:`pack_extra_state` has packed.
+    """Return a function that sets the extra state that :func:`pack_extra_state` has packed.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: The packed state is damaged.
     """
     if not isinstance(packed, dict):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The per-unit building block: what FSDP2 calls ``fully_shard``, one module at a time, children first."""
+"""``sw.fully_shard``, as FSDP2's function of this name: shards one module at a time, children first."""
 
 from __future__ import annotations
 
@@ -52,44 +52,45 @@ def fully_shard(
     offload_policy: OffloadPolicy | str = "none",
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> _ModuleOrList:
-    """Make ``module`` a unit of its own, as FSDP2's function of this name: children first, the root last.
+    """Make ``module`` a separate unit, as FSDP2's function of this name: children first, the root last.
 
-    Parameters below ``module`` that earlier calls have made units stay with those; the rest is this unit's. The module
-    keeps its class and gains ``unshard()``, ``reshard()`` and ``set_requires_gradient_sync(bool)``, which is to be
-    called on the outermost module: after ``False`` backward sends nothing, and every rank adds up its gradients in
-    full-size buffers, until a backward after ``True`` reduces the sums.
+    Parameters that earlier calls put into units below ``module`` stay in those units; all others belong to this unit.
+    The module keeps its class and gains FSDP2's methods ``unshard()``, ``reshard()``,
+    ``set_requires_gradient_sync(bool)`` and others. ``set_requires_gradient_sync`` must be called on the outermost
+    module: after ``False`` backward sends nothing, and every rank accumulates its gradients in full-size buffers, until
+    a backward after ``True`` reduces the sums.
 
     A list of modules becomes one unit, as with FSDP2: ``sw.fully_shard([model.norm, model.output])``. The unit is
-    gathered when the first of these modules runs, and released when forward goes on with another unit; where one of
-    them runs after that it is gathered again. In backward it is released when all of them have been left. A module
-    inside another one of the list counts as part of that. ``sw.fully_shard`` must follow for a module around all.
+    gathered when the first of these modules runs, and released when forward continues with another unit; if one of the
+    modules runs after that, the unit is gathered again. In backward it is released after all of the modules have
+    finished. A module inside another module of the list counts as part of that module. ``sw.fully_shard`` must also be
+    called for a module that contains all modules of the list.
 
-    As with FSDP2, buffers are each rank's own: batch norm's running statistics drift apart. Convert those with
-    ``sw.convert_sync_batchnorm`` first (its ranks are connected here), or use ``sw.parallelize``, which keeps buffers
-    equal.
+    As with FSDP2, buffers are not synchronized: the running statistics of batch norm differ between ranks. Convert
+    batch norm with ``sw.convert_sync_batchnorm`` before this call, or use ``sw.parallelize``, which synchronizes them.
 
     Args:
         module: Any module with plain dense parameters on one device, or a list of such modules.
         mesh: The ranks to shard over: a process group, a ``DeviceMesh``, or ``None`` for the world. A mesh of two
-            dimensions is (replicate, shard): hybrid sharding. The outermost call takes the mesh of those inside.
-        reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
-            outermost unit. A number: keep them sharded over so many neighbouring ranks.
-        mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs. torch's
-            ``MixedPrecisionPolicy`` is taken for the ``PrecisionPolicy`` that it is.
-        offload_policy: What of this unit is kept on the host: ``"none"``, ``"cpu"`` or an ``OffloadPolicy``; torch's
-            ``CPUOffloadPolicy`` is one.
-        ignored_params: Parameters that are left alone (``ParallelPlan.ignored``), of other modules too. As with FSDP2,
-            a call for an enclosing module takes them unless they are ignored there as well.
+            dimensions is (replicate, shard): hybrid sharding. By default that of the units inside.
+        reshard_after_forward: Whether parameters are released between forward and backward. ``"auto"``: yes, except for
+            the outermost unit. A number: parameters are kept sharded over so many neighbouring ranks.
+        mp_policy: Dtypes in which this unit computes and reduces; ``None``: the dtype of its parameters. Units below
+            keep their own policies. torch's ``MixedPrecisionPolicy`` is accepted.
+        offload_policy: The part of this unit that is kept on the host: ``"none"``, ``"cpu"`` or an ``OffloadPolicy``.
+            torch's ``CPUOffloadPolicy`` is accepted.
+        ignored_params: Parameters that are not sharded (``ParallelPlan.ignored``); parameters outside ``module`` have
+            no effect. As with FSDP2, a call for an enclosing module shards them unless they are ignored there as well.
 
     Returns:
-        What was given, the module or the list.
+        The argument ``module``.
 
     Collective:
-        Compares the values over the ranks and sends rank 0's where they differ. All ranks must call, in one order.
+        Compares the values over the ranks and sends rank 0's if they differ. All ranks must call in the same order.
 
     Raises:
-        MeshError: The mesh cannot be sharded over.
-        PlanError: An argument is not possible here, or a batch norm does not work on several ranks.
+        MeshError: The mesh cannot be used for sharding.
+        PlanError: An argument is not supported here, or a batch norm does not work on several ranks.
         StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
     """
     mp_policy, offload_policy = _said(mp_policy), _said(offload_policy)
@@ -157,19 +158,19 @@ def fully_shard(
 
 
 def _units_of(engine: Engine) -> list[Unit]:
-    """The units of an engine, without the list that several modules of one unit were in."""
+    """Return the units of an engine, without the root unit that contains a list of modules."""
     return engine.units[engine.extras.find(_Rootless) is not None :]
 
 
 class _Rootless:
-    """Several modules are one unit while no module around them is one."""
+    """Marks an engine whose outermost unit is a list of modules, because no enclosing module is a unit yet."""
 
     @staticmethod
     def refuse(engine: Engine, call: str) -> None:
-        """Refuse a forward.
+        """Refuse a forward pass; other calls are allowed.
 
         Raises:
-            StateError: It is one.
+            StateError: ``call`` is a forward.
         """
         if call != "a forward":
             return
@@ -190,7 +191,7 @@ def _check_for_several(
 
 
 def _modules_of(given: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The module under the path ``""``; of a list those that lie in no other one, by number."""
+    """Return the modules by path (``""``), or by number for a list, without modules inside another one of the list."""
     if isinstance(given, nn.Module):
         return {"": given}
     modules = list(dict.fromkeys(given))
@@ -202,10 +203,10 @@ def _modules_of(given: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules whose calls are compiled: the compiler would trace the unit's hooks.
+    """Refuse modules whose calls are compiled, because the compiler would trace the unit's hooks.
 
     Raises:
-        PlanError: One is.
+        PlanError: A module is compiled.
     """
     for module in modules:
         if torch_private.is_compiled_module(module):
@@ -218,7 +219,7 @@ def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
 
 
 def _said(value: Any) -> Any:
-    """Translate an object of torch's FSDP2 into ours and say so once; return anything else unchanged."""
+    """Translate an object of torch's FSDP2 into ours and print a note about it; return anything else unchanged."""
     meant, note = translated(value)
     if note is not None:
         tell_once(note)
@@ -228,10 +229,10 @@ def _said(value: Any) -> Any:
 def _outside_of(
     units: Collection[Unit], fresh: Iterable[build.OwnedParameter], paths: Mapping[int, str]
 ) -> list[build.OwnedParameter]:
-    """The parameters that belong to none of ``units``, which lie below.
+    """Return the parameters that belong to none of ``units``, which are units below the new one.
 
     Raises:
-        StateError: One that does is used outside of that unit as well.
+        StateError: A parameter of one of these units is also used outside of the unit.
     """
     own = []
     for entry in fresh:
@@ -254,7 +255,7 @@ def _outside_of(
 def _by_module(
     own: Iterable[build.OwnedParameter], modules: Mapping[str, nn.Module]
 ) -> dict[str, list[build.OwnedParameter]]:
-    """The parameters of a unit by the first of its modules that uses them."""
+    """Group the parameters of a unit by the first of its modules that uses them."""
     owned: dict[str, list[build.OwnedParameter]] = {path: [] for path in modules}
     for entry in own:
         _, user, _ = entry.uses[0]
@@ -265,7 +266,7 @@ def _by_module(
 def _comms_for(
     mesh: dist.ProcessGroup | dist.DeviceMesh | None, place: Place, device: torch.device, children: Iterable[Engine]
 ) -> Comms:
-    """The Comms of units below, or new ones over ``mesh``, which is ``place``."""
+    """Return the Comms of the units below, or open new ones over ``mesh``, which ``place`` describes."""
     below = next((engine.comms for engine in children), None)
     if below is None:
         return place.open(device, is_replicated=isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2)
@@ -278,7 +279,7 @@ def _comms_for(
 
 
 def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParameter]) -> OffloadPolicy | None:
-    """The policy that ``fully_shard(offload_policy=...)`` means for one unit; ``None`` if it owns no elements."""
+    """Return the policy that ``fully_shard(offload_policy=...)`` means; ``None`` if the unit owns no elements."""
     policy = parse_offload(given)
     if policy is None or not any(entry.parameter.numel() for entry in owned):
         return None
@@ -292,10 +293,10 @@ def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParamet
 
 
 def _engines_below(root: nn.Module, modules: Iterable[nn.Module], paths: Mapping[int, str]) -> list[Engine]:
-    """The engines that earlier calls have made below ``root``, which holds ``modules`` or is the only one of them.
+    """Return the engines that earlier calls made below ``root``, which contains ``modules`` or is the only one of them.
 
     Raises:
-        StateError: One of the modules is a unit, or a unit below has modules elsewhere.
+        StateError: One of the modules is already a unit, or a unit below has modules outside of ``root``.
     """
     for module in modules:
         if attachment_of(module) is not None:
@@ -318,18 +319,18 @@ def _engines_below(root: nn.Module, modules: Iterable[nn.Module], paths: Mapping
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method of a unit's module gather the unit as its forward does, under FSDP2's name for this function.
 
-    A method that reads parameters (``encode``, ``decode``) would otherwise compute with this rank's shards. A module
-    that is not parallelized is left as it is, as FSDP2 does.
+    A method that reads parameters (``encode``, ``decode``) would otherwise compute with this rank's shards. As with
+    FSDP2, the call has no effect on a module that is not parallelized.
 
     Args:
-        module: A unit: from ``sw.fully_shard``, or one that ``auto_wrap_policy`` chose, or the model.
-        method_name: Of a method. It may be called by itself, and inside the model's forward.
+        module: A unit's module: from ``sw.fully_shard``, or one that ``auto_wrap_policy`` chose, or the model.
+        method_name: Name of a method. It may be called alone, and inside the model's forward.
 
     Collective:
         None here. A call of the method gathers the unit on ``dp_shard``, and its backward reduces: all ranks must call.
 
     Raises:
-        StateError: The module has no such method, or is no unit but holds parameters of one.
+        StateError: The module has no such method, or contains parameters of a unit without being one.
     """
     if not callable(getattr(module, method_name, None)):
         raise StateError(
@@ -346,13 +347,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 class _ForwardMethod(Replacement):
-    """A method of a unit's module: the unit is gathered around it, as around forward."""
+    """A method of a unit's module; the unit is gathered around the method as around forward."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
         if isinstance(self._replaced, _ForwardMethod):
-            self._replaced = None  # somebody else's replacement alone stays
-        functools.update_wrapper(self, getattr(type(module), name))  # for who asks for its code
+            self._replaced = None  # keep only a replacement that other code installed
+        functools.update_wrapper(self, getattr(type(module), name))  # for callers that inspect its signature or code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -384,9 +385,9 @@ _METHODS = (
 
 
 class _UnitMethod(Uncopyable):
-    """A method that ``fully_shard`` adds to a module; it holds the module by weak reference.
+    """A method that ``fully_shard`` adds to a module; the module is referenced weakly.
 
-    What FSDP2 asks to be told and is so here anyway is taken and changes nothing: every backward waits for its
+    Two of FSDP2's settings are accepted and ignored, because they always hold here: every backward waits for its
     reductions (``set_is_last_backward``) and releases the units (``set_reshard_after_backward``).
     """
 
@@ -430,7 +431,7 @@ class _UnitMethod(Uncopyable):
         *,
         recurse: bool = True,
     ) -> None:
-        """After ``False`` each backward is summed over ``dp_shard`` only, as ``accumulation="defer_replicate"``."""
+        """After ``False`` each backward is reduced over ``dp_shard`` only, as ``accumulation="defer_replicate"``."""
         self._check_root(unit, recurse=recurse)
         if engine.comms.replicate is None:
             return  # there is no all-reduce
@@ -439,7 +440,7 @@ class _UnitMethod(Uncopyable):
         set_gradient_sync(engine, is_enabled=bool(requires_all_reduce), mode="defer_replicate")
 
     def _set_is_last_backward(self, engine: Engine, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
-        """Nothing to set: every backward ends when its reductions have."""
+        """Ignored: every backward waits for its reductions."""
 
     def _set_reshard_after_backward(
         self,
@@ -449,10 +450,10 @@ class _UnitMethod(Uncopyable):
         *,
         recurse: bool = True,
     ) -> None:
-        """Nothing to set: units are released after backward, and gathered again by the next forward."""
+        """Ignored: units are released after backward, and gathered again by the next forward."""
 
     def _set_modules_to_forward_prefetch(self, engine: Engine, unit: Unit, modules: Sequence[nn.Module]) -> None:
-        """While ``unit`` computes, gather these units, in the order that the first step has recorded.
+        """Gather these units while ``unit`` computes, in the order that was recorded in the first step.
 
         Units that come before one of them are gathered first. An empty list gathers none ahead.
         """
@@ -485,9 +486,9 @@ class _UnitMethod(Uncopyable):
 
 
 def rename(unit: Unit, places: Mapping[str, str]) -> None:
-    """Give a unit the names of the model around the one that it was made in.
+    """Change a unit's names after its model became part of a larger model.
 
-    ``places`` has the new path of each unit's module, by its path so far (``""``: the whole model so far).
+    ``places`` maps the old path of each unit's module (``""``: the model so far) to its new path.
     """
 
     def moved(path: str) -> str:

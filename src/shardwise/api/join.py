@@ -1,4 +1,4 @@
-"""Batches for ranks that have different numbers of them."""
+"""``sw.join``: training loops in which ranks have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _NONE, _HAS, _NOTHING_TO_REPEAT = range(3)
 
 
 class _Repeats(Observer):
-    """Has a rank that repeats a batch add no gradient, not even of zero: a parameter that no real batch uses has none.
+    """Makes a rank that repeats a batch add no gradients, not even zeros: a parameter that no real batch uses has none.
 
     Attributes:
-        num_ranks_with_data: Ranks that have a batch: means of losses are theirs.
-        is_repeat: This rank's batch is one that it repeats.
+        num_ranks_with_data: Number of ranks that have a real batch; mean losses are divided by it.
+        is_repeat: Whether this rank's current batch is a repeated one.
     """
 
     def __init__(self) -> None:
         self.is_repeat = False
-        self._has_sums = False  # of real batches, which wait on this rank for the end of their window
+        self._has_sums = False  # whether gradients of real batches are accumulated on this rank and not reduced yet
 
     def before_reduce(self, engine: Engine, unit: Unit) -> None:  # noqa: ARG002
-        """Drop what the repeat has left in a unit."""
+        """Drop the gradients that a repeated batch gave a unit."""
         for group in unit.groups if self.is_repeat and not self._has_sums else ():
             for index in range(len(group.unsharded) if not group.gradient.has_sums else 0):
                 group.gradient.forget(index)
 
     def backward_ended(self, engine: Engine) -> None:
-        """Note whether sums wait."""
+        """Record whether accumulated gradients wait for a reduction."""
         self._has_sums = not engine.window.syncs and (self._has_sums or not self.is_repeat)
 
 
@@ -53,7 +53,7 @@ def join(
     divide_by_initial_world_size: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[tuple[_T, float]]:
-    """Give every rank as many batches as the rank with the most has, each with its weight: 1.0, or 0.0 for a repeat.
+    """Give every rank as many batches as the rank with the most has, each with a weight: 1.0, or 0.0 for a repeat.
 
     ::
 
@@ -63,30 +63,30 @@ def join(
             optimizer.step()
             optimizer.zero_grad()
 
-    A rank whose batches have ended gets its last one again, with the weight 0.0: multiply the loss, and whatever else
-    is added up, by the weight. The gradients are then those of one process that has the real batches only. Every rank
-    makes the same steps, so schedulers, ``sw.save`` and evaluations in the loop work as without ``join``. In evaluation
-    and with ``generate()``, call the model for every batch, and leave out results whose weight is 0.0.
+    A rank that runs out of batches gets its last one again, with the weight 0.0: multiply the loss, and everything else
+    that is summed, by the weight. The gradients are then those of one process that sees only the real batches. Every
+    rank makes the same steps, so schedulers, ``sw.save`` and evaluations in the loop work as without ``join``. In
+    evaluation and with ``generate()``, call the model for every batch, and leave out results whose weight is 0.0.
 
     Args:
-        model: A parallelized model. Ranks that differ on ``tp``, ``cp`` or ``pp`` only must have as many batches.
+        model: A parallelized model. Ranks that differ only on ``tp``, ``cp`` or ``pp`` must have as many batches.
         batches: This rank's batches.
-        like: A batch for a rank that has none at all.
-        divide_by_initial_world_size: Sums of gradients are divided by the number of all ranks; else by the number of
-            ranks that still have a batch, and every sample weighs the same.
-        throw_on_early_termination: Raise on all ranks as soon as one has no batch left and another has one.
+        like: A batch for a rank that has no batch at all.
+        divide_by_initial_world_size: Divide sums of gradients by the number of all ranks. ``False``: divide by the
+            number of ranks that still have a batch, so that every sample has the same weight.
+        throw_on_early_termination: Raise on all ranks as soon as one rank has no batch left and another has one.
 
     Yields:
         A batch and its weight.
 
     Collective:
-        An all-gather of eight bytes per rank for each batch; at the end the buffers, if they are due. All ranks must
-        call, and go to the end or leave together.
+        An all-gather of eight bytes per rank for each batch; at the end the buffers are synchronized if that is due.
+        All ranks must call, and iterate to the end or stop at the same batch.
 
     Raises:
-        RankDisagreement: ``throw_on_early_termination``.
-        StateError: A rank has no batch at all, and no ``like``; or the model has batch norm over all ranks, which would
-            count the repeats.
+        RankDisagreement: With ``throw_on_early_termination``: some ranks have no batch left.
+        StateError: A rank has no batch at all and ``like`` is missing; or the model has batch norm over all ranks,
+            which would count the repeats.
     """
     engine = engine_of(model, "sw.join")
     engine.require_idle("sw.join()")
@@ -108,7 +108,7 @@ def _joined(
     try:
         while True:
             has = _NOTHING_TO_REPEAT if batch is None else _NONE
-            for batch in batches:  # noqa: B007, PLR1704  the next one, if there is one
+            for batch in batches:  # noqa: B007, PLR1704  takes one batch, if there is one
                 has = _HAS
                 break
             told = [row[0] for row in agree_row(comm, [has], unit="join")]
@@ -139,7 +139,7 @@ def _joined(
 
 
 def _count(engine: Engine, active: Sequence[int], *, divides_by_all: bool) -> None:
-    """Restrict the sync of buffers, and the divisor of gradients, to the ranks that have a batch."""
+    """Set the ranks that have a batch as sources of buffers, and as the divisor of gradients unless all ranks count."""
     if not divides_by_all:
         for group in engine.groups:
             group.gradient.divide_by(group.facts.num_ranks * len(active) // engine.comms.control.size)

@@ -1,4 +1,4 @@
-"""Queries and settings of a parallelized module: who reads what, what is sent, when gradients are summed."""
+"""Queries and settings of a parallelized model: its share of the data, its collectives, gradient accumulation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardwise.spec.slice import slice_of
 
 
 def data_parallel_rank(model: nn.Module) -> int:
-    """The share of the samples that this rank reads, from 0 to :func:`data_parallel_size` - 1.
+    """Return this rank's share of the samples, from 0 to :func:`data_parallel_size` - 1.
 
-    A sampler of one's own divides the samples by these two, and a program seeds dropout by it: ranks that differ on
-    ``tp``, ``cp`` or ``pp`` alone compute one model together, from the same samples. No communication.
+    Use both numbers to divide samples in a custom sampler, and this rank to seed dropout: ranks that differ only on
+    ``tp``, ``cp`` or ``pp`` compute one model together, from the same samples. No communication.
 
     Raises:
         StateError: The model is not parallelized.
@@ -29,7 +29,7 @@ def data_parallel_rank(model: nn.Module) -> int:
 
 
 def data_parallel_size(model: nn.Module) -> int:
-    """Shares of the samples: ``dp_replicate * dp_shard``. No communication.
+    """Return the number of shares of the samples: ``dp_replicate * dp_shard``. No communication.
 
     Raises:
         StateError: The model is not parallelized.
@@ -39,24 +39,23 @@ def data_parallel_size(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa: FBT001 - the public contract
-    """Accumulate gradients: put all backwards but the last of a step into ``with sw.gradient_sync(model, False)``.
+    """Accumulate gradients: put all backwards of a step except the last into ``with sw.gradient_sync(model, False)``.
 
-    * accumulation ``sharded`` (zero2, shard_grad_op, zero3): each backward is reduced into the shard as always:
-      the sum over ranks of each microbatch is divided by the number of ranks, then added.
+    * accumulation ``sharded`` (zero2, shard_grad_op, zero3): each backward is reduced into the shard as usual: the sum
+      over ranks of each microbatch is divided by the number of ranks, then added.
     * accumulation ``unsharded`` (ddp, zero1, ``sw.fully_shard``): inside, no gradient is sent; each rank adds up its
-      microbatches in full-size buffers, and the backward outside reduces the sums and divides them by the number of
-      ranks.
-    * accumulation ``defer_replicate``: inside, each backward is summed over ``dp_shard`` and added to the sum of the
-      microbatches before; the backward outside also sums over ``dp_replicate`` and divides by the number of ranks.
+      microbatches in full-size buffers, and the backward outside reduces the sums, divided by the number of ranks.
+    * accumulation ``defer_replicate``: inside, each backward is reduced over ``dp_shard`` and added to the sum of the
+      earlier microbatches; the backward outside also reduces over ``dp_replicate`` and divides by the number of ranks.
 
-    Between the first backward inside and the one outside, parameters must not change: gathered copies are reused. Sums
-    that wait for their reduction are not in ``.grad``: reading it raises, and so do ``optimizer.step()`` and
-    ``sw.clip_grad_norm`` while there are any. ``zero_grad()`` of the model, or of an optimizer over a part of it, drops
-    them as on one process: the microbatches so far are given up. All ranks must call it. With accumulation
-    ``unsharded`` a rank that alone calls it drops what it has added up itself.
+    Parameters must not change between the first backward inside and the one outside, because gathered copies are
+    reused. Sums that wait for their reduction are not in ``.grad``: reading ``.grad``, ``optimizer.step()`` and
+    ``sw.clip_grad_norm`` raise until the reduction. As in one process, ``zero_grad()`` of the model, or of an optimizer
+    over a part of it, drops the microbatches so far. All ranks must call it: with accumulation ``unsharded`` a rank
+    that calls it alone drops only its own sums.
 
     Collective:
-        None by itself. All ranks must use it alike.
+        No collective here. All ranks must use it alike.
     """
     engine = engine_of(model, "sw.gradient_sync", on_shards=False)
     if not is_enabled:
@@ -70,7 +69,7 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
 
 
 def logical_shape(parameter: Tensor) -> torch.Size:
-    """The shape that a parameter has in the plain model, for a shard or a slice and for any other tensor."""
+    """Return the unsharded shape of a parameter, which may be a shard, a slice or any other tensor."""
     place = place_of(parameter)
     if place is None:
         held = slice_of(parameter)
@@ -80,12 +79,11 @@ def logical_shape(parameter: Tensor) -> torch.Size:
 
 @contextlib.contextmanager
 def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
-    """Collect an event for every collective of this model, in the order of issue on this rank.
+    """Record an event for every collective of this model, in the order of issue on this rank.
 
-    ``sent_bytes`` of an event is complete once the collective has finished; those of backward have when ``backward()``
-    returns.
-    ``data_parallel`` and ``sw.DataParallel`` communicate with no other process: their events, on the axis ``devices``,
-    are the exchanges between the first replica and the others.
+    ``sent_bytes`` of an event is complete when the collective has finished; the collectives of backward have finished
+    when ``backward()`` returns. ``data_parallel`` and ``sw.DataParallel`` communicate with no other process: their
+    events, on the axis ``devices``, are the exchanges between the first replica and the others.
     """
     recorder = recorder_of(model)
     recorders = [recorder] if recorder is not None else []
@@ -103,10 +101,10 @@ _RECORDER_KEY = "_shardwise_recorder"
 
 
 def attach_recorder(module: nn.Module, recorder: Recorder) -> None:
-    """Attach to ``module`` the recorder of the exchanges in its forward."""
+    """Attach the recorder of the exchanges in the forward of ``module``."""
     module.__dict__[_RECORDER_KEY] = recorder
 
 
 def recorder_of(module: nn.Module) -> Recorder | None:
-    """The recorder that :func:`attach_recorder` attached, or ``None``."""
+    """Return the recorder that :func:`attach_recorder` attached, or ``None``."""
     return module.__dict__.get(_RECORDER_KEY)

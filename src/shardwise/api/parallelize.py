@@ -1,4 +1,4 @@
-"""The recipe: from a plain model and a plan to a model that trains on every rank of the world."""
+"""``sw.parallelize``: the recipe from a plain model and a plan to a model that trains on every rank of the world."""
 
 from __future__ import annotations
 
@@ -59,38 +59,38 @@ def parallelize(
 ) -> nn.Module:
     """Make ``model`` train as ``plan`` says, on every rank of the world.
 
-    The model is changed in place: its class, names and ``forward`` stay; its Parameter objects stay too and become this
-    rank's shards, so an optimizer built before (without state) keeps working. Joins the world that the environment
-    describes (torchrun, Slurm), or uses the process group that exists, or is a world of one. Over an existing
-    group without NCCL a model on a GPU communicates by way of host memory (ranks may then share the GPU).
+    The model is changed in place. It keeps its class, names and ``forward``. Its Parameter objects become this rank's
+    shards, so an optimizer that was built before, and has no state yet, keeps working. The world is the one that the
+    environment describes (torchrun, Slurm), or the existing process group, or one rank. If an existing group has no
+    NCCL, a model on a GPU communicates through host memory (several ranks may then share a GPU).
 
     Args:
         model: Any ``nn.Module`` whose parameters are on one device.
-        plan: ``None`` means the defaults: zero3 over all ranks, units found automatically. The name of a
-            strategy: that one, and the defaults.
-        init: Where a model on ``meta`` gets its values, one unit at a time. ``None``: from its recorded construction
-            (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of ``modules()``; where a
-            module has none, nothing is initialised: parameters have no values until ``sw.load_full_state_dict`` or
-            ``sw.load`` brings all of them, and a forward before that raises. A function: called with every module that
-            owns meta tensors, to initialise those with operations of torch, which are recorded and run later on the
-            CPU. A mapping: a state dict, used on rank 0 only and read group by group; it may load each value when it is
-            asked for it.
-        **fields: Those of a ``ParallelPlan``, where none is given: ``sw.parallelize(model, strategy="zero2")``.
+        plan: A plan; or the name of a strategy, with defaults for the rest. ``None`` means the defaults: zero3 over all
+            ranks, units found automatically.
+        init: Source of the values of a model on ``meta``, read one unit at a time. ``None``: the model's recorded
+            construction (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of
+            ``modules()``. If a module has no ``reset_parameters``, nothing is initialized: parameters have no values,
+            and a forward raises, until ``sw.load_full_state_dict`` or ``sw.load`` sets all of them. A function: called
+            with every module that owns meta tensors, to initialize them with torch operations, which are recorded and
+            run later on the CPU. A mapping: a state dict, used on rank 0 only and read group by group; a value may be
+            loaded when it is read.
+        **fields: Fields of a ``ParallelPlan``, if ``plan`` is not one: ``sw.parallelize(model, strategy="zero2")``.
 
     Returns:
         ``model``.
 
     Collective:
-        Compares the models and their values over the ranks (``plan.sync``). All ranks must call.
+        Compares the models and their values over the ranks as ``plan.sync`` says. All ranks must call.
 
     Raises:
         PlanError, MeshError: The plan does not fit the model or the world.
-        StateError: The model holds something that cannot be sharded.
-        RankDisagreement: The ranks hold different models.
+        StateError: The model contains something that cannot be sharded.
+        RankDisagreement: The ranks have different models.
     """
     plan = _plan_of(plan, fields)
     _tell_translations(plan)
-    prepared = prepare(model, plan)  # refuses before the ranks communicate
+    prepared = prepare(model, plan)  # raises before the ranks communicate
     device, counted = prepared.device, count_parameters(model)
     if (notice := cpu_notice(device.type, torch.cuda.device_count())) is not None:
         tell_once(notice)
@@ -110,7 +110,7 @@ def parallelize(
     names["buffers"] = [name for name, _ in model.named_buffers()]
     if source is not None:
         source.agree(comms.world, plan.sync)
-        fill_attributes(model, lambda tensor: source.attribute(tensor, device))  # one may hold a graph of parameters
+        fill_attributes(model, lambda tensor: source.attribute(tensor, device))  # may be a graph of parameters
         fill_buffers(model, lambda buffer, name: source.buffer(buffer, name).to(device))
         whole, entries = prepared.left_alone, itertools.chain.from_iterable(owned.values())
         fill_parameters(source.alone, [entry for entry in entries if entry.parameter in whole], device)
@@ -135,7 +135,7 @@ def parallelize(
 
 
 def _plan_of(plan: ParallelPlan | str | None, fields: Mapping[str, Any]) -> ParallelPlan:
-    """The plan that the arguments of :func:`parallelize` mean."""
+    """Return the plan that the arguments of :func:`parallelize` mean."""
     if (isinstance(plan, ParallelPlan) and fields) or (plan is not None and "strategy" in fields):
         raise PlanError(
             f"sw.parallelize() got a plan and {', '.join(fields)} beside it.\n"
@@ -163,7 +163,7 @@ def apply_plan(
     *,
     source: Source | None = None,
 ) -> None:
-    """Everything in :func:`parallelize` that follows once the ranks have compared their models.
+    """Run the part of :func:`parallelize` that follows the comparison of the ranks' models.
 
     Does not communicate, so a dry run can pass ``comms`` without peers.
     """
@@ -180,7 +180,7 @@ def apply_plan(
         lambda path, table: prepared.policies.group_dtypes(table.weight, [(table, path, "weight")])[:2],
     )
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
-        compile_units(model, prepared.units)  # first, so that what is recomputed is the compiled forward
+        compile_units(model, prepared.units)  # first, so that the compiled forward is recomputed
     engine = shard_model(model, prepared, comms, engine_options(plan), source=source)
     _describe(engine, notes)
     finish(model, engine, open_samples, sync_buffers=plan.sync_buffers)
@@ -197,7 +197,7 @@ def _describe(engine: Engine, notes: Iterable[str]) -> None:
 
 def engine_options(plan: ParallelPlan) -> EngineOptions:
     """Translate the plan into the engine's options."""
-    # A pipeline runs a unit once for every microbatch: it stays gathered over the step unless told otherwise.
+    # A pipeline runs a unit once for every microbatch, so by default the unit stays gathered during the step.
     stays = plan.pp > 1 and plan.reshard_after_forward == "auto"
     return EngineOptions(
         policy=plan.precision,
@@ -216,14 +216,14 @@ def engine_options(plan: ParallelPlan) -> EngineOptions:
 
 
 def _accumulates_sharded(plan: ParallelPlan) -> bool | None:
-    """``None``: as the strategy does by itself."""
+    """Return whether gradients are accumulated in shards; ``None`` leaves the choice to the strategy."""
     if plan.pp > 1:
         return False
     return plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None
 
 
 def _tell_translations(plan: ParallelPlan) -> None:
-    """Print once what another library's names and objects are called here."""
+    """Print once the names here for strategies and objects of other libraries."""
     strategy = plan.strategy
     if isinstance(strategy, str) and canonical_name(strategy) != strategy.lower():
         tell_once(f"strategy {strategy!r} is {canonical_name(strategy)!r} here")
@@ -232,7 +232,7 @@ def _tell_translations(plan: ParallelPlan) -> None:
 
 
 def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
-    """Print the mesh that a hybrid strategy got without being told one."""
+    """Print the mesh that was chosen for a hybrid strategy whose plan does not set one."""
     if not plan.placements.is_hybrid or plan.dp_replicate > 1 or mesh.data_parallel_size == 1:
         return
     is_alone = mesh.dp_replicate == 1 and plan.dp_shard == -1
@@ -248,12 +248,12 @@ def divide(
     pipelined: Pipelined | None,
     source: Source | None,
 ) -> list[str]:
-    """Leave this rank's parts of parameters in ``model``, in place, with forwards that communicate.
+    """Reduce parameters in ``model`` to this rank's parts, in place, and install forwards that communicate.
 
-    Of the stages of ``pipelined`` none has been dropped yet. ``source`` has values for parameters on meta.
+    Must run before the pipeline drops the stages of other ranks. ``source`` has the values of parameters on meta.
 
     Returns:
-        Lines for a summary.
+        Lines for the model's summary.
     """
     plan, mixtures = prepared.plan, prepared.mixtures
     notes: list[str] = []
@@ -290,8 +290,8 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
 ) -> None:
     """Fill parameters on meta that are about to be cut with this rank's part of their values.
 
-    The engine fills uncut parameters, unit by unit, except under ``tp``, which may change how a module would initialise
-    them. Parameters that this rank is going to drop are not filled.
+    The engine fills uncut parameters later, unit by unit. With ``tp`` all parameters are filled here, because ``tp``
+    may change how a module would initialize them. Parameters that this rank will drop are not filled.
     """
     own = own_experts(mixtures, comms.ep) if comms.ep is not None else {}
     held = None if pipelined is None else pipelined.held_parameters(model)
@@ -309,4 +309,4 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
         return value if cuts is None else part_of(cuts, entry.parameter, value)
 
     cut = [entry for entry in assign_parameters(model, ())[""] if is_cut(entry.parameter)]
-    fill_parameters(lambda entries: map(part, entries), cut, comms.world.device)  # one value is whole at a time
+    fill_parameters(lambda entries: map(part, entries), cut, comms.world.device)  # one full value in memory at a time

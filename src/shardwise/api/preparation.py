@@ -1,4 +1,4 @@
-"""A plan applied to a model on paper, once: from the whole model, before ranks communicate or anything is changed."""
+"""The modules and parameters that a plan selects in the whole model, found before ranks communicate or change it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ from shardwise.spec.plan import ParallelPlan, check_plan
 
 @dataclass(frozen=True)
 class Preparation:
-    """The modules and parameters of one model that a plan treats apart.
+    """The modules and parameters of one model that a plan treats differently.
 
     Attributes:
         plan: The plan.
-        device: Where this rank computes.
-        units: The units below the root that have parameters for the engine to move, by path.
-        owned: The parameters that each unit of the whole model owns, the root's under ``""``, ignored ones too.
-        ignored: Parameters and buffers that are left alone.
-        policies: Which precision is in force where.
-        recomputed: Modules whose forward is run again in backward, by path.
-        offloaded: Modules that keep what they leave for backward on the host, by path.
-        tables: Embeddings whose rows are spread over the ranks, by path.
-        mixtures: Mixtures whose experts are divided.
-        stage_modules: With ``pp``: the modules that stages consist of.
+        device: The device on which this rank computes.
+        units: The units below the root that have parameters which the engine shards, by path.
+        owned: The parameters that each unit of the whole model owns, including ignored ones, by the unit's path; the
+            root's is ``""``.
+        ignored: Parameters and buffers that are not sharded.
+        policies: Precision policies by module.
+        recomputed: Modules whose forward is recomputed in backward, by path.
+        offloaded: Modules whose saved activations are kept on the host, by path.
+        tables: Embeddings whose rows are sharded over the ranks, by path.
+        mixtures: Mixtures whose experts are divided over ranks.
+        stage_modules: With ``pp``: the modules of which stages consist.
     """
 
     plan: ParallelPlan
@@ -60,7 +61,7 @@ class Preparation:
     stage_modules: Sequence[StageModule]
 
     def kept_in(self, model: nn.Module) -> Preparation:
-        """The same for the part of the model that a pipeline keeps on this rank."""
+        """Return the preparation of the part of the model that a pipeline keeps on this rank."""
         modules = set(map(id, model.modules()))
         kept = [
             {path: module for path, module in found.items() if id(module) in modules}
@@ -78,17 +79,17 @@ class Preparation:
 
     @property
     def left_alone(self) -> Ignored:
-        """Parameters that the engine does not move: the ignored ones, and the tables whose rows are spread."""
+        """Parameters that the engine does not shard: ignored ones, and embeddings whose rows are sharded."""
         return self.ignored.with_spread(table_weights(self.tables))
 
 
 def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None = None) -> Preparation:
-    """Find what ``plan`` means for ``model``. Changes nothing and does not communicate.
+    """Find the modules and parameters that ``plan`` selects in ``model``. Changes nothing and does not communicate.
 
     Args:
         model: The whole model.
         plan: The plan.
-        device: Where this rank computes; ``None``: where the model lies.
+        device: The device on which this rank computes; ``None``: the model's device.
 
     Raises:
         PlanError: The plan does not fit the model.
@@ -131,7 +132,7 @@ def prepare(model: nn.Module, plan: ParallelPlan, *, device: torch.device | None
 
 
 def _check_uses(plan: ParallelPlan, owned: Sequence[OwnedParameter]) -> None:
-    """Refuse to offload or to quantize where the whole model has nothing for it; one stage of a pipeline may not."""
+    """Refuse offloading or quantization of which the whole model has no use; a single pipeline stage may have none."""
     if plan.offload is not None:
         refuse_no_offload([entry.parameter for entry in owned], plan.placements, plan.offload)
     form = plan.quantization.frozen
@@ -146,7 +147,7 @@ def check_fresh(model: nn.Module) -> None:
     """Refuse a model that is parallelized already, or has parameters without a shape.
 
     Raises:
-        StateError: It is, or a part of it; or it has.
+        StateError: The model or a part of it is parallelized, or a parameter has no shape.
     """
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):

@@ -1,4 +1,4 @@
-"""Comparing what several ranks hold a copy of: memory that has changed on one of them is found and named."""
+"""``sw.check_replicas``: compares tensors of which several ranks have copies, to find corrupted memory."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from shardwise.spec.errors import RankDisagreement
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-#: Differences that a message names.
+#: Maximum number of differences in an error message.
 _MOST_NAMED = 8
 
 
 def check_replicas(model: nn.Module, optimizer: Optimizers = (), *, after_backward: bool = False) -> None:
-    """Raise where copies of parameters or optimizer state, which must be equal bit for bit, differ between ranks.
+    """Raise if copies of parameters or optimizer state, which must be bitwise equal, differ between ranks.
 
-    A bit that flips in one rank's memory changes what that rank trains, and no collective notices. Compared are, by a
-    digest of 128 bits for each unit that its device computes:
+    A bit flip in one rank's memory changes what that rank trains, and no collective detects it. This function computes
+    a 128-bit digest of each unit on its device and compares:
 
     * under ``ddp`` the parameters and the optimizer's state, on all data-parallel ranks;
     * with ``dp_replicate`` each rank's slice of them, on the ranks that hold the same slice;
-    * with ``tp`` the parameters that it does not divide;
+    * with ``tp`` the parameters that are replicated over ``tp``;
     * with ``after_backward`` the gathered parameters that ``zero1`` and ``zero2`` keep, on all data-parallel ranks.
 
     The settings of the optimizer, such as its learning rate, are compared on all data-parallel ranks under any plan.
-    What one rank alone holds, as under ``zero3`` without ``dp_replicate``, cannot be compared. ::
+    Tensors that only one rank stores, as under ``zero3`` without ``dp_replicate``, cannot be compared. ::
 
         loss.backward()
         if step % 100 == 0:
@@ -45,15 +45,14 @@ def check_replicas(model: nn.Module, optimizer: Optimizers = (), *, after_backwa
 
     Args:
         model: A parallelized model.
-        optimizer: Built on its parameters; or several. Left out: parameters only.
-        after_backward: Called after a backward and before the update: the gathered copies are those of the newest
-            parameters then.
+        optimizer: An optimizer of its parameters, or several. Left out: only parameters are compared.
+        after_backward: Whether the call is between a backward and the update, when gathered copies are up to date.
 
     Raises:
-        RankDisagreement: On all ranks, naming units and ranks; the odd one where most of three or more agree.
+        RankDisagreement: On all ranks. Names units and ranks, and the odd rank if most of three or more agree.
 
     Collective:
-        For each axis along which there are copies an all-gather of about 60 bytes per unit and rank, and one over all
+        An all-gather of about 60 bytes per unit and rank for each axis along which there are copies, and one over all
         ranks. The host waits for the device. All ranks must call.
     """
     engine = engine_of(model, "sw.check_replicas")
@@ -86,7 +85,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizers = (), *, after_backwa
 def _copies(
     engine: Engine, optimizers: Sequence[torch.optim.Optimizer], *, after_backward: bool
 ) -> Iterator[tuple[Comm | None, str, list[Tensor]]]:
-    """Yield tensors of which ranks hold copies: ranks, a name, tensors. The order is the same on all of these ranks."""
+    """Yield replicated tensors: the Comm of the ranks with copies, a name, the tensors; in one order on all ranks."""
     states = _states(optimizers)
     for group in engine.groups:
         dtype = str(group.dtype).removeprefix("torch.")
@@ -103,7 +102,7 @@ def _copies(
 
 
 def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Mapping[int, list[Tensor]]:
-    """The optimizers' tensors by the identity of the group whose parameters they are of."""
+    """Return the optimizers' state tensors by the id of the group that owns the parameters."""
     found: dict[int, list[Tensor]] = {}
     for optimizer in optimizers:
         for settings in optimizer.param_groups:
@@ -120,7 +119,7 @@ def _states(optimizers: Sequence[torch.optim.Optimizer]) -> Mapping[int, list[Te
 
 
 def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """The numbers and switches by which parameters are updated, by name and parameter group."""
+    """Return the scalar settings of the optimizers, by setting and parameter group."""
     groups = [settings for optimizer in optimizers for settings in optimizer.param_groups]
     return {
         f"{key} of parameter group {index} of the optimizer": [str(value)]
@@ -131,7 +130,7 @@ def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def _differences(everyones: Sequence[Any]) -> list[str]:
-    """One line for each thing of which ranks have told other digests."""
+    """Return one line for each name whose digests differ between ranks."""
     found = []
     for name in dict.fromkeys(name for _, digests in everyones for name in digests):
         ranks: dict[Any, list[int]] = collections.defaultdict(list)

@@ -1,4 +1,4 @@
-"""Saving and loading a model with its optimizer: any number of ranks, any strategy, on either side."""
+"""Saving and loading a model with its optimizer; the number of ranks and the strategy may differ between the two."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 _OPTIMIZER, _AVERAGE, _RANK = "optimizer", "average", "rank"
 #: Set in a checkpoint that leaves out frozen parameters.
 _WITHOUT_FROZEN = "without_frozen"
-#: What modules say of themselves.
+#: Key of the extra state of modules.
 _EXTRA = "extra_state"
-#: Settings that schedulers change, and so differ wherever a run goes on.
+#: Settings that schedulers change, which are therefore expected to differ in a resumed run.
 _SCHEDULED = {"lr", "initial_lr"}
-#: Most values in the state of one rank.
+#: Maximum number of values in the state of one rank.
 _MAX_ITEMS = 10**6
 
 
@@ -78,41 +78,40 @@ def save(
 ) -> Path:
     """Write a checkpoint: parameters, buffers, optimizer state, averaged weights, and ``state``, as logical tensors.
 
-    Parameters that require no gradient are in files of their own, named by their content: checkpoints in one folder
-    share them as hard links, so they are written once. A checkpoint is complete by itself all the same, and any of them
-    can be removed or copied.
+    Frozen parameters are stored in separate files, named by their content: checkpoints in one folder share these files
+    as hard links, so they are written only once. Every checkpoint is complete, and can be removed or copied alone.
 
-    Extra state of modules (``get_extra_state``) is saved as data: tensors, and what ``state`` may hold. Where ranks
-    have different values, the value of the first rank is saved and every rank loads it, as in ``sw.full_state_dict``.
+    Extra state of modules (``get_extra_state``) may contain tensors and the types allowed in ``state``. If ranks have
+    different values, the value of the first rank is saved and every rank loads it, as in ``sw.full_state_dict``.
 
     Args:
         path: A folder that does not exist yet.
         model: A parallelized model.
-        optimizer: Built on its parameters; or several, between which they are divided.
-        state: Anything that JSON can hold (and bytes), equal on all ranks; ``step`` and ``run_id`` in it, where there,
-            also go into the manifest.
+        optimizer: An optimizer of the model's parameters, or several, each with a part of them.
+        state: Anything that JSON can represent (and bytes), equal on all ranks. If it has the keys ``step`` and
+            ``run_id``, they also go into the manifest.
         average: An average of the model's weights, saved with them.
-        rank_state: As ``state``, but this rank's own, such as the state of its random number generators.
-        keep: Remove older checkpoints beside this one, but for the newest ``keep``, and what interrupted saves left.
-            Two verified ones are always left. The folders must be named by their steps, ``step-00000100``;
+        rank_state: As ``state``, but with different values on each rank, such as the state of random number generators.
+        keep: Remove older checkpoints in the same folder, except for the newest ``keep``, and files of interrupted
+            saves. At least two verified ones are always kept. Folders must be named by their steps, ``step-00000100``;
             ``sw.newest_checkpoint`` finds the newest. ``None`` removes nothing.
-        frozen: ``False`` leaves out parameters that require no gradient, for a model that is built with their values
-            each time, such as the base below an adapter: ``sw.load`` then leaves them as they are.
-        allow_non_finite: Save NaN and infinity in parameters and optimizer state too. Otherwise they are refused, so
-            that a run that has diverged does not replace what it could go back to. (Buffers may hold them.)
+        frozen: ``False`` leaves out frozen parameters, for a model that is always built with their values, such as the
+            base below an adapter. ``sw.load`` then does not change them.
+        allow_non_finite: Save NaN and infinity in parameters and optimizer state too. By default they are refused, so
+            that a diverged run does not overwrite its last good checkpoints. Buffers may always contain them.
 
     Returns:
         The folder.
 
     Collective:
-        Each rank writes the ranges that it owns; of ranks that hold the same, the first. The ranks exchange small JSON.
-        All ranks must call.
+        Each rank writes the ranges that it owns; replicated ranges are written by the first rank that has them. The
+        ranks exchange small JSON. All ranks must call.
 
     Raises:
         NonFiniteError: A parameter or optimizer state is NaN or infinite.
         RankDisagreement: The optimizer's settings differ between ranks.
-        CheckpointError, StorageError: The save failed on some rank. All ranks raise the same, and
-            nothing is left behind.
+        CheckpointError, StorageError: The save failed on some rank. All ranks raise the same error, and no partial
+            checkpoint is left.
     """
     content = _content(
         path, model, optimizer, state=state, average=average, rank_state=rank_state, keep=keep, frozen=frozen
@@ -147,24 +146,24 @@ def save_async(
     frozen: bool = True,
     allow_non_finite: bool = False,
 ) -> Path:
-    """:func:`save` that returns as soon as everything has been copied to the host's memory.
+    """Save as :func:`save`, but return as soon as everything has been copied to the host's memory.
 
-    A process of each rank writes while training goes on; it is started by the first such save, and rank 0's publishes
-    the checkpoint when all files are there. One save is under way at a time: the next one waits for it, and raises what
-    went wrong with it. So do :func:`finish_save`, which belongs behind the last step, and the end of the interpreter,
-    which can only print it. The copy takes as much memory of the host as this rank saves, from the first save on.
+    A separate process of each rank writes while training continues. The first such save starts it, and rank 0's process
+    publishes the checkpoint when all files are complete. Only one save runs at a time: the next one waits for it, and
+    raises its error. So does :func:`finish_save`, which belongs after the last step. The exit of the interpreter also
+    waits, but can only print an error. The copy needs as much host memory as this rank saves, from the first save on.
 
-    Its arguments are those of :func:`save`. With ``keep`` the files are read again and compared before any is removed.
+    The arguments are those of :func:`save`. With ``keep`` the files are read again and compared before any is removed.
 
     Returns:
-        The folder, which is not there yet.
+        The folder, which does not exist yet.
 
     Collective:
         The ranks exchange small JSON. All ranks must call.
 
     Raises:
-        CheckpointError, StorageError, NonFiniteError: The save before this one has failed, or this one cannot begin.
-            All ranks raise the same. After a failure of the save before, this one can be called again.
+        CheckpointError, StorageError, NonFiniteError: The previous save failed, or this one cannot start. All ranks
+            raise the same error. If the previous save failed, call this again to save now.
     """
     finish_save(model)
     content = _content(
@@ -189,13 +188,13 @@ def save_async(
 
 
 def finish_save(model: nn.Module) -> None:
-    """Wait until the checkpoint of :func:`save_async` is published. Does nothing where none is under way.
+    """Wait until the checkpoint of :func:`save_async` is published. Returns at once if no save is running.
 
     Collective:
-        Where one is under way, a gather of small JSON to rank 0 and a broadcast from there. All ranks must call.
+        If a save is running, a gather of small JSON to rank 0 and a broadcast from there. All ranks must call.
 
     Raises:
-        CheckpointError, StorageError: It was not saved. All ranks raise the same, and nothing is left behind.
+        CheckpointError, StorageError: The save failed. All ranks raise the same error; no partial checkpoint is left.
     """
     engine = engine_of(model, "sw.finish_save")
     saving = _saving.pop(engine, None)
@@ -210,9 +209,9 @@ def finish_save(model: nn.Module) -> None:
 
 
 def save_failure(model: nn.Module) -> str | None:
-    """The error of the save under way, as far as this rank knows (rank 0 knows all); ``None``: none yet.
+    """Return the error of the running save if this rank knows of one, else ``None``. Rank 0 knows of all errors.
 
-    Asks without waiting, so that a loop can say it at the next step. :func:`finish_save` raises it.
+    Does not wait, so a training loop can report the error at the next step. :func:`finish_save` raises it.
     """
     saving = _saving.get(engine_of(model, "sw.save_failure"))
     return None if saving is None else saving.failure()
@@ -220,7 +219,7 @@ def save_failure(model: nn.Module) -> str | None:
 
 @dataclass
 class _Content:
-    """The content that this rank has to save."""
+    """The tensors and data that this rank has to save."""
 
     engine: Engine
     path: Path
@@ -295,10 +294,10 @@ def _content(
 
 
 def _check_settings(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where ranks update parameters by other settings, such as two learning rates.
+    """Raise if ranks update parameters by different settings, such as two learning rates.
 
     Raises:
-        RankDisagreement: On all ranks, naming a setting and two ranks.
+        RankDisagreement: On all ranks; the message names a setting and two ranks.
 
     Collective:
         An all-gather of eight bytes per rank.
@@ -320,14 +319,14 @@ def _rank_extent(rank: int, num_bytes: int) -> Extent:
     return Extent(f"{_RANK}/{rank:05d}", (num_bytes,), "uint8", 0, num_bytes)
 
 
-#: The save under way, the process that writes, and checkpoints that were verified, by engine.
+#: By engine: the running save, the writing process, and the checkpoints that were verified.
 _saving: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()
 _background: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDictionary()
 _verified: weakref.WeakKeyDictionary[Engine, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def _follow(path: Path, engine: Engine, keep: int, run_id: str) -> None:
-    """Point to a new checkpoint and remove those older than the kept ones, on rank 0.
+    """On rank 0, point to a new checkpoint and remove checkpoints older than the kept ones.
 
     Collective:
         An all-gather of JSON.
@@ -349,14 +348,14 @@ def _tell_refused(refused: Iterable[tuple[str, str]]) -> None:
 
 
 def drop_save(model: nn.Module) -> None:
-    """End a save under way unfinished, where a peer is gone that it would wait for. Not a collective."""
+    """Abort the running save, which would wait for a peer that has exited. Not a collective."""
     engine = engine_of(model, "sw.save_async")
     _saving.pop(engine, None)
     if engine in _background:
         _background.pop(engine).close()
 
 
-#: How long the end of the interpreter waits for saves that no ``finish_save`` has waited for.
+#: Seconds that the exit of the interpreter waits for saves without a ``finish_save``.
 _LAST_WAIT_S = 20.0
 
 
@@ -380,26 +379,25 @@ def load(
     """Fill a model, and its optimizer, from a checkpoint that any number of ranks wrote under any strategy.
 
     Args:
-        path: The checkpoint's folder, here or on an object store (``s3://bucket/runs/demo/checkpoints/step-00000100``,
-            each rank reads the ranges that it holds).
+        path: The checkpoint's folder, local or on an object store
+            (``s3://bucket/runs/demo/checkpoints/step-00000100``), of which each rank reads the ranges that it needs.
         model: A parallelized model with the same parameters.
-        optimizer: An optimizer of the class that was saved, with as many parameter groups (several: in the same order).
-            Its state and settings are replaced, as by torch's ``load_state_dict``; settings that change are printed
-            (but for the learning rate). ``None`` leaves optimizer state unread.
-        average: Receives the averaged weights, their decay and number of updates. ``None`` leaves them unread.
-        verify: Compare every file that is read with the hash in the manifest first.
-        keep_settings: Leave the settings of the optimizer's groups (learning rate, betas, ...) as they are.
+        optimizer: An optimizer of the class that was saved, with as many parameter groups; or several, in the saved
+            order. Its state and settings are replaced, as by torch's ``load_state_dict``, and changed settings are
+            printed, except for the learning rate. ``None`` does not read optimizer state.
+        average: Receives the averaged weights, their decay and number of updates. ``None`` does not read them.
+        verify: First compare every file that is read with the hash in the manifest.
+        keep_settings: Keep the settings of the optimizer's groups (learning rate, betas, ...).
 
     Returns:
-        The ``state`` given to :func:`save`; under the key ``rank_state`` this rank's own, where as many ranks load as
-        have saved.
+        The ``state`` given to :func:`save`. If as many ranks load as saved, ``rank_state`` is this rank's.
 
     Collective:
-        Each rank reads the ranges that it holds; the ranks exchange small JSON. All ranks must call.
+        Each rank reads the ranges that it needs; the ranks exchange small JSON. All ranks must call.
 
     Raises:
-        CheckpointError: The checkpoint is missing, damaged, or of another model or optimizer, or holds no average; on
-            every rank alike, and then model, optimizer and average are as they were.
+        CheckpointError: The checkpoint is missing, damaged, or of another model or optimizer, or has no average. Raised
+            on every rank, before model, optimizer and average are changed.
     """
     engine = engine_of(model, "sw.load")
     comm = engine.comms.world
@@ -413,7 +411,7 @@ def load(
     holders = count_holders(ignored_of(engine), engine.comms)
     problem: ShardwiseError | None = None
     targets = _Targets(checkpoint, tied_names(model), keeps_settings=keep_settings)
-    try:  # a stage may refuse what the others can take
+    try:  # a pipeline stage may refuse data that the other stages accept
         targets.add_model(model, _listed(optimizer), holders)
         if average is not None:
             targets.add_average(average)
@@ -435,25 +433,25 @@ class _Targets:
     """The ranges and tensors of this rank that a checkpoint is read into.
 
     Attributes:
-        extents: Ranges with the tensors that take them.
-        unread: Beginnings of names that no rank needs to ask for.
-        installs: Called once everything has been read.
+        extents: Ranges, each with the tensor that receives it.
+        unread: Prefixes of names that no rank needs to read.
+        installs: Functions to call once everything has been read.
     """
 
     def __init__(self, checkpoint: Checkpoint, tied: Collection[str], *, keeps_settings: bool) -> None:
         self._keeps_settings = keeps_settings
         self.extents: Pairs = []
-        # Checkpoints that were imported have tied parameters under all their names.
+        # Imported checkpoints contain tied parameters under all of their names.
         self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/", f"{_RANK}/", *tied}
         self.installs: list[Callable[[], object]] = []
         self._checkpoint = checkpoint
         self._rank_state: torch.Tensor | None = None
 
     def add_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], holders: Mapping[str, int]) -> None:
-        """Parameters, buffers and the rank's own state, and optimizers.
+        """Add parameters, buffers, this rank's state, and optimizers.
 
         Raises:
-            ShardwiseError: This rank cannot take something that was saved.
+            ShardwiseError: This rank cannot load something that was saved.
         """
         engine, checkpoint, stored = engine_of(model, "sw.load"), self._checkpoint, self._checkpoint.tensors
         leaves_frozen = bool(checkpoint.data.get(_WITHOUT_FROZEN))
@@ -503,10 +501,10 @@ class _Targets:
         self.installs += [partial(_restore, group, given[id(group)]) for group in groups_of(optimizers)]
 
     def add_average(self, average: ExponentialMovingAverage) -> None:
-        """An average of the weights.
+        """Add an average of the weights.
 
         Raises:
-            CheckpointError: The checkpoint has none.
+            CheckpointError: The checkpoint has no average.
         """
         if _AVERAGE not in self._checkpoint.data:
             raise CheckpointError(
@@ -520,7 +518,7 @@ class _Targets:
         self.unread.discard(f"{_AVERAGE}/")
 
     def rank_state(self) -> dict[str, Any]:
-        """This rank's own state under its key; empty where there is none."""
+        """Return a dict with this rank's state, empty if the checkpoint has none for it."""
         if self._rank_state is None:
             return {}
         raw = self._rank_state.numpy().tobytes()
@@ -544,7 +542,7 @@ def _class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings without its parameters; a number in a tensor as the number."""
+    """Return a parameter group's settings without its parameters, with tensors of one number as numbers."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
         for key, value in settings.items()
@@ -553,7 +551,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Put settings back; where the group holds a number in a tensor, into that tensor."""
+    """Restore the settings of a group; a number that the group stores in a tensor is copied into that tensor."""
     for key, value in settings.items():
         held = group.get(key)
         if isinstance(held, torch.Tensor) and held.dim() == 0 and isinstance(value, (int, float)):
@@ -563,12 +561,12 @@ def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def _is_alike(extent: Extent, saved: Extent | None) -> bool:
-    """Whether a tensor of the model is saved in its shape and dtype; if not, the table of all such comes first."""
+    """Return whether a tensor was saved with the same shape and dtype. If not, the error about shapes comes first."""
     return saved is not None and (saved.shape, saved.dtype) == (extent.shape, extent.dtype)
 
 
 def _matching(checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer]) -> SavedOptimizer:
-    """The entry of a checkpoint about its optimizers, checked against those of the caller."""
+    """Return the checkpoint's entry about its optimizers, checked against the caller's optimizers."""
     path, entry, name = checkpoint.path, checkpoint.data.get(_OPTIMIZER), _class_names(optimizers)
     if entry is None:
         raise CheckpointError(

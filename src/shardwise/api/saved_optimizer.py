@@ -19,7 +19,7 @@ from shardwise.engine.storage.ignored import ignored_of
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import aligned, printable
 
-#: A number of an optimizer is less, also an integer, which JSON does not limit.
+#: Upper bound of the numbers in an optimizer's state, also of integers, which JSON does not limit.
 _MOST = 2.0**1000
 
 
@@ -30,7 +30,7 @@ class SavedOptimizer(BaseModel):
         kind: Name of the optimizer's class.
         groups: Settings of each parameter group.
         scalars: Per-parameter state that is a number, by the parameter's name.
-        members: Names of the parameters in each group; ``None`` where one group has all.
+        members: Names of the parameters in each group; ``None`` if there is only one group.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -49,10 +49,10 @@ class _SavedAverage(BaseModel):
 
 
 def read_average(path: Path, entry: Any) -> dict[str, Any]:
-    """The entry ``average`` of a checkpoint: the decay of averaged weights, and their number of updates.
+    """Return the entry ``average`` of a checkpoint: the decay of averaged weights, and their number of updates.
 
     Raises:
-        CheckpointError: It is not such an entry.
+        CheckpointError: The entry is not valid.
     """
     try:
         return _SavedAverage.model_validate(entry).model_dump()
@@ -61,10 +61,10 @@ def read_average(path: Path, entry: Any) -> dict[str, Any]:
 
 
 def read_optimizer(path: Path, entry: Any) -> SavedOptimizer:
-    """The entry, or an error that names what is wrong in it.
+    """Return the entry ``optimizer``, validated.
 
     Raises:
-        CheckpointError: It is not such an entry.
+        CheckpointError: The entry is not valid; the message names the wrong fields.
     """
     try:
         found = SavedOptimizer.model_validate(entry)
@@ -88,7 +88,7 @@ def read_optimizer(path: Path, entry: Any) -> SavedOptimizer:
 def changed_settings(
     path: Path, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, Any, Any]]:
-    """The settings that loading would change: which one, its value here and the saved one.
+    """Return the settings that loading would change: name, current value and saved value.
 
     Args:
         path: The checkpoint, for messages.
@@ -96,7 +96,7 @@ def changed_settings(
         groups: The optimizer's own groups.
 
     Raises:
-        CheckpointError: A saved setting is of another kind than the optimizer's own, or it has none of this name.
+        CheckpointError: A saved setting has another type than the optimizer's, or the optimizer has no such setting.
     """
     changed, wrong = [], []
     for number, (settings, group) in enumerate(zip(saved, groups, strict=True)):
@@ -116,10 +116,10 @@ def changed_settings(
 
 
 def refuse_unknown(path: Path, saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse settings that the optimizer does not have, or not yet; arguments as of :func:`changed_settings`.
+    """Refuse saved settings that the optimizer does not have, or not yet; arguments as of :func:`changed_settings`.
 
     Raises:
-        CheckpointError: There are some; it names them.
+        CheckpointError: There are such settings; the message names them.
     """
     unknown = [
         f"groups.{number}.{key}"
@@ -138,7 +138,7 @@ def refuse_unknown(path: Path, saved: Sequence[Mapping[str, Any]], groups: Seque
 
 
 def describe_changes(changed: Sequence[tuple[str, Any, Any]]) -> str:
-    """A table of settings that differ."""
+    """Return a table of settings that differ."""
     rows = [("setting", "in the optimizer", "saved"), *((key, str(own), str(value)) for key, own, value in changed)]
     return "\n".join(f"  {line}" for line in aligned(rows, words=range(3)))
 
@@ -148,7 +148,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _are_alike(own: Any, value: Any) -> bool:
-    """Whether a saved value can take the place of the optimizer's own."""
+    """Return whether a saved value may replace the optimizer's value: both have the same type."""
     if own is None or value is None:
         return True
     if isinstance(own, bool) or isinstance(value, bool):
@@ -161,7 +161,7 @@ def _are_alike(own: Any, value: Any) -> bool:
 
 
 def refused(path: Path, lines: Sequence[str]) -> CheckpointError:
-    """The error for what cannot be right in a checkpoint's entry."""
+    """Return the error for invalid content in a checkpoint's entry about its optimizer."""
     listed = "".join(f"\n  - {printable(line)}" for line in lines)
     return CheckpointError(
         f"checkpoint {printable(path)}: what it says of its optimizer cannot be right:{listed}\n"
@@ -175,15 +175,15 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def groups_of(optimizers: Optimizers) -> list[dict[str, Any]]:
-    """The groups of all optimizers, one after the other."""
+    """Return the parameter groups of all optimizers in one list."""
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def shared_members(model: nn.Module, optimizers: Optimizers) -> list[list[str]] | None:
-    """Names of the parameters in each group, equal on all ranks; ``None`` where one group has all.
+    """Return the names of the parameters in each group, equal on all ranks; ``None`` if there is only one group.
 
     Collective:
-        Where there are several groups, an all-gather of JSON.
+        An all-gather of JSON if there are several groups.
     """
     if len(groups_of(optimizers)) == 1:
         return None
@@ -192,7 +192,7 @@ def shared_members(model: nn.Module, optimizers: Optimizers) -> list[list[str]] 
 
 
 def members_here(model: nn.Module, optimizers: Optimizers) -> list[list[str]]:
-    """Names of the parameters in each group of which this rank has a part."""
+    """Return the names of the parameters in each group of which this rank owns a part."""
     engine = engine_of(model, "sw.save")
     names: dict[Tensor, str] = {parameter: name for name, parameter in ignored_of(engine).parameters.items()}
     for group in engine.groups:
@@ -211,15 +211,15 @@ def members_here(model: nn.Module, optimizers: Optimizers) -> list[list[str]]:
 def settings_by_group(
     members: Sequence[Sequence[str]], groups: list[dict[str, Any]], before: Sequence[Sequence[str]] | None
 ) -> list[dict[str, Any]]:
-    """The saved settings for each group of an optimizer.
+    """Return the saved settings for each group of an optimizer.
 
     Args:
-        members: Names in each group, as far as this rank has parts of them.
+        members: Names in each group, as far as this rank owns parts of them.
         groups: Settings of each saved group.
-        before: Names in each saved group; ``None``: groups are taken in their order.
+        before: Names in each saved group; ``None``: groups are matched by position.
 
     Raises:
-        CheckpointError: Parameters of one group were in different ones.
+        CheckpointError: Parameters of one group were saved in different groups.
     """
     if before is None:
         return groups
@@ -238,10 +238,10 @@ def settings_by_group(
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters, with the name under which a checkpoint has each; equal on all ranks.
+    """Map the other names of tied parameters to the name under which a checkpoint stores them; equal on all ranks.
 
     Collective:
-        With ``pp``, where a rank has the modules of one stage, an all-gather of JSON.
+        With ``pp``, where each rank has the modules of one stage, an all-gather of JSON.
     """
     first: dict[int, str] = {}
     found = {

@@ -1,4 +1,4 @@
-"""From a model and its units to the engine, with everything that attaches to it."""
+"""Builds the engine of a model from its units, with everything that attaches to the engine."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from shardwise.weights.init.materialize import Source, fill_parameters
 def shard_model(
     model: nn.Module, prepared: Preparation, comms: Comms, options: EngineOptions, *, source: Source | None = None
 ) -> Engine:
-    """Turn ``model`` into units, in place. Every rank must hold the same values already (``weights.init.sync``).
+    """Make ``model`` a tree of units, in place. All ranks must already have the same values (``weights.init.sync``).
 
-    ``prepared`` is of this rank's part of the model. ``source`` gives meta parameters their values, unit by unit.
+    ``prepared`` describes this rank's part of the model. ``source`` gives meta parameters their values, unit by unit.
 
     Raises:
-        StateError: The model holds something that cannot be sharded.
+        StateError: The model contains something that cannot be sharded.
     """
     checks.install_checks()
     if comms.gather.device.type == "cpu":
@@ -100,7 +100,7 @@ def shard_model(
 def unit_maker(
     row: Placements, comms: Comms, options: EngineOptions, policies: precision.Policies
 ) -> Callable[..., Unit]:
-    """:func:`engine.build.make_unit` with one model's dtypes, and the forms and gradients of ``engine.storage``."""
+    """Bind :func:`engine.build.make_unit` to a model's dtypes, and to the forms and gradients of ``engine.storage``."""
     return functools.partial(
         build.make_unit,
         row=row,
@@ -121,7 +121,7 @@ def start(
     *,
     ignored: Ignored = NOTHING,
 ) -> Engine:
-    """Make the engine of ``units``, with what guards every model. What is attached later comes before these."""
+    """Build the engine of ``units`` with the guards of every model. Extensions attached later run before the guards."""
     mark_shards(units)
     engine = build.start_engine(units, row, comms, options)
     attach(engine)
@@ -134,7 +134,7 @@ def start(
         checks.Added(engine),
         CoversAll(),
         safety.ForeignBackwards(),
-        safety.SavedTensors(),  # after it nothing may refuse to begin a forward
+        safety.SavedTensors(),  # must be the last that can refuse a forward
         safety.LostWrites(root),
     ):
         engine.extras.add(observer)
@@ -142,7 +142,7 @@ def start(
 
 
 def nest(units: Iterable[Unit]) -> list[Unit]:
-    """Set every unit's parent from the paths; returns them outermost first, in order of registration."""
+    """Set every unit's parent from the paths; return the units outermost first, in order of registration."""
     units = list(units)
     for unit in units:
         above = {
@@ -153,7 +153,7 @@ def nest(units: Iterable[Unit]) -> list[Unit]:
 
 
 def _place_above(outer: Unit, unit: Unit) -> str | None:
-    """The path of the member of ``outer`` that ``unit``, or its first member, lies in; ``None`` if it does not."""
+    """Return the path of the member of ``outer`` that contains ``unit``, or its first member; ``None`` if none does."""
     paths = [member.path for member in outer.members]
     if paths == [""]:
         return ""
@@ -164,11 +164,11 @@ def _place_above(outer: Unit, unit: Unit) -> str | None:
 
 @dataclass
 class Description:
-    """Facts of a model for its summary that its engine does not know.
+    """Facts for a model's summary that its engine does not store.
 
     Attributes:
-        recomputed: Names of the modules whose forward is run again in backward.
-        offloaded: Names of the modules that keep what they leave for backward on the host.
+        recomputed: Names of the modules whose forward is recomputed in backward.
+        offloaded: Names of the modules whose saved activations are kept on the host.
         notes: Further lines.
     """
 
@@ -178,12 +178,12 @@ class Description:
 
 
 def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *, sync_buffers: str) -> None:
-    """Keep buffers equal over the ranks, connect batch norm over all ranks, and keep ``generate()`` in step.
+    """Attach the sync of buffers, connect batch norm over all ranks, and keep ``generate()`` in step over the ranks.
 
-    ``open_samples`` opens a Comm over the ranks that have samples of their own, where some batch norm needs one.
+    ``open_samples`` opens a Comm over the ranks that read different samples; called only if some batch norm needs it.
 
     Collective:
-        As ``open_samples``, where it is called.
+        As ``open_samples``, if it is called.
     """
     buffers = BufferSync(model, sync_buffers, engine.comms.control, ignored_of(engine).buffers)
     engine.extras.add(buffers, is_first=True)
@@ -194,7 +194,7 @@ def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *
 
 
 def keep_in_step(model: nn.Module) -> None:
-    """Make ``generate``, of the model or of one inside it, call its model equally often on every rank."""
+    """Make ``generate``, of the model or a submodule, call its model equally often on every rank."""
     for module in model.modules():
         generate = getattr(type(module), "generate", None)
         if not callable(generate):
@@ -206,7 +206,7 @@ def keep_in_step(model: nn.Module) -> None:
 
 
 class _Synced(Replacement):
-    """Calls ``model.generate`` with ``synced_gpus`` on unless the caller says otherwise."""
+    """Calls ``model.generate`` with ``synced_gpus=True`` unless the caller sets it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "synced_gpus" not in self.__signature__.bind_partial(*args, **kwargs).arguments:

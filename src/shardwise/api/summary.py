@@ -39,10 +39,9 @@ from shardwise.spec.traffic.data import (
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """One group: its parameters (name, logical shape, elements of it on this rank), dtype and padding.
+    """One group: its parameters (name, logical shape, number of elements on this rank), dtypes and padding.
 
-    The logical shape is that of the whole parameter; ``slices`` says, by name, which part of it this rank's ``tp``
-    coordinate holds.
+    The logical shape is the unsharded shape. ``slices`` says, by name, which part this rank's ``tp`` coordinate holds.
     """
 
     parameters: tuple[tuple[str, tuple[int, ...], int], ...]
@@ -62,7 +61,7 @@ class GroupSummary:
 
     @property
     def dtypes(self) -> str:
-        """``fp32``, or ``fp32>bf16>fp32`` for master, compute and reduce where they differ; what is quantized."""
+        """``fp32``, or ``fp32>bf16>fp32`` for master, compute and reduce dtype if they differ, and quantized forms."""
         every = (self.dtype, self.compute_dtype, self.reduce_dtype)
         shown = self.dtype if len(set(every)) == 1 else ">".join(every)
         held = f", held as {self.held_as}" if self.held_as else ""
@@ -89,27 +88,27 @@ class Summary(Shown):
     """The result of :func:`summary`; ``str()`` is for reading.
 
     Attributes:
-        units: Outermost first.
+        units: Units, outermost first.
         rank, world_size: This rank among the data-parallel ranks, and their number.
-        mesh: Their sizes.
+        mesh: Sizes of the data-parallel axes.
         placements: How parameters, gradients and optimizer state are placed, in words.
-        granularity: What no cut divides.
-        imbalance: Sharded bytes of the fullest rank over the mean of all ranks; 1 where nothing is sharded.
-        num_idle_ranks: Ranks that own none of what is sharded.
+        granularity: The smallest part of a parameter that sharding does not divide.
+        imbalance: Sharded bytes of the rank with the most over the mean of all ranks; 1 if nothing is sharded.
+        num_idle_ranks: Number of ranks that own no sharded bytes.
         footprint: Bytes on this rank by category.
-        forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
-        num_wrong_prefetches: Gathers so far of units that this rank then did not run: prefetched, or gathered because
-            other ranks run them.
+        forward_order, backward_order: Names of the units in the order of their gathers; empty before the first step.
+        num_wrong_prefetches: Number of gathers so far of units that this rank then did not run: prefetched, or gathered
+            because other ranks run them.
         buffers: How the model's buffers are kept equal over the ranks.
-        ignored: Names of the parameters that are left alone.
-        row_sharded: Logical shapes, by name, of embeddings whose rows are spread over all ranks.
-        recomputed: Names of the modules whose forward is run again in backward.
-        offloaded: Names of the modules that keep what they leave for backward on the host.
-        keeps: Operators whose outputs are kept in recomputed modules all the same, by name or family.
-        updated: How the optimizer's step comes about.
-        coordinate: On ``pp``, ``cp`` and ``tp``, where they have several ranks: this rank's position.
-        notes: Further lines, such as which stage of a pipeline has which modules.
-        world_rank, num_world_ranks: This rank, and how many there are, over all axes.
+        ignored: Names of the parameters that are not sharded.
+        row_sharded: Logical shapes, by name, of embeddings whose rows are sharded over all ranks.
+        recomputed: Names of the modules whose forward is recomputed in backward.
+        offloaded: Names of the modules whose saved activations are kept on the host.
+        keeps: Operators, by name or family, whose outputs are saved also in recomputed modules.
+        updated: How parameters are updated, if not by a plain step of the optimizer.
+        coordinate: This rank's position on ``pp``, ``cp`` and ``tp``, for axes with several ranks.
+        notes: Further lines, such as the modules of each pipeline stage.
+        world_rank, num_world_ranks: This rank and the number of ranks, over all axes.
     """
 
     units: tuple[UnitSummary, ...]
@@ -138,13 +137,13 @@ class Summary(Shown):
 
     @property
     def num_parameters(self) -> int:
-        """Logical parameters of the model; with ``pp`` or ``ep`` those of this rank's stage and experts."""
+        """Number of unsharded parameters of the model; with ``pp`` or ``ep`` of this rank's stage and experts."""
         shapes = [shape for unit in self.units for group in unit.groups for _, shape, _ in group.parameters]
         return sum(math.prod(shape) for shape in [*shapes, *self.row_sharded.values()])
 
     @property
     def _groups(self) -> str:
-        """The groups of ranks, if there are several."""
+        """Sizes of the data-parallel axes, if there are several replicas."""
         replicas = self.mesh["dp_replicate"]
         if replicas == 1:
             return ""
@@ -160,7 +159,7 @@ class Summary(Shown):
 
     @property
     def _place(self) -> list[str]:
-        """The stage, the part of a sequence and the slices of this rank."""
+        """This rank's stage, part of a sequence and slice, in words."""
         words = {"pp": "pipeline stage", "cp": "part of each sequence", "tp": "slice"}
         shown = [f"{words[axis]} {at + 1} of {self.mesh[axis]} ({axis})" for axis, at in self.coordinate.items()]
         return [f"this rank holds {', '.join(shown)}"] if shown else []
@@ -172,7 +171,7 @@ class Summary(Shown):
         return ["slices that this rank's shards are of:", *lines] if lines else []
 
     def to_records(self) -> list[dict[str, Any]]:
-        """A row for each group of each unit: ``parameters`` are its logical elements, ``owned`` those of this rank."""
+        """Return a record for each group of a unit: ``parameters`` counts unsharded elements, ``owned`` this rank's."""
         return [
             {"unit": unit.name, "class": unit.type_name}
             | {name: getattr(group, name) for name in _COLUMNS}
@@ -183,11 +182,11 @@ class Summary(Shown):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with those of units and groups."""
+        """Return the fields, including those of units and groups."""
         return {"num_parameters": self.num_parameters, **dataclasses.asdict(self)}
 
     def page(self) -> Page:
-        """Units and bytes for reading."""
+        """Return units and bytes as readable text."""
         above = [
             (
                 f"{self.num_parameters:,} parameters{' of this rank' * ('pp' in self.coordinate)} in {len(self.units)}"
@@ -229,7 +228,7 @@ _HEADER = ("unit", "class", "params", "this rank", "padding", "dtype")
 
 
 def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
-    """A unit's rows of the table: one for each group."""
+    """Return the table's rows for a unit, one for each group."""
     name = "  " * unit.depth + unit.name
     rows: list[tuple[str, ...]] = []
     for group in unit.groups:
@@ -246,10 +245,10 @@ def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
 
 
 def summary(model: nn.Module) -> Summary:
-    """Units, shapes, dtypes, who owns what, padding, bytes per rank and prefetch order of a parallelized model.
+    """Summarize a parallelized model: units, shapes, dtypes, ownership, padding, bytes per rank and prefetch order.
 
     Collective:
-        None: every rank knows its own.
+        None: every rank summarizes its own part.
     """
     engine = engine_of(model, "sw.summary", on_shards=False)
     sharded = [group.layout for group in engine.groups if group.row.shards_optimizer and group.layout.logical_numel]
@@ -289,7 +288,7 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _update(engine: Engine) -> str:
-    """In words, what ``flat_parameters`` and ``optimizer_in_backward`` have changed."""
+    """Say how ``flat_parameters``, ``optimizer_in_backward`` and offloading change the update; empty if they do not."""
     flat = [group for group in engine.groups if group.facts.flat_kinds is not None]
     count = sum(len(flat_ranges(group.held, group.facts.flat_kinds)) for group in flat if group.facts.flat_kinds)
     names = sum(piece.numel > 0 for group in flat for piece in group.held)
@@ -302,12 +301,12 @@ def _update(engine: Engine) -> str:
 
 
 def group_facts(engine: Engine) -> list[GroupFacts]:
-    """The facts of every group, brought up to date where parameters were frozen or unfrozen since it was made."""
+    """Return the facts of every group, updated for parameters that were frozen or unfrozen since."""
     return [dataclasses.replace(group.facts, is_trainable=group.wants_gradients) for group in engine.groups]
 
 
 def unit_facts(engine: Engine) -> dict[int, UnitFacts]:
-    """The facts of every unit, by number."""
+    """Return the facts of every unit, by index."""
     facts: dict[int, list[GroupFacts]] = {}
     for group in group_facts(engine):
         facts.setdefault(group.unit, []).append(group)
@@ -320,13 +319,13 @@ def unit_facts(engine: Engine) -> dict[int, UnitFacts]:
 def predict(
     engine: Engine, *, optimizer_tensors: float | StateBytes = 2, num_microbatches: int | None = None
 ) -> Footprint:
-    """The closed-form bytes of this rank, from the layouts alone.
+    """Predict the bytes of this rank in closed form, from the layouts alone.
 
     Args:
         engine: The model's engine.
-        optimizer_tensors: State tensors per parameter, or a function that says the bytes of each one's state.
-        num_microbatches: Microbatches of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as
-            many as there have been.
+        optimizer_tensors: Number of state tensors per parameter, or a function that returns each one's bytes.
+        num_microbatches: Number of microbatches of a step, all but the last under ``gradient_sync(model, False)``;
+            ``None``: as in the steps so far.
     """
     planned = {engine.window.mode} if num_microbatches is not None and num_microbatches > 1 else set()
     held = footprint(
@@ -344,25 +343,25 @@ def predict(
 
 
 def _accumulations(engine: Engine) -> set[str]:
-    """The ways in which microbatches were added up so far; backwards that each synchronise are ``sharded`` anywhere."""
+    """Return the modes of accumulation used so far. Repeated backwards that each synchronize count as ``sharded``."""
     seen = {engine.window.mode} if engine.backward.has_waited else set()
     return seen | ({"sharded"} if any(group.gradient.has_added for group in engine.groups) else set())
 
 
 def _stages(engine: Engine) -> dict[int, list[int]]:
-    """The units that belong to one stage of a pipeline alone, by stage."""
+    """Return the indices of the units that belong to only one pipeline stage, by stage."""
     return {stage: [unit.index for unit in units] for stage, units in engine.extras.take(StageUnits).items()}
 
 
 def _reduction_order(engine: Engine) -> Sequence[int]:
-    """The order in which units are reduced; empty before the first step of a model without a pipeline."""
+    """Return the order in which units are reduced; empty before the first step of a model without a pipeline."""
     if engine.comms.pp is None:
         return units_in(engine.orders.backward)
     return window_order((unit.index for unit in engine.units), _stages(engine))
 
 
 def _message_bytes(engine: Engine) -> int:
-    """Bytes held for the model's buffers to be sent in."""
+    """Return the bytes of the messages in which the model's buffers are sent."""
     comm = engine.comms.control
     buffers = engine.extras.find(BufferSync)
     messages = buffers.messages() if buffers is not None else []
@@ -370,7 +369,7 @@ def _message_bytes(engine: Engine) -> int:
 
 
 def replicas_of(engine: Engine) -> Replicas | None:
-    """The coordinate on ``dp_replicate`` of sums over it; ``None``: there are none."""
+    """Return the coordinate on ``dp_replicate``; ``None`` if the mesh has no such axis."""
     comms = engine.comms
     if comms.replicate is None:
         return None
@@ -380,9 +379,9 @@ def replicas_of(engine: Engine) -> Replicas | None:
 def predict_trace(
     engine: Engine, *, is_synchronising: bool = True, is_first_of_window: bool = True
 ) -> list[Collective]:
-    """The collectives of the next step on this rank, from the layouts and the recorded order alone.
+    """Predict the collectives of the next step on this rank, from the layouts and the recorded order alone.
 
-    Those of the data-parallel axes; of a pipeline where units stay gathered over the step, as they do by themselves.
+    Covers the data-parallel axes. With a pipeline it assumes that units stay gathered during the step, the default.
     """
     buffers = engine.extras.find(BufferSync)
     messages = buffers.messages() if is_first_of_window and buffers is not None and buffers.is_due else []

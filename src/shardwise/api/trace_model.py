@@ -1,4 +1,4 @@
-"""``sw.trace_model``: what any module computes and keeps in a step, for the planner."""
+"""``sw.trace_model``: the computation and saved tensors of any module's step, for the planner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trace_model(
     """Trace one step of any module without values, for ``sw.planner.estimate`` in place of a ``ModelShape``.
 
     Forward and backward run on meta tensors, once in 16 bit and once in fp32, in train mode, with the kernels that a
-    GPU has for attention and dropout. The module itself stays as it is, and nothing is allocated, however large it is.
+    GPU has for attention and dropout. The module itself is not changed, and nothing is allocated, whatever its size.
 
     Example::
 
@@ -35,8 +35,8 @@ def trace_model(
 
     Args:
         module: A plain module, on any device, meta included. Units are those of ``auto_wrap_policy="auto"``.
-        example_batch: Samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes count. Estimates for
-            another number of samples are scaled from it in proportion.
+        example_batch: Samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes matter. Estimates for
+            another number of samples are scaled in proportion.
         loss_fn: As for ``sw.train_step``: ``loss_fn(output, batch)``. ``None``: the output's ``loss``, or the output.
         forward: As for ``sw.train_step``.
 
@@ -86,7 +86,7 @@ def _in_dtype(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _seq_len(batch: Any) -> int:
-    """Tokens of a sequence: columns of the first whole-number tensor of two dimensions."""
+    """Return the tokens per sequence: the columns of the first integer tensor of two dimensions, or 0."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
             return leaf.shape[1]

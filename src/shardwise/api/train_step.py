@@ -1,4 +1,4 @@
-"""A training step's forward and backward, and an evaluation's forward: the same calls for every plan."""
+"""The forward and backward of a training step, and the forward of an evaluation: the same calls for every plan."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ def train_step(
     forward: Forward | None = None,
     losses: list[Tensor] | None = None,
 ) -> Tensor:
-    """Forward and backward on this rank's ``batch``; afterwards gradients are on the parameters.
+    """Run forward and backward on this rank's ``batch``; afterwards ``.grad`` of the parameters is set.
 
     A dict is called ``model(**batch)``, a tuple or list ``model(*batch)``, anything else ``model(batch)``. The loss is
     ``loss_fn(output, batch)``, else ``output.loss``, else an output without dimensions.
 
     Args:
         model: A parallelized model.
-        batch: This rank's samples; tensors are split on dim 0 into microbatches. Those without dimensions, or with one
-            row beside others of several, go into every microbatch whole. ``num_items_in_batch``, by which models of
-            transformers divide the sum of their losses, counts the whole batch: the loss is what it is in one piece.
-            An iterator gives the microbatches themselves, one when it is needed.
-        loss_fn: Gives a scalar from the output and the (micro)batch.
-        num_microbatches: ``None``: one; with ``pp`` those of ``plan.pipeline``. Microbatch losses are averaged
+        batch: This rank's samples; tensors are split on dim 0 into microbatches. Tensors without dimensions, or with
+            one row if others have several, go into every microbatch unsplit. ``num_items_in_batch``, by which models of
+            transformers divide the sum of their losses, counts the whole batch: the loss does not depend on the split.
+            An iterator yields the microbatches, and is advanced only when the next one is needed.
+        loss_fn: Returns a scalar from the output and the (micro)batch.
+        num_microbatches: ``None``: one, or with ``pp`` the number in ``plan.pipeline``. Microbatch losses are averaged
             unweighted. Without ``pp`` all but the last backward run under ``gradient_sync(model, False)``; with ``pp``
             gradients are added up and reduced once.
-        scaler: For fp16: gradients are those of the scaled loss. ``scaler.step(optimizer)`` and ``scaler.update()`` are
-            the caller's.
-        forward: Calls the model: ``forward(model, batch)`` gives the output.
+        scaler: For fp16: scales the loss and so its gradients. The caller runs ``scaler.step(optimizer)`` and
+            ``update()``.
+        forward: Calls the model: ``forward(model, batch)`` returns the output.
         losses: A list to which the losses of this rank's microbatches are appended, detached. The mean over ranks is
-            then not taken, and the host waits for nothing: for loops that read losses every so many steps.
+            then not computed, and the host waits for nothing: for loops that read losses only every few steps.
 
     Returns:
-        The mean loss over microbatches and ranks, detached, the same value on every rank. With ``losses`` the mean over
-        this rank's microbatches (0 on a rank without the last stage of a pipeline).
+        The mean loss over microbatches and ranks, detached, the same value on every rank. With ``losses``, the mean
+        over this rank's microbatches (0 on a rank without the last stage of a pipeline).
 
     Collective:
-        Those of forward and backward, and one all-reduce of a float64 for the loss, unless ``losses`` is given. All
-        ranks must call. With ``pp`` also the messages of its schedule, and a second all-reduce of two float64. Ranks
-        that differ on ``pp``, ``cp`` or ``tp`` only must have the same batch.
+        The collectives of forward and backward, and one all-reduce of a float64 for the loss, unless ``losses`` is
+        given. All ranks must call. With ``pp`` also the messages of its schedule, and a second all-reduce of two
+        float64. Ranks that differ only on ``pp``, ``cp`` or ``tp`` must have the same batch.
 
     Raises:
         StateError: The batch cannot be split, an iterator ends early, or there is no scalar loss.
@@ -98,17 +98,17 @@ def eval_step(
     forward: Forward | None = None,
     losses: list[Tensor] | None = None,
 ) -> Tensor:
-    """The loss of :func:`train_step`, computed without gradients. ``model.eval()`` is the caller's.
+    """Compute the loss of :func:`train_step` without gradients. The caller sets ``model.eval()``.
 
-    Its arguments are those of :func:`train_step`. With ``pp`` ``num_microbatches=None`` takes as many, up to those of
-    ``plan.pipeline``, as divide the batch, so that the last batch may be smaller.
+    The arguments are those of :func:`train_step`. With ``pp`` and ``num_microbatches=None`` the number of microbatches
+    is the largest, up to that of ``plan.pipeline``, that divides the batch, so that the last batch may be smaller.
 
     Returns:
         The mean loss as :func:`train_step` gives it.
 
     Collective:
-        Those of forward, and of the loss as in :func:`train_step`. All ranks must call. A rank whose batch leaves out
-        units (a tower without a picture) gathers them with the others.
+        The collectives of forward, and of the loss as in :func:`train_step`. All ranks must call. A rank whose batch
+        does not use some units (an image encoder without images) gathers them with the others.
 
     Raises:
         StateError: As :func:`train_step`.
@@ -135,7 +135,7 @@ def eval_step(
 
 
 def _microbatches(batch: Any, count: int) -> Iterable[Any]:
-    heartbeat.move()  # a long evaluation is not taken for a hang
+    heartbeat.move()  # so that the watchdog does not take a long evaluation for a hang
     return _drawn(batch, count) if isinstance(batch, Iterator) else split_batch(batch, count)
 
 
@@ -151,6 +151,6 @@ def _drawn(batches: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _kept(found: list[Tensor], losses: list[Tensor], engine: Engine) -> Tensor:
-    """The mean of this rank's losses, which go into ``losses``."""
+    """Append this rank's losses to ``losses`` and return their mean."""
     losses += found
     return torch.stack(found).mean() if found else torch.zeros((), device=engine.comms.control.device)

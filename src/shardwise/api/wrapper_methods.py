@@ -1,7 +1,7 @@
 """Methods that torch's wrappers ``DistributedDataParallel`` and ``FullyShardedDataParallel`` add to a model.
 
-Programs call them on the model that the wrapper returned. Here nothing is wrapped, so the model itself gets them,
-unless it has a method or attribute of that name.
+Programs call these methods on the model that the wrapper returned. Here nothing is wrapped, so the model itself gets
+the methods, unless it has an attribute of that name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.spec.errors import Uncopyable
 
 
 def add_wrapper_methods(model: nn.Module, counted: _NumParameters | None) -> None:
-    """Give a parallelized model ``no_sync`` and ``clip_grad_norm_``, and the ``num_parameters`` of before."""
+    """Give a parallelized model ``no_sync``, ``clip_grad_norm_``, and a ``num_parameters`` counted before sharding."""
     if counted is not None:
         model.__dict__["num_parameters"] = counted
     for name, method in (("no_sync", _NoSync(model)), ("clip_grad_norm_", _ClipGradNorm(model))):
@@ -26,15 +26,15 @@ def add_wrapper_methods(model: nn.Module, counted: _NumParameters | None) -> Non
 
 
 def count_parameters(model: nn.Module) -> _NumParameters | None:
-    """A ``num_parameters`` for a model that is not sharded yet, in place of its own; ``None`` where it has none.
+    """Return a replacement for a plain model's ``num_parameters``; ``None`` if the model has no such method.
 
-    transformers' adds up the elements of the parameters, which after sharding are those of this rank.
+    The method of transformers counts elements of the parameters, which after sharding would be this rank's only.
     """
     return _NumParameters(model) if callable(getattr(model, "num_parameters", None)) else None
 
 
 class _Method(Uncopyable):
-    """A method of the model. Its reference to the model is weak: deleting the model frees its memory."""
+    """A method of the model, which it references weakly, so that deleting the model frees its memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._reference = weakref.ref(model)
@@ -50,7 +50,7 @@ class _NoSync(_Method):
     """``model.no_sync()``."""
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Accumulate gradients inside, as ``sw.gradient_sync(model, False)``."""
+        """Accumulate gradients in a ``with`` block, as ``sw.gradient_sync(model, False)``."""
         return gradient_sync(self._model, is_enabled=False)
 
 
@@ -67,7 +67,7 @@ class _ClipGradNorm(_Method):
 
 
 class _NumParameters(_Method):
-    """``model.num_parameters()``, which models of transformers have, of the model as it was before sharding."""
+    """``model.num_parameters()`` of transformers models, with the counts from before sharding."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -75,7 +75,7 @@ class _NumParameters(_Method):
         self._held = [(name, p.numel(), p.requires_grad, name in tables) for name, p in model.named_parameters()]
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  transformers' form
-        """Number of parameters of the whole model: all, those that are trained, or those outside of embeddings."""
+        """Return the number of parameters of the whole model: all, the trained ones, or those outside of embeddings."""
         now = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
         return sum(
             numel
