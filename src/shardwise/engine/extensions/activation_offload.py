@@ -1,23 +1,23 @@
-"""Activations in host memory: what a module's forward leaves for backward goes to the host, and comes back in time.
+"""Activation offloading: tensors that a module's forward saves for backward are moved to host memory and back.
 
 The module's ``forward`` runs under hooks on saved tensors (``torch.autograd.graph.saved_tensors_hooks``). Each storage
-that autograd would keep is copied to host memory once, whatever number of views of it are saved, and is freed on the
-device; backward gets views of a new copy. Of a recomputed module the saved tensors are its inputs. Parameters are not
-copied: their memory belongs to the engine. Life of one storage:
+that autograd would keep is copied to host memory once, however many views of it are saved, and is freed on the device.
+Backward gets views of a new copy. The saved tensors of a recomputed module are its inputs. Parameters are not copied,
+because their memory belongs to the engine. Life of one storage:
 
 =================================  ===================================================================================
 moment                             what happens
 =================================  ===================================================================================
 forward saves a tensor of it       its copy to the host is issued
-the next offloaded call ends       the copy is waited for, and the storage freed: the device holds those of two calls
-backward comes to the next call    its copy to the device is issued: one call before backward needs it
-backward comes to its call         the copy is waited for; autograd frees it as it goes
+the next offloaded call ends       the copy is waited for, and the storage freed: the device stores those of two calls
+backward reaches the next call     its copy to the device is issued: one call before backward needs it
+backward reaches its call          the copy is waited for; autograd frees it after use
 =================================  ===================================================================================
 
-What the last call has saved is still on the device when backward begins, and is not copied back. A pipeline makes
-backwards between forwards: then one forward's last call is on the device while another's backward has two. On CUDA
-copies run on two streams of their own. The device's memory is allocated and freed on the stream that computes, which
-waits for a copy before it frees what the copy reads or writes. On any other device copies are made at once.
+Tensors that the last call has saved are still on the device when backward begins, and are not copied back. A pipeline
+runs backwards between forwards: the device then stores the last call of one forward and two calls of the backward. On
+CUDA copies use two separate streams. Device memory is allocated and freed on the compute stream, which waits for a copy
+before it frees the memory that the copy uses. On any other device copies are synchronous.
 """
 
 from __future__ import annotations
@@ -48,12 +48,17 @@ def find(
     policy: ActivationOffloadPolicy | None,
     recomputed: Iterable[str] = (),
 ) -> dict[str, nn.Module]:
-    """The modules of ``model`` that ``policy`` offloads, by name; ``recomputed`` are those that backward runs again.
+    """Return the modules of ``model`` that ``policy`` offloads, by name.
 
-    A recomputed module stands for the units inside of it, which leave nothing.
+    Args:
+        model: The model.
+        units: The units of the model by name.
+        policy: The plan's policy.
+        recomputed: Names of the modules that backward runs again. Such a module is offloaded in place of the units
+            inside it, which save nothing.
 
     Raises:
-        PlanError: There are none, one lies inside another, or inside a recomputed module.
+        PlanError: There are none, or one is inside another or inside a recomputed module.
     """
     if policy is None:
         return {}
@@ -73,9 +78,9 @@ def find(
 def install(
     found: Mapping[str, nn.Module], policy: ActivationOffloadPolicy | None, *, device: torch.device
 ) -> ActivationOffload | None:
-    """Make the modules that :func:`find` has found offload their saved tensors; ``None`` without a policy.
+    """Make the modules that :func:`find` has returned offload their saved tensors; ``None`` without a policy.
 
-    Called after ``recompute.install``: offloaded are the inputs of what is recomputed.
+    Must be called after ``recompute.install``, so that the inputs of recomputed modules are offloaded.
     """
     if policy is None:
         return None
@@ -89,9 +94,9 @@ class ActivationOffload(Observer):
     """The common state of a model's offloaded modules: the host's memory, the streams, and the order of calls.
 
     Attributes:
-        names: The modules.
-        host: Memory on the host.
-        sent_bytes, returned_bytes: Copied to the host and back so far.
+        names: Names of the modules.
+        host: Buffers on the host.
+        sent_bytes, returned_bytes: Bytes copied to the host and back so far.
     """
 
     def __init__(self, policy: ActivationOffloadPolicy, names: tuple[str, ...], device: torch.device) -> None:
@@ -103,7 +108,7 @@ class ActivationOffload(Observer):
         self._least_bytes = policy.least_bytes
         self._out = torch.cuda.Stream(device) if is_cuda else None
         self._back = torch.cuda.Stream(device) if is_cuda else None
-        self._stays: frozenset[int] = frozenset()  # storages of parameters
+        self._stays: frozenset[int] = frozenset()  # storages that are not copied: parameters
         self._checked: SavedTensors | None = None
         self._newest: _Call | None = None
         self._follows = False  # whether the next call is in the same forward as the newest
@@ -111,7 +116,7 @@ class ActivationOffload(Observer):
         self._by_storage: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Parameters lie where the engine has them."""
+        """Record the storages of parameters, which are not offloaded."""
         held = [*(group.gathered for group in engine.groups), *ignored_of(engine).parameters.values()]
         self._stays = frozenset(map(torch_private.storage_identity, held))
         self._checked = engine.extras.find(SavedTensors)
@@ -121,15 +126,15 @@ class ActivationOffload(Observer):
 
     @property
     def is_open(self) -> bool:
-        """A call is under way."""
+        """Whether a call is under way."""
         return self._open is not None
 
     def begin(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A call begins; returns the hooks under which it is to run."""
+        """Begin a call; returns the hooks under which it must run."""
         call = self._open = _Call(self._newest if self._follows else None)
         self._follows = True
         checked = self._checked
-        # A tensor that stays goes through the hooks that check parameters' memory, as it would without these here.
+        # A tensor that is not copied passes through the hooks of SavedTensors, which ours would otherwise replace.
         inner = (checked.pack, checked.unpack) if checked is not None else (None, None)
 
         def pack(tensor: Tensor) -> Any:
@@ -145,7 +150,7 @@ class ActivationOffload(Observer):
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def end(self) -> None:
-        """The call is over: what the call before it has saved leaves the device."""
+        """End the call, and free on the device the storages that the call before it has saved."""
         call, self._open = self._open, None
         if call is None or not call.has_parcels:
             return
@@ -163,18 +168,18 @@ class ActivationOffload(Observer):
         return num_bytes >= self._least_bytes and torch_private.storage_identity(tensor) not in self._stays
 
     def _parcel(self, tensor: Tensor, call: _Call) -> _Parcel:
-        """The storage of a tensor, on its way to the host."""
+        """Return the parcel of a tensor's storage; the first call for a storage issues its copy to the host."""
         key = torch_private.storage_identity(tensor), tensor._version  # noqa: SLF001 - as autograd checks
         parcel = self._by_storage.get(key)
-        if parcel is None or not parcel.is_here:  # else the storage may be another one by now
+        if parcel is None or not parcel.is_here:  # after that, another storage may have this address
             parcel = self._by_storage[key] = _Parcel(self, tensor)
-        call.add(parcel)  # used here too: it stays as long as what this call saves
+        call.add(parcel)  # a shared parcel is freed with those of its newest call
         return parcel
 
     # -- copies
 
     def send(self, source: Tensor, target: Tensor, after: Any) -> Any:
-        """Copy to the host; ``after``: the newest copy that used the host's memory. Returns the copy's event."""
+        """Copy to the host. Returns the copy's event. ``after``: event of the last copy that used the host's memory."""
         self.sent_bytes += source.nbytes
         return self._copy(source, target, self._out, after)
 
@@ -195,15 +200,15 @@ class ActivationOffload(Observer):
             return stream.record_event()
 
     def computing(self) -> torch.cuda.Stream | None:
-        """The stream that computes."""
+        """The compute stream; ``None`` on other devices than CUDA."""
         return None if self._out is None else torch.cuda.current_stream(self.device)
 
 
 class _Call:
-    """One call of an offloaded module, and the one before it. Saved tensors keep it alive.
+    """One call of an offloaded module, and the call before it. Saved tensors keep it alive.
 
     Attributes:
-        has_parcels: It has saved something.
+        has_parcels: Whether the call has saved tensors.
     """
 
     def __init__(self, before: _Call | None) -> None:
@@ -217,7 +222,7 @@ class _Call:
 
     @property
     def parcels(self) -> list[_Parcel]:
-        """The parcels whose backward is still to come, newest first, without those that a later call has saved too."""
+        """The parcels that backward still needs, newest first, without those that a later call has saved too."""
         found = [parcel for ref in reversed(self._parcels.values()) if (parcel := ref()) is not None]
         return [parcel for parcel in found if parcel.newest_call() is self]
 
@@ -226,7 +231,7 @@ class _Call:
         parcel.newest_call = weakref.ref(self)
 
     def enter(self) -> None:
-        """Backward has come to the call: have what it saved brought, and then what the call before it saved."""
+        """Copy back the parcels of this call, which backward has reached, and then those of the call before it."""
         if self._is_entered:
             return
         self._is_entered = True
@@ -240,13 +245,13 @@ class _Parcel:
     """One storage: on the device, on the host, or both. Saved tensors keep it alive.
 
     Attributes:
-        is_here: The storage that forward saved is still on the device.
-        newest_call: The last call that has saved it.
+        is_here: Whether the storage that forward saved is still on the device.
+        newest_call: Weak reference to the last call that has saved it.
     """
 
     def __init__(self, offload: ActivationOffload, tensor: Tensor) -> None:
         self._offload = offload
-        self._source: Tensor | None = tensor.detach()  # shares the tensor's counter of versions
+        self._source: Tensor | None = tensor.detach()  # shares the tensor's version counter
         self._version = tensor._version  # noqa: SLF001
         self._is_changed = False
         self._returned: Tensor | None = None
@@ -275,7 +280,7 @@ class _Parcel:
             self._source = None
 
     def come(self) -> None:
-        """Copy the storage back, unless it is on the device or on its way."""
+        """Copy the storage back, unless it is on the device or the copy is under way."""
         if self._source is None and self._returned is None:
             self._stream = self._offload.computing()
             self._returned = torch.empty_like(self._host, device=self._offload.device)
@@ -300,12 +305,12 @@ class _Parcel:
 
     def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
         if not is_finalizing() and hasattr(self, "_host_event"):
-            self._wait()  # before the device's memory is given to others
+            self._wait()  # the copy must end before the device's memory is freed
             self._offload.host.give(self._host, self._host_event)
 
 
 class _Saved:
-    """The object that autograd holds in place of a saved tensor."""
+    """The object that autograd stores in place of a saved tensor."""
 
     __slots__ = ("_call", "_dtype", "_offset", "_parcel", "_shape", "_stride")
 
@@ -315,7 +320,7 @@ class _Saved:
         self._shape, self._stride = tensor.shape, tensor.stride()
 
     def tensor(self) -> Tensor:
-        """The tensor, on the device."""
+        """Return the tensor on the device."""
         self._call.enter()
         storage = self._parcel.storage()
         with torch.no_grad():
@@ -324,7 +329,7 @@ class _Saved:
 
 
 def _all_bytes(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes."""
+    """Return a view of the full storage of a tensor as bytes."""
     storage = tensor.untyped_storage()
     with torch.no_grad():
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -332,16 +337,16 @@ def _all_bytes(tensor: Tensor) -> Tensor:
 
 
 class HostMemory:
-    """Buffers on the host that are used again. In a dry run they are on meta.
+    """Reusable buffers on the host; on meta in a dry run.
 
     Attributes:
-        most_used_bytes: The most that was in use at once; no more than that stays unused.
+        most_used_bytes: Maximum of bytes in use at once. At most as many bytes are kept unused.
     """
 
     def __init__(self, device: torch.device, *, pins: bool) -> None:
         self._device = device if device.type == "meta" else torch.device("cpu")
         self._pins = pins
-        self._unused: list[tuple[Tensor, Any]] = []  # the oldest first
+        self._unused: list[tuple[Tensor, Any]] = []  # buffer and last event, oldest first
         self._used_bytes = self._unused_bytes = 0
         self.most_used_bytes = 0
 
@@ -351,7 +356,7 @@ class HostMemory:
         return self._used_bytes + self._unused_bytes
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """A buffer, and the event of the newest copy that used its memory, which must be waited for."""
+        """Return a buffer, and the event of the last copy that used its memory, which must be waited for."""
         self._used_bytes += num_bytes
         self.most_used_bytes = max(self.most_used_bytes, self._used_bytes)
         for place, (buffer, _) in enumerate(self._unused):
@@ -361,7 +366,7 @@ class HostMemory:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pins), None
 
     def give(self, buffer: Tensor, event: Any) -> None:
-        """Return a buffer; the oldest unused ones are freed where more lies unused than was ever used at once."""
+        """Take a buffer back; frees the oldest unused ones above ``most_used_bytes``."""
         self._used_bytes -= buffer.numel()
         self._unused_bytes += buffer.numel()
         self._unused.append((buffer, event))

@@ -1,7 +1,7 @@
-"""Batch norm over the samples of all ranks, on any device. torch's own refuses CPU tensors in a world of several ranks.
+"""Batch norm over the samples of all ranks, on any device. torch's refuses CPU tensors in a world of several ranks.
 
-Statistics travel in float64, and every rank combines them in rank order: results do not depend on the rank, and differ
-from those of one process that has the whole batch by rounding only.
+Statistics are exchanged in float64, and every rank combines them in rank order. Results are the same on every rank, and
+differ from those of one process with the full batch only by rounding.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from shardwise.comm.base import Comm
 from shardwise.engine.storage.attachment import attachment_of
 from shardwise.spec.errors import PlanError, StateError
 
-#: What the collectives are said to serve.
+#: Unit name of the collectives in traces.
 _UNIT = "sync_batch_norm"
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm whose mean and variance in training are those of the samples of all data-parallel ranks.
+    """Batch norm whose mean and variance in training are taken over the samples of all data-parallel ranks.
 
-    Make it by :func:`convert_sync_batchnorm`. Before ``sw.parallelize`` and in a world of one it is plain batch norm.
+    Made by :func:`convert_sync_batchnorm`. Before ``sw.parallelize``, and in a world of one, it is plain batch norm.
 
     Collective:
-        In each forward in training mode one all-gather of ``2 C + 1`` float64 per rank for ``C`` channels, in its
+        In each forward in training mode one all-gather of ``2 C + 1`` float64 per rank for ``C`` channels; in its
         backward one all-reduce of ``2 C``. All ranks must run it equally often; the numbers of samples may differ.
     """
 
     comm: Comm | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's signature
-        """Normalize ``input[N, C, ...]``; as ``torch.nn.BatchNorm2d`` but for the statistics."""
+        """Normalize ``input[N, C, ...]`` as ``torch.nn.BatchNorm2d``, with the statistics of all ranks."""
         x = input
         uses_batch = self.training or self.running_mean is None
         if self.comm is None or self.comm.size == 1 or not uses_batch:
@@ -63,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """From ``x`` to the normalized ``y`` and the statistics: mean and (biased) variance per channel, and the count."""
+    """Normalizes ``x``; returns ``y``, the mean and (biased) variance of each channel, and the count of samples."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - apply() takes no keywords
@@ -102,7 +102,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and number of samples of each channel over all ranks, in float64.
+    """Return mean and biased variance of each channel, and the number of samples, over all ranks, in float64.
 
     Collective:
         One all-gather.
@@ -126,12 +126,12 @@ def _normalized(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """16-bit samples are computed in float32, as torch does."""
+    """Convert 16-bit samples to float32, in which torch computes them too."""
     return x.float() if x.dtype in {torch.float16, torch.bfloat16} else x
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """``values[C]`` in the shape and dtype to be combined with ``x[N, C, ...]``."""
+    """Reshape and cast ``values[C]`` to be combined with ``x[N, C, ...]``."""
     dtype = torch.float32 if x.dtype in {torch.float16, torch.bfloat16} else x.dtype
     return values.to(dtype).view(1, -1, *[1] * (x.dim() - 2))
 
@@ -144,8 +144,8 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace every batch norm in ``module`` by one over the samples of all data-parallel ranks.
 
     Like ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, for CPU (Gloo) and CUDA alike. Call it before
-    ``sw.parallelize`` or ``sw.fully_shard``, which connect the ranks. Parameters and buffers stay the same objects, and
-    so do their names.
+    ``sw.parallelize`` or ``sw.fully_shard``, which connect the ranks. Parameters and buffers stay the same objects
+    under the same names.
 
     Returns:
         ``module``, changed in place; a new module where it is a batch norm itself.
@@ -180,7 +180,7 @@ def _converted(old: nn.Module) -> SyncBatchNorm:
         momentum=old.momentum,
         affine=False,
         track_running_stats=False,
-        device="meta",  # what it would allocate is replaced at once
+        device="meta",  # its parameters and buffers are replaced below
     )
     new.affine, new.track_running_stats = old.affine, old.track_running_stats
     for name, parameter in old.named_parameters(recurse=False):
@@ -191,7 +191,7 @@ def _converted(old: nn.Module) -> SyncBatchNorm:
 
 
 def check(model: nn.Module, device: torch.device, world_size: int, call: str) -> None:
-    """Refuse what would raise in the first forward after ``call``."""
+    """Refuse ``torch.nn.SyncBatchNorm`` on the CPU, which would raise in the first forward after ``call``."""
     if device.type != "cpu" or world_size == 1:
         return
     for path, module in model.named_modules():
@@ -204,9 +204,9 @@ def check(model: nn.Module, device: torch.device, world_size: int, call: str) ->
 
 
 def connect(model: nn.Module, open_comm: Callable[[], Comm]) -> None:
-    """Give the batch norms that :func:`convert_sync_batchnorm` made one Comm of their own to communicate over.
+    """Open one separate Comm for the batch norms that :func:`convert_sync_batchnorm` made.
 
-    Not over one of the engine's: on a rank that takes another path gathers may come earlier or later than theirs.
+    A Comm of the engine would not do, because ranks with different paths order gathers and batch norms differently.
     """
     norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     if all(norm.comm is not None for norm in norms):

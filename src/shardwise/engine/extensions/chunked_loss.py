@@ -1,9 +1,9 @@
-"""Cross entropy from hidden states and the head's weight, by torch's ``linear_cross_entropy``: logits are never whole.
+"""Cross entropy from hidden states and the head's weight, by torch's ``linear_cross_entropy``, in chunks of positions.
 
-While a model's forward has labels (or our GPT's targets), its head computes the loss in place of logits, a part of the
-positions at a time; so the head's weight is gathered as for any forward. In fp32 gradients of these positions are
-computed with it: one of the head's weight and one of the hidden states are held from there to backward. In 16 bit the
-losses of the positions are added in fp32, and backward computes the logits of each part again.
+The full logits never exist. When a model's forward has labels (or our GPT's targets), its head computes the loss in
+place of logits, so the head's weight is gathered as for any forward. In fp32, forward also computes the gradients of
+the head's weight and of the hidden states, which are stored until backward. In 16 bit the losses of the positions are
+added in fp32, and backward computes the logits of each chunk again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.parallel.tensor.loss import has_loss, without_logits
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.plan import ParallelPlan
 
-#: Fields of configurations that change logits between the head and the loss, and the value that does not.
+#: Configuration fields that change logits between the head and the loss, each with the value that leaves them alone.
 _BETWEEN = {
     "final_logit_softcapping": None,
     "logits_soft_cap": None,
@@ -35,7 +35,7 @@ _BETWEEN = {
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Targets (positions,) for the running forward, and the divisor of the sum of their losses."""
+    """Targets (positions,) of the running forward, and the divisor of the sum of their losses; ``None``: a mean."""
 
     targets: Tensor
     ignored: int = -100
@@ -43,18 +43,18 @@ class _Wanted:
 
 
 class _ChunkedHead(nn.Linear):
-    """Mixed into a head's class: logits, or while the model's forward has labels the loss."""
+    """Mix-in of a head's class: computes the loss while ``wanted`` is set, otherwise logits."""
 
     wanted: _Wanted | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  nn.Linear's name
-        """Hidden states (..., C) to logits (..., V), or to the loss, a scalar in fp32 or wider."""
+        """Map hidden states (..., C) to logits (..., V), or to the loss, a scalar in fp32 or wider."""
         wanted = self.wanted
         if wanted is None:
             return super().forward(input)
         hidden, weight, bias = input.flatten(0, -2), self.weight, self.bias
         kind = hidden.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # as for F.linear, of which autocast knows
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast does not know this function
             dtype = torch.get_autocast_dtype(kind)
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         is_narrow = hidden.dtype in {torch.float16, torch.bfloat16}
@@ -68,7 +68,7 @@ class _ChunkedHead(nn.Linear):
             ignore_index=wanted.ignored,
             options=nn.LinearCrossEntropyOptions(),
         )
-        if is_narrow:  # torch would return the mean or the sum in 16 bit: three digits, and sums beyond fp16's range
+        if is_narrow:  # torch's mean or sum would be 16 bit: three digits, and fp16 overflows
             loss = loss.float().sum()
         num_items = wanted.num_items
         if num_items is None and is_narrow:
@@ -77,21 +77,21 @@ class _ChunkedHead(nn.Linear):
 
 
 def chunk_cross_entropy(model: nn.Module) -> nn.Module:
-    """Make a causal language model compute its loss without holding all logits; before ``sw.parallelize``.
+    """Make a causal language model compute its loss without storing all logits; before ``sw.parallelize``.
 
-    For models of transformers that are called with ``labels``, and for ``sw.models.gpt`` called with targets. Such a
-    call gives the loss up to rounding, and ``logits`` are ``None``; every other call is as before. Memory of a step
-    falls by what logits take, 8 to 12 bytes for each position and id, and rises by a second gradient of the head's
+    Works for transformers models that are called with ``labels``, and for ``sw.models.gpt`` called with targets. Such a
+    call returns the same loss up to rounding, and ``logits`` are ``None``; every other call is as before. Memory of a
+    step falls by the logits, 8 to 12 bytes for each position and token id, and rises by a second gradient of the head's
     weight.
 
     Args:
-        model: A model that is not parallelized yet, changed in place; one with an adapter of peft, too.
+        model: A model that is not parallelized yet, changed in place. It may have a peft adapter.
 
     Returns:
         The model.
 
     Raises:
-        StateError: torch is older than 2.13, or the model computes its loss in another way.
+        StateError: torch is older than 2.13, or the model does not compute its loss from its head's logits.
     """
     if not hasattr(F, "linear_cross_entropy"):
         raise StateError("chunked cross entropy needs torch 2.13.\n  Install it, or leave the option out.")
@@ -115,7 +115,7 @@ def chunk_cross_entropy(model: nn.Module) -> nn.Module:
 
 
 def _pass_on(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:  # noqa: ARG001  transformers' names
-    """The head has computed the loss."""
+    """Return ``logits``, which are the loss already."""
     return logits
 
 
@@ -145,7 +145,7 @@ def _wanted(labels: Tensor, kwargs: dict[str, Any], *, shifts: bool) -> _Wanted:
 
 
 def check_chunked(model: nn.Module, plan: ParallelPlan) -> None:
-    """Refuse degrees that divide the head, or what it is given.
+    """Refuse degrees that divide the head or its inputs over ranks.
 
     Raises:
         PlanError: The model computes its loss in chunks, and the plan has ``tp``, ``pp`` or ``cp``.

@@ -1,8 +1,8 @@
-"""Compiling a model unit by unit.
+"""Compilation of a model, unit by unit.
 
-What is compiled is each unit's ``forward``: the hooks around it (gathers, casts, tickets) stay outside of the graph. A
-class is compiled once for all of its modules: their parameters are inputs of the graph, so blocks of equal shapes share
-one. Compiling the model as a whole instead would trace the engine, with a graph break at every unit.
+Each unit's ``forward`` is compiled: the hooks around it (gathers, casts, tickets) stay outside of the graph. A class is
+compiled once for all its modules: their parameters are inputs of the graph, so that blocks of equal shapes share one.
+Compiling the whole model would trace the engine, with a graph break at every unit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from shardwise.spec.replacement import Replacement
 
 
 def compile_units(model: nn.Module, units: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Compile, at its first call, the forward of every unit that encloses no other; returns their names.
+    """Make every unit that encloses no other compile its forward at the first call; returns their names.
 
-    Values agree with the uncompiled model's within rounding: the compiler fuses operations and orders sums otherwise.
+    Values agree with the uncompiled model's up to rounding, because the compiler fuses operations and reorders sums.
     """
     innermost = {name: unit for name, unit in units.items() if not any(other.startswith(f"{name}.") for other in units)}
     for module in innermost.values() if units else (model,):

@@ -1,13 +1,13 @@
-"""Calls on a parallelized module outside of its forward: refused or done right, never silently a slice.
+"""Guards of a parallelized model: calls that would see a shard instead of the parameter are refused or gathered.
 
-* A module called outside its unit's forward would compute with a shard, which refuses (``storage.part``). For modules
-  that use parameters of the root unit (embeddings, heads, the encoder of an encoder-decoder model, which ``generate``
-  calls by itself) the root is gathered for the call instead. These guards are on a module only while the root is
-  sharded, so a step does not pay for them.
-* ``state_dict``, ``load_state_dict``, ``copy.deepcopy`` and pickling are refused with what to use instead.
-* Methods of other libraries that rebuild weights (:data:`_REBUILDS`) are refused with what to do instead.
-* Hooks on the gradients of parameters are refused; they would never run.
-* ``.to()``, ``.half()`` and the like are refused where they would change a parameter, and pass where they would not.
+* A module that is called outside its unit's forward would compute with a shard, which raises (``storage.part``). For
+  modules that use parameters of the root unit (embeddings, heads, the encoder of an encoder-decoder model, which
+  ``generate`` calls directly) the root is gathered for the call. These guards are installed only while the root is
+  sharded, so that a step has no overhead.
+* ``state_dict``, ``load_state_dict``, ``copy.deepcopy`` and pickling are refused; the error says what to use instead.
+* Methods of other libraries that rebuild weights (:data:`_REBUILDS`) are refused; the error says what to do instead.
+* Hooks on the gradients of parameters are refused, because they would never run.
+* ``.to()``, ``.half()`` and similar methods are refused if they would change a parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _RESIZE = (
     " inside `with sw.full_parameters(model):`, into a plain model, and resize that."
 )
 
-#: Methods that make new weights from those in the modules: what to do instead, and whether whole parameters are enough.
+#: Methods that make new weights from those in the modules: what to do instead, and whether ``sw.full_parameters`` is
+#: enough for them.
 _REBUILDS: dict[str, tuple[str, bool]] = {
     "resize_token_embeddings": (_RESIZE, False),  # transformers; the others peft
     "merge_and_unload": (_MERGES, True),
@@ -98,7 +99,7 @@ def _guard_shards(engine: Engine) -> None:
             if not shard.is_floating_point():
                 continue
             is_trained = shard.requires_grad
-            shard.requires_grad_()  # a frozen parameter takes no hook, and may be trained later
+            shard.requires_grad_()  # torch refuses hooks on a frozen parameter, which may be trained later
             if group.facts.holds_part:
                 taken = _refuse_on_shard(weakref.ref(group), index)
             else:
@@ -128,10 +129,10 @@ def _refuse_hook(name: str, hook: object) -> NoReturn:  # noqa: ARG001 - torch's
 
 
 class _UseOutside(Uncopyable):
-    """Takes the gradient that autograd brings to a shard which is the whole parameter, and has it reduced.
+    """Hook that takes the gradient of a shard that is the full parameter, and has it reduced.
 
-    It is this rank's own: the parameter was used outside of its unit's forward. What ``.grad`` holds of earlier
-    backwards has been reduced, and is out of the way while autograd adds to it.
+    The gradient is not reduced yet, because the parameter was used outside of its unit's forward. The ``.grad`` of
+    earlier backwards has been reduced, so it is put aside while autograd accumulates.
     """
 
     def __init__(self, group: Group, index: int) -> None:
@@ -140,19 +141,19 @@ class _UseOutside(Uncopyable):
         self._before: list[Tensor | None] = []
 
     def begin(self, _grad: Tensor) -> None:
-        """A gradient is about to be added to ``.grad``, or to be returned by ``torch.autograd.grad``."""
+        """Put ``.grad`` aside before a gradient is added to it, or is returned by ``torch.autograd.grad``."""
         group = self._group()
         if group is None or group.form.is_shown:
             return
         shard = group.shards[self._index]
-        self._restore(shard)  # where a backward before this one has raised, or was torch.autograd.grad
+        self._restore(shard)  # if an earlier backward has raised, or was torch.autograd.grad
         if shard.grad is not None:
-            torch_private.at_end_of_backward(functools.partial(self._restore, shard))  # nothing may come to be added
+            torch_private.at_end_of_backward(functools.partial(self._restore, shard))  # __call__ may never run
         self._before = [shard.grad]
         shard.grad = None
 
     def __call__(self, shard: Tensor) -> None:
-        """It has been added."""
+        """Pass the accumulated gradient to the engine, and restore ``.grad``."""
         group, grad = self._group(), shard.grad
         engine = engine_around(group.unit) if group is not None else None
         if group is None or engine is None or grad is None or not self._before:
@@ -166,7 +167,7 @@ class _UseOutside(Uncopyable):
 
 
 def _refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Tensor], None]:
-    """A hook that refuses a gradient that autograd brings to a shard: somebody has computed with the shard's values."""
+    """Make a hook that refuses a gradient of a shard, which was used outside of its unit's forward."""
 
     def refuse(parameter: Tensor) -> None:
         group = group_ref()
@@ -186,7 +187,7 @@ def _refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Ten
 
 
 class _EntryGuard(Uncopyable):
-    """Forward pre-hook of a module that uses parameters of the root unit: gathers the root for this call."""
+    """Forward pre-hook of a module that uses parameters of the root unit; it gathers the root for the call."""
 
     def __init__(self, engine: Engine, unit: Unit, path: str) -> None:
         self._engine = weakref.ref(engine)
@@ -230,9 +231,9 @@ class _StateDictGuard(Uncopyable):
 
 
 class _NamesOnly(_StateDictGuard):
-    """State-dict hook of a trained copy of a whole module, which peft asks for its names while it saves an adapter.
+    """State-dict hook of a fully trained module (``modules_to_save``), whose names peft needs to save an adapter.
 
-    For peft the values of shards are on meta, with the shapes of the plain model: a slice can never be saved instead.
+    peft gets meta tensors with the shapes of the plain model, so that it can never save slices.
     """
 
     def __call__(self, module: nn.Module, *args: Any, **_kwargs: object) -> None:
@@ -258,7 +259,7 @@ def _guard_state_dicts(module: nn.Module, units: Sequence[Unit], path: str) -> N
 
 
 def _guard_containers(root: nn.Module, members: Sequence[tuple[Unit, Member]]) -> None:
-    """Make the modules around owners of parameters refuse, so that an error names the module that was called."""
+    """Guard the modules that enclose owners of parameters, so that an error names the module that was called."""
     paths: set[str] = set()
     below: dict[str, dict[int, Unit]] = {}
     for unit, member in members:
@@ -280,7 +281,7 @@ def _guard_state(module: nn.Module, unit: Unit, path: str) -> None:
 
 
 class _RebuildGuard(Replacement):
-    """A method of a module that makes new weights from what the parameters are."""
+    """Replacement of a method in :data:`_REBUILDS`, which makes new weights from the module's parameters."""
 
     def __init__(self, module: nn.Module, root: Unit, name: str) -> None:
         super().__init__(module, name)
@@ -298,7 +299,7 @@ class _RebuildGuard(Replacement):
 
 
 class _GuardedApply(Replacement):
-    """``module._apply``, through which ``.to()``, ``.half()``, ``.cuda()`` and the like go."""
+    """Replacement of ``module._apply``, which ``.to()``, ``.half()``, ``.cuda()`` and similar methods call."""
 
     def __init__(self, module: nn.Module, unit: Unit) -> None:
         super().__init__(module, "_apply")
@@ -329,7 +330,7 @@ class InsideDDP(Observer):
     """Refuses forwards inside a ``DistributedDataParallel`` that has parameters of the model."""
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Look for it."""
+        """Check the parameters of the ``DistributedDataParallel`` whose forward is running."""
         if any(mark_of(parameter) is not None for parameter in torch_private.parameters_of_ddp_forward()):
             root = engine.units[0].members[0].module()
             _refuse_ddp(type(root).__name__)
@@ -354,7 +355,7 @@ def _refuse_fsdp(name: str) -> NoReturn:
 
 
 class _RefusesDDP(Uncopyable):
-    """The names of parameters that ``DistributedDataParallel(model)`` asks the model to leave out."""
+    """Stands in for the names that ``DistributedDataParallel(model)`` ignores; it raises when DDP reads them."""
 
     def __init__(self, root: nn.Module) -> None:
         self._name = type(root).__name__

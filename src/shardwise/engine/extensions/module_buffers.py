@@ -1,7 +1,7 @@
-"""Buffers that training changes (batch norm's running statistics and the like), kept equal over the ranks.
+"""Synchronization of buffers that training changes, such as batch norm's running statistics.
 
-Each rank's forward changes its own. Before the next forward, whatever it is for, one rank's are sent to all, or their
-mean is taken: rank 0's before the forward are then everybody's, and an evaluation gives the same on every rank.
+Each rank's forward changes that rank's buffers. Before the next forward, with or without grad, one rank's buffers are
+sent to all, or their mean is taken, so that an evaluation gives the same result on every rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardwise.spec.traffic.data import BUFFERS, BufferMessage
 
 
 class BufferSync(Observer):
-    """Sends the buffers of a model, coalesced into one message per dtype.
+    """Synchronizes the buffers of a model, in one message per dtype.
 
     Attributes:
-        mode: What ``"auto"`` became: ``"broadcast"``, ``"mean"`` or ``"none"``.
-        is_auto: It was ``"auto"``.
-        is_due: A forward that may have changed them has run since the last sync.
+        mode: ``"broadcast"``, ``"mean"`` or ``"none"``, with ``"auto"`` resolved.
+        is_auto: Whether ``"auto"`` was given.
+        is_due: Whether a forward that may have changed the buffers has run since the last sync.
     """
 
     def __init__(self, model: nn.Module, mode: str, comm: Comm, ignored: Collection[str] = ()) -> None:
@@ -43,17 +43,17 @@ class BufferSync(Observer):
         self._flats: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def set_sources(self, ranks: Sequence[int]) -> None:
-        """Send the buffers of the first of these ranks: those that have a batch."""
+        """Set the ranks that have a batch; the buffers of the first one are sent, or the mean is taken over them."""
         self._root, self._num_sources = ranks[0], len(ranks)
         self._is_source = self._comm.rank in ranks
 
     @property
     def has_holder_in_training(self) -> bool:
-        """A module with buffers is in training mode, in which a forward may change them, also one without grad."""
+        """Whether a module with buffers is in training mode, in which any forward may change them."""
         return any(module.training for holder in self._holders if (module := holder()) is not None)
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """An outermost forward is about to run, on every rank.
+        """Synchronize the buffers before an outermost forward, which every rank runs.
 
         Collective:
             As :meth:`sync`, if one is due, unless microbatches are being accumulated.
@@ -64,7 +64,7 @@ class BufferSync(Observer):
             self.begin(engine)
 
     def begin(self, engine: Engine) -> None:
-        """Forwards between which no parameter changes are about to run, on every rank.
+        """Synchronize the buffers before one or more forwards on the same parameters, which every rank runs.
 
         Collective:
             As :meth:`sync`, if one is due.
@@ -73,11 +73,11 @@ class BufferSync(Observer):
         self.is_due = (engine.forward.trains or self.has_holder_in_training) and bool(self._held)
 
     def sync(self) -> None:
-        """Make the buffers equal, if that is due.
+        """Make the buffers equal on all ranks, if that is due.
 
         Collective:
-            A broadcast from one rank for each dtype; with ``"mean"`` also an all-reduce for each floating one. All
-            ranks must call.
+            A broadcast from one rank for each dtype; with ``"mean"`` also an all-reduce for each floating-point dtype.
+            All ranks must call.
         """
         if not self.is_due:
             return
@@ -103,7 +103,7 @@ class BufferSync(Observer):
             flat.view(torch.uint8) if dtype is torch.bool else flat, root=self._root, unit=BUFFERS
         ).wait()
         if is_averaged:
-            # The root's value plus the mean difference: what is equal on all ranks, infinite or not, stays as it is.
+            # The root's value plus the mean difference: values that are equal on all ranks, even infinite ones, stay.
             is_same = own == flat
             own.sub_(flat).masked_fill_(is_same, 0)
             if not self._is_source:
@@ -113,7 +113,7 @@ class BufferSync(Observer):
         torch._foreach_copy_(tensors, pieces)
 
     def messages(self) -> list[BufferMessage]:
-        """The messages of a sync, for the arithmetic of ``spec``."""
+        """The messages of a sync, for the traffic arithmetic of ``spec``."""
         found = []
         for dtype, tensors in self._by_dtype().items():
             numel = sum(tensor.numel() for tensor in tensors)
@@ -130,7 +130,7 @@ class BufferSync(Observer):
         return f"{count} {which}; {how} before the first forward after one in train mode"
 
     def _by_dtype(self) -> dict[torch.dtype, list[Tensor]]:
-        """The buffers as they are now, each once. ``.data``: autograd must not take a sync for a change by the user."""
+        """The present buffers, each once, as ``.data``: autograd must not count a sync as an in-place change."""
         found: dict[torch.dtype, list[Tensor]] = {}
         seen: set[int] = set()
         for buffers, key in self._held:
@@ -152,9 +152,10 @@ def _is_averaged(dtype: torch.dtype) -> bool:
 
 
 def _select(model: nn.Module, ignored: Collection[str], *, saved_only: bool) -> list[tuple[nn.Module, str]]:
-    """The buffers to send, by module and key; modules that synchronise themselves are left out.
+    """The buffers to send, by module and key, without those of modules that synchronize themselves.
 
-    What is not saved with the model can be computed anew (masks, rotary frequencies): training does not change it.
+    ``saved_only`` leaves out buffers that are not saved with the model (masks, rotary frequencies): training does not
+    change these.
     """
     return [
         (module, key)
@@ -167,7 +168,7 @@ def _select(model: nn.Module, ignored: Collection[str], *, saved_only: bool) -> 
 
 
 def begin(engine: Engine) -> None:
-    """Forwards between which no parameter changes are about to run: have buffers equal before the first of them.
+    """Synchronize the buffers of an engine's model before one or more forwards on the same parameters.
 
     Collective:
         As :meth:`BufferSync.sync`, if one is due. All ranks must call.

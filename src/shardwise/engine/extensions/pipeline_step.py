@@ -1,11 +1,12 @@
-"""A step of several forwards that are followed by several backwards, as pipelines make them.
+"""Pipeline steps: several forwards and backwards with the same parameters, then one update.
 
-Inside a step parameters do not change. What is gathered once stays so; once the orders of the stages are known, the
-gathers of all of them are issued at the step's beginning, and run while the rank waits for the stages before its own.
-Gradients are added up on this rank. They are reduced once. In the last backward of a stage the engine leaves its units
-one by one, as in any backward, and each is released and reduced behind what is still computed: that of the units before
-it, and of other stages. They go in a fixed order, the last first, so that the order of collectives depends on nobody's
-path. Whatever does not belong to one stage alone (the root, what several stages or ranks use) waits for the end.
+Units that are gathered once stay gathered for the step. Once the orders of the stages are known, the gathers of all of
+them are issued when the step begins, and run while the rank waits for the previous stages.
+
+Gradients are added up on this rank and reduced once. In the last backward of a stage each of its units is released and
+reduced when backward has left it, in parallel with the backward of earlier units and of other stages. Reductions are
+issued in a fixed order, the last unit first, so that the order of collectives is the same on all ranks. Units that do
+not belong to one stage alone (the root, parameters that several stages or ranks use) are reduced at the end.
 """
 
 from __future__ import annotations
@@ -29,32 +30,31 @@ from shardwise.spec.order import stage_entry
 
 
 class PipelineStep(Step):
-    """One such step.
+    """A pipeline step.
 
     Args:
         engine: The engine.
-        last: The microbatch whose backward through a stage is to reduce its units as it leaves them; ``None``: no
-            backward is.
-        synchronises: Gradients are reduced in this step.
+        last: Number of the microbatch whose backward through a stage reduces the stage's units; ``None``: none does.
+        synchronises: Whether gradients are reduced in this step.
     """
 
     ends_with_backward = False
 
     def __init__(self, engine: Engine, last: int | None = None, *, synchronises: bool = False) -> None:
         self.holds = all(not unit.reshards_after_forward for unit in engine.units)
-        self.has_gradients = False  # of this step's own backwards
+        self.has_gradients = False  # whether a backward of this step has collected gradients
         self._engine = engine
         self._last = last if synchronises else None
         self._synchronises = synchronises
-        self._due: deque[Unit] = deque()  # to be reduced in the backward under way, in this order
-        self._left: set[Unit] = set()  # in that backward
+        self._due: deque[Unit] = deque()  # units to reduce in the backward under way, in this order
+        self._left: set[Unit] = set()  # units that this backward has left
         self._reduced: set[Unit] = set()
 
     def enter(self, stage: int, microbatch: int) -> None:
-        """The next forward or backward is that of ``microbatch`` through ``stage``.
+        """Announce that the next forward or backward is that of ``microbatch`` through ``stage``.
 
-        The first takes the stage's units in an order of its own, and gathers what is not; later ones find them there.
-        Of the last one the hooks tell when its backward leaves a unit.
+        The first forward gathers the stage's units in the stage's order. Later ones find them gathered and skip the
+        hooks, except the last microbatch, whose hooks detect when its backward leaves a unit.
         """
         self.entry = stage_entry(stage)
         is_last = microbatch == self._last
@@ -63,11 +63,11 @@ class PipelineStep(Step):
         self._due = self._of_stage(stage) if is_last else deque()
 
     def keeps(self, unit: Unit) -> bool:
-        """The unit stays gathered, as it is needed again."""
+        """Whether the unit stays gathered: until it has been reduced."""
         return unit not in self._reduced
 
     def leave(self, engine: Engine, unit: Unit) -> None:
-        """The engine has left ``unit``, and collected its gradients: reduce what is due, as far as that has been left.
+        """Reduce the next due units, in their fixed order, as far as backward has left them.
 
         Collective:
             As :meth:`Engine.reduce`, in a last backward.
@@ -81,10 +81,14 @@ class PipelineStep(Step):
 
     @torch.no_grad()
     def end(self, stage: int, compute: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """The last backward of ``stage`` is over: reduce those of its units that are still to be.
+        """Reduce the remaining units of ``stage`` after its last backward.
+
+        Args:
+            stage: Number of the stage.
+            compute: Computes deferred weight gradients of the given full parameters.
 
         Collective:
-            As :meth:`Engine.reduce`; not where this step does not synchronise.
+            As :meth:`Engine.reduce`; nothing if this step does not synchronize.
         """
         if not self._synchronises:
             return
@@ -96,7 +100,7 @@ class PipelineStep(Step):
             self._engine.post_backward(unit)
 
     def collect(self) -> None:
-        """Add what gradients there are on full parameters to those of earlier microbatches."""
+        """Add the gradients of full parameters to those of earlier microbatches."""
         self.has_gradients = True
         for unit in self._engine.units:
             if unit in self._reduced:
@@ -108,7 +112,7 @@ class PipelineStep(Step):
                         group.gradient.show()
 
     def reduce(self, before: Callable[[], None]) -> None:
-        """Reduce the gradients of every other unit, last unit first, once ``before`` has been called."""
+        """Call ``before``, then reduce the gradients of all remaining units, last unit first."""
         engine = self._engine
         with torch.no_grad():
             before()
@@ -128,8 +132,8 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     """Run several forwards and backwards on the same parameters, and reduce their gradients.
 
     Collective:
-        With grad: the reduction of every unit, last unit first. In the last backward of a stage those that belong to it
-        alone, at the end the others. Not where the window does not synchronise.
+        If grad is enabled and the window synchronizes: the reduction of every unit, last unit first. Units that belong
+        to one stage alone are reduced in its last backward, the others at the end.
     """
     _refuse_observers(engine)
     engine.require_idle("sw.train_step")
@@ -141,7 +145,7 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     had_sums = any(group.gradient.is_local for group in engine.groups)
     opened = PipelineStep(engine, last, synchronises=synchronises)
     try:
-        with window.having(syncs=False, step=opened):  # what is reduced, and when, the step says
+        with window.having(syncs=False, step=opened):  # the step decides when units are reduced
             if opened.holds and torch.is_grad_enabled():
                 engine.gather_ahead()
             yield opened
@@ -151,7 +155,7 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
         if synchronises:
             opened.reduce(before_reduction)
     except BaseException:
-        # Nobody waits here, as peers may be waiting for this rank in turn: the next call drops what is there.
+        # Do not wait for collectives here, because peers may be waiting for this rank. The next call drops the remains.
         engine.interrupt(has_gradients=opened.has_gradients, had_sums=had_sums)
         raise
     if window.syncs or not torch.is_grad_enabled():
@@ -168,7 +172,7 @@ def _refuse_observers(engine: Engine) -> None:
 
 
 class ConstantParameters(Step):
-    """Forwards without grad that follow one another on the same parameters."""
+    """Several forwards without grad with the same parameters; ``call`` names the user's call in errors."""
 
     skips_hooks = True
     ends_with_backward = False
@@ -177,14 +181,14 @@ class ConstantParameters(Step):
         self._call = call
 
     def refuse(self, what: str) -> None:
-        """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost."""
+        """Refuse ``what`` inside the call, because the modules hold full parameters and gradients would be lost."""
         raise StateError(
             f"{what} while {self._call} is under way: its iterator is neither exhausted nor closed.\n"
             "  Call its close(), or go on to its end, before."
         )
 
     def refuse_grad(self) -> None:
-        """As :meth:`refuse`, of a forward."""
+        """Refuse a forward with grad."""
         if torch.is_grad_enabled():
             self.refuse("a forward with grad")
 
@@ -195,11 +199,11 @@ class StageUnits(dict[int, Sequence[Unit]]):
 
 @contextlib.contextmanager
 def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
-    """Run forwards without grad between which no parameter changes.
+    """Run forwards without grad between which no parameter changes; ``call`` names the user's call in errors.
 
-    Where every unit can be whole all the while (it is replicated, or stays gathered after forward, or this rank has all
-    of it), it is put into the modules at the beginning, and forwards go by the engine: they cost what the plain
-    model's do. Else units come and go as in any forward.
+    If every unit can stay unsharded (it is replicated, stays gathered after forward, or is stored in full on this
+    rank), the full parameters are put into the modules once and forwards skip the hooks, at the cost of the plain
+    model. Otherwise units are gathered and released as in any forward.
 
     Collective:
         An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
@@ -227,17 +231,22 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
 
 
 def _is_whole(unit: Unit) -> bool:
-    """The whole parameters, as forward needs them, are this rank's master."""
+    """Whether this rank's masters are the full parameters as forward uses them."""
     return all(group.facts.is_alone and not group.form.is_shown for group in unit.groups)
 
 
 def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]], comm: Comm) -> None:
     """Add up the local gradients of parameters over the ranks that hold a copy, before they are reduced.
 
-    Every copy gets the same sum, in the order of ranks, so that copies stay equal to the last bit.
+    Every copy gets the same sum, in rank order, so that copies stay bitwise equal.
+
+    Args:
+        engine: The engine.
+        copies: For each parameter, the ranks of ``comm`` that hold a copy.
+        comm: Comm over the stages.
 
     Collective:
-        Between the ranks of each parameter: the whole gradient from each to each.
+        Every rank of a parameter sends the full gradient to every other one.
     """
     for parameter, ranks in copies.items():
         place = place_of(parameter)

@@ -23,10 +23,10 @@ _NCCL_BF16 = (2, 10)
 
 
 def bf16_supported(device: torch.device | str | None = None) -> bool:
-    """Whether ``device`` computes in bf16, and on GPUs whether NCCL reduces it (it does from 2.10 on).
+    """Whether ``device`` computes in bf16, and on GPUs whether NCCL reduces it (from version 2.10 on).
 
     Args:
-        device: By default CUDA where there is one, else the CPU, which always does.
+        device: By default CUDA if available, else the CPU, which always computes in bf16.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type != "cuda":
@@ -39,7 +39,7 @@ def _nccl_version() -> tuple[int, ...]:
 
 
 def resolve(policy: PrecisionPolicy, device: torch.device) -> PrecisionPolicy:
-    """The policy with ``"auto"`` decided for ``device``; what it became is printed once."""
+    """Resolve ``"auto"`` for ``device``, and print the resolved dtype once."""
     if policy.param_dtype != "auto":
         return policy
     chosen = "bf16" if bf16_supported(device) else "fp32"
@@ -51,10 +51,10 @@ def resolve(policy: PrecisionPolicy, device: torch.device) -> PrecisionPolicy:
 
 
 def tell_of_narrow_masters(engine: Engine, _optimizer: torch.optim.Optimizer) -> None:
-    """Say at the first step of an optimizer that it updates 16-bit parameters in 16 bit.
+    """Warn at the first step of an optimizer that it updates 16-bit parameters in 16 bit.
 
-    ``from_pretrained`` of transformers gives parameters in the dtype of the folder's files, often bf16; mixed precision
-    of other libraries would raise them to fp32.
+    ``from_pretrained`` of transformers makes parameters in the dtype of the model's files, often bf16. Mixed precision
+    of other libraries would convert them to fp32.
     """
     engine.extras.before_step.remove(tell_of_narrow_masters)
     dtypes = {group.facts.master_dtype for group in engine.groups if group.facts.is_trainable}
@@ -68,10 +68,11 @@ def tell_of_narrow_masters(engine: Engine, _optimizer: torch.optim.Optimizer) ->
 
 
 class Policies:
-    """The policies in force in the parts of ``model``.
+    """The precision policy of every module of ``model``.
 
     Attributes:
-        heads: Where a policy begins: the paths of modules that an override names, and the root's, ``""``.
+        heads: Policy by path: of modules that an override names, and of the root, ``""``. A policy also applies to the
+            modules below its path.
     """
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
@@ -94,7 +95,7 @@ class Policies:
             self.heads |= dict.fromkeys(hits, resolve(part, device))
 
     def at(self, path: str) -> PrecisionPolicy:
-        """The policy of the module at ``path``: the nearest that begins at it or above it."""
+        """Return the policy of the module at ``path``: its own, or that of the nearest enclosing module."""
         while path not in self.heads:
             path = path.rpartition(".")[0]
         return self.heads[path]
@@ -102,7 +103,7 @@ class Policies:
     def group_dtypes(
         self, parameter: Tensor, uses: Sequence[tuple[nn.Module, str, str]]
     ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Dtypes of a parameter's group: master, compute, reduce. Batch norm's parameters keep their own."""
+        """Return the dtypes of a parameter's group: master, compute, reduce. Batch norm's parameters keep theirs."""
         keeps_own = any(isinstance(user, _BatchNorm) for user, _, _ in uses)
         own = dtype_name(parameter.dtype)
         found = {path: self.at(path).group_dtypes(own, keeps_own=keeps_own) for _, path, _ in uses}
@@ -118,7 +119,7 @@ class Policies:
         return torch_dtype(master), torch_dtype(compute), torch_dtype(reduce)
 
     def cast_buffers(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
-        """Cast floating-point buffers to ``buffer_dtype``, but for batch norm's statistics and those ``ignored``."""
+        """Cast floating-point buffers to ``buffer_dtype``, except batch norm's statistics and those ``ignored``."""
         for path, module in model.named_modules():
             name = self.at(path).buffer_dtype
             if name is None or isinstance(module, _BatchNorm):
@@ -128,16 +129,16 @@ class Policies:
                     cast_buffer(module, key, torch_dtype(name))
 
     def install_casts(self, model: nn.Module, units: Iterable[str]) -> None:
-        """Cast the inputs of units and of parts with a policy of their own, and the outputs of these parts.
+        """Cast the inputs of units and of modules with a separate policy, and the outputs of these modules.
 
-        Called before the engine's own hooks are there, so that a ticket sits on what a unit really returns.
+        Must be called before the engine installs its hooks, so that tickets are attached to the cast outputs.
         """
         for path in dict.fromkeys([*self.heads, *units]):
             install_casts(model.get_submodule(path), self.at(path), casts_output=path in self.heads)
 
 
 def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: bool) -> None:
-    """Install hooks that cast what goes into a module, and what comes out of it."""
+    """Install hooks that cast a module's inputs, and with ``casts_output`` its outputs."""
     if policy.param_dtype is not None and policy.cast_forward_inputs and not isinstance(module, _BatchNorm):
         compute = torch_dtype(policy.param_dtype)
 
@@ -155,7 +156,7 @@ def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: b
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast every floating-point tensor in a value of any common shape; what holds none is returned as it is."""
+    """Cast every floating-point tensor in ``value``, a tensor or nested containers; a value without any is returned."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor

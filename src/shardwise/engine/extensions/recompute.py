@@ -1,9 +1,9 @@
-"""Activation checkpointing: a module's forward is run again in backward instead of keeping what it computed.
+"""Activation checkpointing: a module's forward is run again in backward instead of storing its intermediate results.
 
-What is wrapped is the module's ``forward``, not the module: names and classes stay, and the hooks around it (gathers,
-casts, tickets) run once. When backward reaches the module's outputs its ticket has brought the unit's parameters back;
-the recomputation finds them there. It gathers only the units inside the module (:func:`enclosing`), which stay until
-their own backward. Buffers that a forward writes (running statistics) are those of one run, as is dropout.
+The module's ``forward`` is replaced, not the module: names and classes stay, and the hooks around it (gathers, casts,
+tickets) run once. When backward reaches the module's outputs, its ticket gathers the unit's parameters before the
+recomputation. The recomputation gathers only the units inside the module (:func:`enclosing`), which stay gathered until
+their own backward. Buffers that a forward writes (running statistics) and dropout masks are those of a single run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ _ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextMana
 
 
 def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> dict[str, nn.Module]:
-    """The modules of ``model`` that ``policy`` recomputes, by name."""
+    """Return the modules of ``model`` that ``policy`` recomputes, by name.
+
+    Raises:
+        PlanError: The policy does not fit the model.
+    """
     if policy is None:
         return {}
     found = choose_modules(model, units, policy.modules, policy.every, field="activation_checkpointing")
@@ -54,12 +58,12 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
 
 
 def _attends_flexibly(module: nn.Module) -> bool:
-    """Whether a module is one of transformers whose attention is ``flex_attention``."""
+    """Whether a module is a transformers model that uses ``flex_attention``."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == "flex_attention"
 
 
 def install(found: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> None:
-    """Recompute the modules that :func:`find` has found."""
+    """Replace the forward of the modules that :func:`find` has returned."""
     if policy is not None:
         context_fn = _context_fn(policy)
         for module in found.values():
@@ -67,7 +71,7 @@ def install(found: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> N
 
 
 def enclosing(name: str, recomputed: Iterable[str]) -> str | None:
-    """The recomputed module that encloses unit ``name``, if there is one."""
+    """The recomputed module that encloses the module ``name``, if there is one."""
     return next((path for path in recomputed if name.startswith(f"{path}.")), None)
 
 
@@ -79,10 +83,10 @@ def choose_modules(
     *,
     field: str,
 ) -> dict[str, nn.Module]:
-    """Modules that a policy of the plan's ``field`` names, by name, each ``every``-th of them.
+    """Return every ``every``-th module that the policy in the plan's ``field`` selects, by name.
 
     Raises:
-        PlanError: There are none, or one lies inside another.
+        PlanError: There are none, or one is inside another.
     """
     if isinstance(modules, str):
         found = {name: module for name, module in units.items() if not any(name.startswith(f"{u}.") for u in units)}
@@ -120,7 +124,7 @@ class _Recomputed(Replacement):
             return self.own(*args, **kwargs)
         args, kwargs = _without_caches(self.module, args, kwargs)
 
-        # The keywords go through as an argument: there torch looks for the devices whose generators it has to keep.
+        # The keywords are passed as one argument, because torch looks there for devices whose generators it must save.
         def run(keywords: dict[str, Any], *positional: Any) -> Any:
             return self.own(*positional, **keywords)
 
@@ -132,9 +136,9 @@ def _has_buffers(module: nn.Module) -> bool:
 
 
 def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments without transformers' key-value caches, which a second run would fill a second time.
+    """Return the arguments without transformers' key-value caches, which a recomputation would fill again.
 
-    transformers' own checkpointing leaves them out as well.
+    The checkpointing of transformers removes them too.
     """
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or getattr(module, "_can_checkpoint_with_cache", False):
@@ -159,10 +163,11 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Buffers:
-    """A module's buffers around its calls and their recomputations.
+    """Restores a module's buffers around recomputations.
 
-    A recomputation finds what its call found, and afterwards they hold what they held before it. So statistics and
-    counters (of batch norms, quantizers, routers) are those of one run, and what depends on them is the same again.
+    A recomputation sees the buffers that its call saw. Afterwards they have the values that they had before the
+    recomputation. So statistics and counters (of batch norms, quantizers, routers) are updated once for each call, and
+    results that depend on them are the same in the recomputation.
     """
 
     def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
@@ -170,12 +175,13 @@ class _Buffers:
         self._module = weakref.ref(module)
         self._holders = [torch_private.buffers_of(m) for m in modules]
         norms = [index for index, m in enumerate(modules) if isinstance(m, _NormBase)]
-        self._counted = {(index, name) for index in norms for name in self._holders[index]}  # torch does not see it
+        # Norm kernels write statistics without incrementing a version counter.
+        self._counted = {(index, name) for index in norms for name in self._holders[index]}
         self._context_fn = context_fn
-        self._written: dict[bool, set[tuple[int, str]]] = {}  # by calls so far, in training and in evaluation
+        self._written: dict[bool, set[tuple[int, str]]] = {}  # by training mode: buffers that calls wrote
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """The contexts of a call and of its recomputation."""
+        """Make the contexts of a call and of its recomputation."""
         forward, again = self._context_fn()
         found: list[_Found] = []
         return self._watching(forward, found), _Returning(again, found)
@@ -201,7 +207,7 @@ class _Buffers:
 
 
 def _is_small(buffer: Tensor | None, *, is_first: bool) -> bool:
-    """Whether a call copies a buffer that none is known to have written. Large integers are masks, or weights."""
+    """Whether a call copies a buffer that no call is known to write. Large integer buffers are masks, or weights."""
     if buffer is None:
         return False
     return buffer.numel() <= 2**12 or (is_first and (buffer.numel() <= 2**20 or buffer.is_floating_point()))
@@ -211,7 +217,7 @@ _ABSENT = object()
 
 
 class _Found:
-    """A place of a buffer as a call has found it: a tensor and its content, ``None``, or not there."""
+    """A buffer's entry in its module as a call found it: a tensor and its content, ``None``, or absent."""
 
     def __init__(self, holder: dict[str, Tensor | None], name: str, buffer: Any, *, is_copied: bool = False) -> None:
         self.holder, self.name, self.buffer = holder, name, buffer
@@ -223,13 +229,14 @@ class _Found:
         """Whether the call has replaced the buffer or written into it.
 
         Args:
-            compares: Compare the content too, which waits for the device: torch does not see writes to ``.data``.
+            compares: Whether to compare the content too, because torch does not count writes to ``.data``. This waits
+                for the device.
         """
         is_replaced = self.holder.get(self.name, _ABSENT) is not self.buffer
         if not isinstance(self.buffer, Tensor) or torch_private.version_of(self.buffer) != self._version:
             return is_replaced or isinstance(self.buffer, Tensor)
         if is_replaced:
-            self.content = None  # writing the same again would count as a change to what others have kept
+            self.content = None  # the old tensor is unchanged; writing it would count as a change to saved tensors
             return True
         return compares and not (self.content is None or self.buffer.is_meta or torch.equal(self.content, self.buffer))
 
@@ -245,7 +252,10 @@ class _Found:
 
 
 class _Returning(contextlib.ExitStack):
-    """Around a recomputation, of which there may be several: of a graph that is kept."""
+    """Context of a recomputation: puts the buffers of its call in place, then restores the present ones.
+
+    A graph that is retained may be recomputed several times.
+    """
 
     def __init__(self, inner: AbstractContextManager[Any], found: Sequence[_Found]) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""Detection of reads of missing parameters (saved tensors of a released unit, foreign backwards) and of lost writes.
+"""Detection of reads of released parameters (saved tensors, foreign backwards) and of lost writes.
 
-In the normal course of things the ticket of a unit brings its data back before its backward reads it. A value that
-leaves a unit otherwise than through its outputs (hidden in an opaque object, stored on a module, used by the loss) is
-read with no ticket before it.
+Normally the ticket of a unit gathers its parameters before its backward reads them. A value that leaves a unit without
+passing through the unit's outputs (hidden in an opaque object, stored on a module, used by the loss) is read without a
+ticket before it.
 
-So saved tensors that are memory of parameters are recorded with their group, and where that is released when they are
-read, the unit is gathered first. That costs tens of microseconds per block: it is on until a pass has been recorded
-without a change of the order of units, and stays on for a model that ever needed it. A read that
-comes later finds no memory: torch raises an error in a matrix product, and an element-wise kernel ends the process.
+So saved tensors that share memory with parameters are recorded with their group. If the group is released when they are
+read, the unit is gathered first. This costs tens of microseconds per block. It is on until a pass has been recorded
+without a change of the order of units, and stays on for a model that ever needed it. While it is off, such a read finds
+no memory: torch raises an error in a matrix product, and an element-wise kernel crashes the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.spec.order import Entry
 
 @contextlib.contextmanager
 def checks(*, is_enabled: bool = True) -> Iterator[None]:
-    """Inside, what is about to be gathered is filled with NaN, and saved tensors are checked in every step. Slow."""
+    """Fill buffers with NaN before each gather, and check saved tensors in every step, inside the context. Slow."""
     before, heart.is_checking = heart.is_checking, is_enabled
     try:
         yield
@@ -42,11 +42,11 @@ def checks(*, is_enabled: bool = True) -> Iterator[None]:
 
 
 class SavedTensors(Observer):
-    """Packs and unpacks the tensors that autograd saves in a forward that trains.
+    """Gathers a released unit when autograd reads a tensor that it saved of the unit's parameters.
 
     Attributes:
-        num_healed: Tensors whose data had to be brought back.
-        pack, unpack: The hooks in force; ``None`` where nothing is watched.
+        num_healed: Number of such reads so far.
+        pack, unpack: The installed saved-tensor hooks; ``None`` while no forward is watched.
     """
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class SavedTensors(Observer):
         return heart.is_checking or self.num_healed > 0 or not self._is_settled
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Watch what is saved, if need be: always on a way into the model that has not been taken before."""
+        """Install the hooks if they are on, and always in the first forward through an entry of the model."""
         if not engine.forward.trains or self._context is not None:
             return
         if engine.orders.forward_order.is_recorded and not self._is_on:
             return
         if torch_private.has_saved_tensor_hooks():
-            return  # somebody outside the model has plans for its saved tensors; ours would take their place
+            return  # the caller has installed saved-tensor hooks, which ours would override
         owners = {
             torch_private.storage_identity(group.gathered): weakref.ref(group)
             for group in engine.groups
@@ -97,13 +97,13 @@ class SavedTensors(Observer):
         self._context.__enter__()
 
     def forward_ended(self, engine: Engine) -> None:  # noqa: ARG002
-        """Watch no longer."""
+        """Remove the hooks."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = self.pack = self.unpack = None
 
     def backward_ended(self, engine: Engine) -> None:
-        """See whether the order of units was as in the backward before."""
+        """Turn the hooks off for later forwards if the order of units is that of the backward before."""
         num_changes = sum(1 + order.num_changes for order in engine.orders.backward.values())
         self._is_settled = num_changes == self._changes_seen
         self._changes_seen = num_changes
@@ -111,7 +111,7 @@ class SavedTensors(Observer):
             engine.extras.rest(self)
 
     def check(self, engine: Engine, group: Group) -> None:
-        """A saved tensor of ``group`` is about to be read: have its data there."""
+        """Gather the unit of ``group`` if it is released, because autograd is about to read a saved tensor of it."""
         if group.is_allocated and not group.unit.handles:
             return
         if torch_private.current_backward() == -1:
@@ -124,8 +124,8 @@ class SavedTensors(Observer):
 def parametrized_in_forward(root: nn.Module) -> set[str]:
     """Names of the parameters that peft adapts as tensors, such as stacked experts and their routers.
 
-    Its ``ParamWrapper`` registers a parametrization of the parameter in each forward, and removes it. torch then calls
-    ``set_`` on the parameter with the parameter itself, which counts as a write and changes nothing.
+    peft's ``ParamWrapper`` registers a parametrization of the parameter in each forward, and removes it. torch then
+    calls ``set_`` on the parameter with the parameter itself, which counts as a write and changes nothing.
     """
     paths = {id(module): path for path, module in root.named_modules()}
     wrappers: list[Any] = [module for module in root.modules() if type(module).__name__ == "ParamWrapper"]
@@ -135,7 +135,7 @@ def parametrized_in_forward(root: nn.Module) -> set[str]:
 class LostWrites(Observer):
     """Refuses a forward that writes to parameters where the next gather would undo it.
 
-    It looks until a forward that trains has ended, and again when a step is unlike those before.
+    Forwards are checked until one with grad has ended, and again when a step differs from earlier ones.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -143,11 +143,11 @@ class LostWrites(Observer):
         self._set_to_themselves = parametrized_in_forward(root)
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Remember how often each parameter that computes has been written."""
+        """Record the version counter of each full parameter."""
         self._versions = [_versions_of(group) for group in engine.groups]
 
     def forward_ended(self, engine: Engine) -> None:
-        """Compare, unless the forward was left by an exception of its own."""
+        """Compare the version counters, unless the forward raised."""
         before, self._versions = self._versions, []
         if engine.forward.num_frames or sys.exception() is not engine.forward.handled:
             return
@@ -177,13 +177,13 @@ def _versions_of(group: Group) -> list[int]:
 
 
 class ForeignBackwards(Observer):
-    """Refuses a backward of ``torch.distributed.autograd``, which keeps gradients in a context of its own.
+    """Refuses a backward of ``torch.distributed.autograd``, which stores gradients in a separate context.
 
-    A plain backward on the CPU runs in the thread that calls it, while other processes' may pass through this one.
+    A plain backward on the CPU runs in the calling thread; backwards of other processes run in other threads.
     """
 
     def backward_begins(self, engine: Engine) -> None:
-        """Refuse it."""
+        """Refuse the backward if it belongs to ``torch.distributed.autograd``."""
         if not torch_private.is_in_distributed_autograd() or threading.get_ident() == engine.forward.thread:
             engine.extras.rest(self)
             return
@@ -194,5 +194,5 @@ class ForeignBackwards(Observer):
             " for the model, then dist_autograd.backward(context, [(remote * x.grad).sum()]) for the remote modules."
             " For a huge embedding sw.ParallelPlan(row_sharded=[...]) needs no remote module."
         )
-        sys.stderr.write(f"shardwise: StateError: {text}\n")  # of an exception RPC tells the user "python_error" alone
+        sys.stderr.write(f"shardwise: StateError: {text}\n")  # RPC reports an exception only as "python_error"
         raise StateError(text)

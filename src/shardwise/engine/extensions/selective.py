@@ -1,19 +1,19 @@
-"""Selective recomputation: the outputs of chosen operators are kept in forward, and given again in the recomputation.
+"""Selective recomputation: outputs of chosen operators are kept in forward, and used again in the recomputation.
 
-torch's ``create_selective_checkpoint_contexts`` sends every operator of the module through Python, in forward and in
-the recomputation, so that a GPU waits for its host (``bench/results/2026-11-27-gpu-3.md``).
-Here torch's checkpoint runs the module, and a function mode looks at its calls of torch's functions. A call that can
-compute a chosen operator is watched in one of two ways; all others pass.
+torch's ``create_selective_checkpoint_contexts`` dispatches every operator of the module through Python, in forward and
+in the recomputation, so that a GPU waits for its host (``bench/results/2026-11-27-gpu-3.md``). Here torch's checkpoint
+runs the module, and a function mode intercepts its calls of torch's functions. A call that can compute a chosen
+operator is handled in one of two ways; all others are untouched.
 
-- A linear layer of plain tensors: its output is kept. The recomputation does not call it again, but hands the tensors
-  that it had saved for backward to the checkpoint, which asks for as many as in forward, in the same order.
-- Any other: its operators are looked at one by one, and the chosen ones are skipped in the recomputation.
+- A linear layer of plain tensors: its output is kept. The recomputation does not call it again. It passes the tensors
+  that the layer saved for backward to the checkpoint, which expects as many as in forward, in the same order.
+- Any other: its operators are intercepted one by one, and the chosen ones are skipped in the recomputation.
 
-An output that was changed in place since is computed again. So is what draws random numbers, what is computed inside
-of ``torch.func`` and ``torch.inference_mode``, which count no changes, and a layer through which the module itself
-calls ``torch.autograd.grad``. A module that calls collectives itself is computed again as a whole: they may write a
-kept output, as Megatron's row-parallel layer does, and count no change. So is an output whose ``data_ptr`` was asked
-for: a Triton kernel may have written it, as Liger's rotary embedding does.
+These are computed again: an output that was changed in place; operators that draw random numbers; calls inside
+``torch.func`` and ``torch.inference_mode``, which count no changes; a layer through which the module itself calls
+``torch.autograd.grad``; and an output whose ``data_ptr`` was read, because a Triton kernel may have written it, as
+Liger's rotary embedding does. A module that calls collectives itself is computed again entirely, because they may write
+to a kept output without counting a change, as Megatron's row-parallel layer does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardwise.torch_private import TorchDispatchMode
 
 _T = TypeVar("_T")
 
-#: Operators by family. Which of them an attention or a product becomes depends on device, dtype and torch's version.
+#: Operators by family. Device, dtype and torch's version decide which of them computes an attention or a product.
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "matmul": (
         "aten.mm",
@@ -87,11 +87,11 @@ _NAMES = (
 _HOMES = (torch, Tensor, F, torch.linalg)
 _FUNCTIONS = {getattr(home, name) for home in _HOMES for name in _NAMES if hasattr(home, name)}
 
-#: Of them, linear layers: one product, whose output is theirs, and which saves for backward what it is given.
+#: Linear layers among them: functions that return a single product and save only their arguments for backward.
 _LINEAR = {F.linear, torch.addmm}
 _PLAIN = {Tensor, nn.Parameter, type(None)}
-#: Functions that change tensors in place without a count, or after which that can happen: the getter of
-#: ``Tensor.data``, and others.
+#: Functions that change tensors in place without incrementing a version counter, or that make such changes possible,
+#: such as the getter of ``Tensor.data``.
 _UNCOUNTED = {
     vars(Tensor.__base__)["data"].__get__,
     Tensor.data_ptr,
@@ -101,12 +101,12 @@ _UNCOUNTED = {
     *(each for name, each in vars(torch).items() if name.startswith("_foreach_") and name.endswith("_")),
 }
 
-#: What operators call the probability with which they drop numbers.
+#: Names of the dropout probability among the arguments of operators.
 _RATES = {"dropout_p", "p_dropout", "dropout", "dropout_rate", "dropout_prob"}
 
 
 def contexts(saved: Iterable[str]) -> Callable[[], tuple[_Forward, _Again]]:
-    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
+    """Make the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
 
     Args:
         saved: ``"matmul"``, ``"attention"``, or names of operators.
@@ -116,7 +116,7 @@ def contexts(saved: Iterable[str]) -> Callable[[], tuple[_Forward, _Again]]:
     """
     names = set(saved)
     chosen = frozenset(each for name in names for each in operators(name) if not _written_by(each))
-    is_anywhere = not names <= set(_FAMILIES)  # a call of any function may compute an operator that was named
+    is_anywhere = not names <= set(_FAMILIES)  # any function may compute an operator given by name
     has_linear = "matmul" in names
 
     def make() -> tuple[_Forward, _Again]:
@@ -131,10 +131,10 @@ class _Linear(NamedTuple):
     """A linear layer's call in forward.
 
     Attributes:
-        outputs: Its output; empty where the recomputation has it.
-        version: The number of changes in place that autograd had counted of the output.
-        saved: Places, among the arguments, of the tensors that it saved for backward, in order.
-        needs_grad: Whether the output needed a gradient.
+        outputs: Its output; empty once the recomputation has taken it.
+        version: Version counter of the output after the call.
+        saved: Indices of the arguments that it saved for backward, in order.
+        needs_grad: Whether the output required grad.
     """
 
     outputs: list[Tensor]
@@ -147,9 +147,9 @@ class _Call(NamedTuple):
     """Another call in forward.
 
     Attributes:
-        outputs: What its chosen operators gave; ``None`` for what the call itself changed. Empty where the
-            recomputation has it.
-        watched: Tensors in the same memory that the call returned, with their versions.
+        outputs: Outputs of its chosen operators; ``None`` for an output that the call itself changed. Empty once the
+            recomputation has taken them.
+        watched: Tensors in the same memory that the call returned, with their version counters.
     """
 
     outputs: list[Any]
@@ -157,15 +157,15 @@ class _Call(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are outputs, and all are as they were computed."""
+        """Whether there are outputs, and none has been changed in place."""
         return bool(self.outputs) and all(torch_private.version_of(each) == version for each, version in self.watched)
 
 
 class _Mode(TorchFunctionMode):
-    """Watches the calls of functions in which operators of ``chosen`` may be computed.
+    """Intercepts calls of functions that may compute operators of ``chosen``.
 
     Attributes:
-        hooks: The checkpoint's, on tensors that autograd saves.
+        hooks: The checkpoint's hooks on tensors that autograd saves.
     """
 
     _is_forward = False
@@ -194,10 +194,10 @@ class _Mode(TorchFunctionMode):
         return self._call(func, args, kwargs or {})
 
     def _are_saved(self, args: Sequence[Any]) -> bool:
-        """Whether the checkpoint is given a linear layer's arguments themselves.
+        """Whether a linear layer saves its arguments themselves, and for this checkpoint.
 
-        A subclass may handle them. Autocast casts them, and a layer copies inputs of three dimensions with gaps. Inside
-        of another checkpoint, or of hooks of the module's own, they are not this checkpoint's.
+        It may not if an argument is of a subclass. Autocast casts arguments, and a layer copies non-contiguous inputs
+        of three or more dimensions. Inside another checkpoint, or other saved-tensor hooks, they are saved there.
         """
         first = args[0]
         is_cast = not first.is_meta and torch.is_autocast_enabled(first.device.type)
@@ -215,24 +215,24 @@ class _Mode(TorchFunctionMode):
         raise NotImplementedError
 
     def differentiated(self) -> None:
-        """Backward needs a linear layer's tensors. Inside of forward, recomputations will need the layer's graph."""
+        """Drop kept outputs if backward uses a linear layer inside forward: recomputation then needs its graph."""
         if self._is_forward:
             self._drop()
 
     def _drop(self) -> None:
-        """Drop what is kept of all calls so far."""
+        """Drop the kept outputs of all calls so far."""
         for call in self._calls:
             call.outputs.clear()
 
     def _forget(self, memory: set[int]) -> None:
-        """Drop what is kept in memory: it is computed again."""
+        """Drop kept outputs that share ``memory``, so that they are computed again."""
         for call in self._calls:
             if memory & _memory(call.outputs):
                 call.outputs.clear()
 
 
 class _Forward(_Mode):
-    """Around the module's forward."""
+    """Context of the module's forward: keeps the outputs of chosen operators."""
 
     def __enter__(self) -> Self:
         self._is_forward = True
@@ -264,7 +264,7 @@ class _Forward(_Mode):
 
 
 class _Again(_Mode):
-    """Around a recomputation, which calls the same functions in the same order."""
+    """Context of a recomputation, which calls the same functions in the same order and gets the kept outputs."""
 
     def __enter__(self) -> Self:
         self._ahead = iter(self._calls)
@@ -301,10 +301,10 @@ class _Again(_Mode):
 
 
 class _Saving:
-    """Hooks on what a linear layer saves for backward: the checkpoint's, on the argument in whose memory it lies.
+    """Saved-tensor hooks of a linear layer: the checkpoint gets the argument whose memory the layer saves.
 
     Attributes:
-        places: Places of the arguments that the checkpoint was given, in order.
+        places: Indices of the arguments that the checkpoint was given, in order.
     """
 
     def __init__(self, args: tuple[Any, ...], mode: _Mode) -> None:
@@ -321,7 +321,7 @@ class _Saving:
         return output
 
     def pack(self, tensor: Tensor) -> Any:
-        """A tensor that is in no argument's memory stays."""
+        """Pass the argument in whose memory ``tensor`` is to the checkpoint; any other tensor is saved as usual."""
         place = self._places.get(_start(tensor))
         if place is None:
             return tensor
@@ -337,7 +337,7 @@ class _Saving:
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps what chosen operators give, but for what operators after them change in place."""
+    """Keeps the outputs of chosen operators, except those that later operators change in place."""
 
     def __init__(self, chosen: frozenset[Any]) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Give(TorchDispatchMode):
-    """Gives in place of a chosen operator's output what was kept of it; the last of ``outputs`` is the first."""
+    """Returns kept outputs in place of calling chosen operators; ``outputs`` is in reverse order."""
 
     def __init__(self, chosen: frozenset[Any], outputs: list[Any]) -> None:
         super().__init__()
@@ -369,18 +369,18 @@ class _Give(TorchDispatchMode):
 
 
 def _start(tensor: Tensor) -> tuple[object, ...]:
-    """A tensor's first place in memory, and how its numbers are read."""
+    """Return the storage and offset of a tensor, and its conjugate and negative bits."""
     return torch_private.storage_identity(tensor), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
 
 
 def _memory(value: Any) -> set[int]:
-    """The memory of all tensors of a value."""
+    """Return the identities of the storages of all tensors in a value."""
     found = [part for each in tree_leaves(value) if isinstance(each, Tensor) for part in _parts(each)]
     return {torch_private.storage_identity(part) for part in found} - {0}
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """A tensor, and those that it wraps, such as the local tensor of a ``DTensor``."""
+    """Return a tensor and the tensors that it wraps, such as the local tensor of a ``DTensor``."""
     wrapped = torch_private.wrapped_tensors(tensor) or {}
     return [tensor, *(part for each in wrapped.values() for part in _parts(each))]
 
@@ -402,18 +402,18 @@ def _given(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers, as attention with dropout does.
 
-    A recomputation that skipped it would leave its numbers to the next operator that draws: other masks, and gradients
-    that are wrong without an error.
+    If a recomputation skipped it, the next operator would draw its random numbers: different masks, and silently wrong
+    gradients.
     """
     given = _given(operator, args, kwargs)
     rates = [given.get(name, 0.0) for name, *_ in torch_private.schema_of(operator)[1] if name in _RATES]
-    if rates:  # operators of others rarely have the tag
+    if rates:  # custom operators rarely have the tag
         return any(isinstance(rate, float) and rate > 0 for rate in rates)
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def operators(name: str) -> list[Any]:
-    """Every overload of the operators that ``name`` means: ``"matmul"``, ``"attention"``, or an operator's name."""
+    """Return every overload of the operators that ``name`` selects: ``"matmul"``, ``"attention"``, or one operator."""
     if name in _FAMILIES:
         return [operator for member in _FAMILIES[name] for operator in _overloads(member)]
     found = _overloads(name)

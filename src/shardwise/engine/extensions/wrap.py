@@ -1,7 +1,7 @@
-"""From a plain model to units: which modules become units, and which unit owns which parameter.
+"""Choice of the modules that become units, and of the parameters that each unit owns.
 
-Units nest: a unit owns the parameters below it that no unit further down owns. The model itself is always the root unit
-and owns what is left, embeddings and heads as a rule.
+Units nest: a unit owns the parameters below it that no enclosed unit owns. The model itself is always the root unit and
+owns the remaining parameters, usually embeddings and heads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPol
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.slice import slice_of
 
-#: Names of containers whose children are alternatives of which a forward may use some only. Ranks may choose
-#: differently, so such a container is never split: what is gathered must not depend on a rank's data.
+#: Names of containers whose children are alternatives: a forward may use only some of them, and ranks may choose
+#: differently. Such a container is never split, because the units that are gathered must not depend on a rank's data.
 _ALTERNATIVES = re.compile(r"(^|_)(experts?|branch(es)?|paths?|routes?|adapters?|heads_by|choices?)($|_|s$)")
 
 
@@ -41,12 +41,16 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module can be called at all: containers, and classes without a ``forward``, only hold others."""
+    """Whether the module can be called. Containers, and classes without a ``forward``, only hold others."""
     return not isinstance(module, CONTAINERS) and type(module).forward is not nn.Module.forward
 
 
 def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Module]:
-    """The modules below ``model`` that become units, by qualified name in registration order, without the root."""
+    """Return the modules below ``model`` that become units, by qualified name in registration order, without the root.
+
+    Raises:
+        PlanError: ``policy`` is unknown, or matches no module.
+    """
     if policy == "none":
         return {}
     if policy == "auto":
@@ -64,7 +68,7 @@ def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Modul
 
 
 def _candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that may be units: called ones with parameters, each once, below the root."""
+    """The modules below the root that may be units: those with parameters that can be called, each once."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -104,7 +108,7 @@ def _by_name(model: nn.Module, policy: WrapByName) -> dict[str, nn.Module]:
 
 
 def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
-    """Bottom up: a module is a unit once the parameters below it that are not in a unit yet reach the size."""
+    """Choose units bottom up: a module is one if the parameters below it that are in no unit yet reach the size."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -133,9 +137,9 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
 
 
 def chain_of(model: nn.Module, name: str) -> str | None:
-    """The path of the chain that the module at ``name`` is a member of, where forwards run one member after another.
+    """Return the path of the chain (``ModuleList`` or ``Sequential``) of which the module at ``name`` is a member.
 
-    ``None`` where it is in none, or in a container of alternatives.
+    ``None`` if it is in no chain, or in a container of alternatives.
     """
     path = name.rpartition(".")[0]
     holder = model.get_submodule(path)
@@ -145,7 +149,7 @@ def chain_of(model: nn.Module, name: str) -> str | None:
 
 
 def _automatic(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated block classes: as a transformers model names them, else the members of its outermost chains."""
+    """The repeated blocks: those in ``_no_split_modules`` of a transformers model, else members of outermost chains."""
     names = getattr(model, "_no_split_modules", None)
     if names:
         found = {name: m for name, m in _candidates(model).items() if type(m).__name__ in set(names)}
@@ -157,7 +161,7 @@ def _automatic(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _without_nesting(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Drop an attention named beside its layer (MBart), and a stage named beside the chain of its layers (ConvNeXt)."""
+    """Drop nested names: an attention in a layer that is named too (MBart), a stage around a named chain (ConvNeXt)."""
     outer = {name: {above for above in _above(name.rpartition(".")[0]) if above in found} for name in found}
     holders = set[str]().union(*(outer[name] for name in found if chain_of(model, name) is not None))
     return {name: m for name, m in found.items() if name not in holders and outer[name] <= holders}
@@ -181,7 +185,7 @@ def _collect_chains(module: nn.Module, name: str, found: dict[str, nn.Module]) -
 
 
 def _repeated_blocks(chain: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
-    """Members of a class that occurs at least twice in the chain, is composed of others and has parameters."""
+    """Members with submodules and parameters whose class occurs at least twice in the chain."""
     children = {
         name: child
         for name, child in _members(chain)
@@ -192,7 +196,7 @@ def _repeated_blocks(chain: nn.ModuleList | nn.Sequential) -> dict[str, nn.Modul
 
 
 def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a chain that are called; a holder that is not stands for what it holds."""
+    """Yield the modules of a chain that can be called; a container in the chain is replaced by its members."""
     for name, child in holder.named_children():
         if is_called(child):
             yield name, child
@@ -203,9 +207,10 @@ def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def assign_parameters(
     root: nn.Module, unit_names: Iterable[str], ignored: Ignored = NOTHING
 ) -> dict[str, list[OwnedParameter]]:
-    """Assign each parameter to the lowest unit that covers all its uses. ``""`` is the root. No unit: ``ignored``.
+    """Assign each parameter to the innermost unit that encloses all its uses; ``""`` is the root.
 
-    Tied parameters are found by identity. Order within a unit is the order of registration.
+    Tied parameters are found by identity. Order within a unit is the order of registration. Parameters in ``ignored``
+    are assigned to no unit.
     """
     units = sorted(unit_names, key=len)
     owned: dict[int, OwnedParameter] = {}
@@ -229,14 +234,19 @@ def assign_parameters(
 
 
 def _above(path: str) -> Iterator[str]:
-    """The path and those of the modules around it, without the root's."""
+    """Yield ``path`` and the paths of the enclosing modules, without the root's."""
     while path:
         yield path
         path = path.rpartition(".")[0]
 
 
 def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
-    """Refuse what a flat buffer cannot hold, with the parameter's name."""
+    """Refuse parameters that a flat buffer cannot hold.
+
+    Raises:
+        StateError: A parameter is on meta, compiled by TorchScript, not a plain dense tensor, sharded already, or has
+            a gradient or a hook.
+    """
     for entry in parameters:
         parameter, name = entry.parameter, entry.names[0]
         if parameter.is_meta and not allows_meta:
@@ -330,10 +340,10 @@ def merge_units(
     comm: Comm,
     limit: int | None,
 ) -> list[tuple[str, ...]]:
-    """The names of the units that travel together, the root alone and first.
+    """Merge small neighbours into units that are gathered together; returns the names in each, the root first.
 
-    Members of one ``ModuleList`` or ``Sequential`` that hold no other unit may be merged, but not alternatives, of
-    which a rank may run some only.
+    Members of one ``ModuleList`` or ``Sequential`` that enclose no other unit may be merged. Alternatives may not,
+    because a rank may run only some of them.
     """
     num_bytes = {name: sum(entry.parameter.nbytes for entry in entries) for name, entries in owned.items()}
     if limit is None:
@@ -346,14 +356,14 @@ def merge_units(
     return [("",), *merge(found, limit)]
 
 
-#: What a trained parameter weighs against a frozen one: itself, its gradient and two states of its optimizer.
+#: Weight of a trained parameter, relative to a frozen one: itself, its gradient and two optimizer states.
 _TRAINED_WEIGHT = 4
 
 
 def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, comms: Comms) -> dict[int, int]:
-    """A rank for every parameter that will be sharded, whole, over the units: balanced over the whole model.
+    """Assign every parameter to one rank that stores it in full, balanced over the whole model.
 
-    Experts that fewer ranks share are balanced by themselves.
+    Experts that fewer ranks share are balanced separately.
 
     Returns:
         The rank, by ``id`` of the parameter.
