@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Inside, no collection of cyclic garbage.
+    """Pause the collection of cyclic garbage in a block.
 
-    For what makes many small objects and few cycles: the collector would look through them again and again, which takes
-    about a third of the time.
+    Useful where many small objects and few cycles are made: scanning them repeatedly takes about a third of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

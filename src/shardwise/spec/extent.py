@@ -1,12 +1,12 @@
-"""A range of elements of a named logical tensor: what the engine and checkpoints exchange.
+"""A range of elements of a named logical tensor, the unit of exchange between the engine and checkpoints.
 
-A rank's piece of a parameter is a contiguous range of the parameter's elements in memory order, and so is the
-piece that a checkpoint file holds. Loading on any other layout is an intersection of ranges.
+A rank's piece of a parameter is a contiguous range of the parameter's elements in memory order, and so is a piece in a
+checkpoint file. Loading into a different layout intersects ranges.
 
-Where tensor or expert parallelism has cut the model, the range is one of the rank's slice, which is a dense tensor of
-its own. What two such ranges share is a few boxes (:func:`shared`), whatever the number of rows::
+If tensor or expert parallelism has cut the model, the range refers to the rank's slice, a separate dense tensor. The
+intersection of two such ranges is a few boxes (:func:`shared`), whatever the number of rows::
 
-    logical (4, 6)            held by a file: columns 0:3,      wanted: rows 1:3, elements 2 to 12
+    logical (4, 6)            in a file: columns 0:3,           wanted: rows 1:3, elements 2 to 12
                               elements 4 to 12
     . . . . . .               . . .                             . . . . . .
     . . . . . .               . x x                             . . w w w w      shared: x and w, one box of
@@ -29,8 +29,7 @@ from shardwise.spec.slice import Cut
 
 _Range = tuple[int, int]
 
-#: Most cells into which the cuts of one tensor may divide it. A tensor cut over 1024 ranks, and of each rank's part
-#: three blocks, has 3072.
+#: Most cells into which the cuts of one tensor may divide it. Three fused blocks, each cut over 1024 ranks, make 3072.
 MAX_CELLS = 2**20
 _MOST_SHOWN = 6
 
@@ -44,11 +43,11 @@ class Extent:
             ``optimizer/<parameter name>/<state key>``. For buffers: ``buffer/<name>``.
         shape: Logical shape of the whole tensor.
         dtype: Short name: ``fp32``, ``bf16``, ``fp16``, ``fp64``, ``int64``, ... (``spec.precision``).
-        start: First element held, of the slice where there are cuts.
-        stop: One past the last element held. ``start == stop`` is an empty extent.
-        stride: Strides of the logical tensor where it is dense but not contiguous in the usual order, else ``None``. A
-            slice lies in memory in the same order of dimensions.
-        cuts: Which slice of the logical tensor, in the form of :func:`spec.slice.simplest`; empty: the whole.
+        start: First element of the range; with ``cuts``, counted in the slice.
+        stop: One past the last element. ``start == stop`` is an empty extent.
+        stride: Strides of the logical tensor if it is dense but not contiguous in the usual order, else ``None``. A
+            slice has the same order of dimensions in memory.
+        cuts: The slice of the logical tensor, in the form of :func:`spec.slice.simplest`; empty: the full tensor.
     """
 
     name: str
@@ -61,38 +60,38 @@ class Extent:
 
     @property
     def numel(self) -> int:
-        """Number of elements held."""
+        """Number of elements of the range."""
         return self.stop - self.start
 
     @property
     def logical_numel(self) -> int:
-        """Number of elements of the whole logical tensor."""
+        """Number of elements of the logical tensor."""
         return math.prod(self.shape)
 
     @property
     def slice_numel(self) -> int:
-        """Number of elements of the slice that ``start`` and ``stop`` count in; of the whole where nothing is cut."""
+        """Number of elements of the slice in which ``start`` and ``stop`` count; of the full tensor without cuts."""
         sizes = list(self.shape)
         for cut in self.cuts:
             sizes[cut.dim] = cut.size
         return math.prod(sizes)
 
     def overlap(self, other: Extent) -> tuple[int, int]:
-        """The range ``(start, stop)`` that both hold, of one slice; ``start == stop`` if none."""
+        """The intersection ``(start, stop)`` of two extents of one slice; ``start == stop`` if it is empty."""
         start = max(self.start, other.start)
         return start, max(start, min(self.stop, other.stop))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A box of elements that two extents share, as a strided array in the content of either.
+    """A box of elements that two extents share, as a strided array in the data of each.
 
     Attributes:
-        shape: Outermost dimension of the source's memory first, as few dimensions as there can be.
+        shape: Shape with the fewest possible dimensions; the outermost dimension of the source's memory comes first.
         source: Index of the first element, counted from the source's ``start``.
-        source_stride: Steps in the source, descending; the last is 1 unless the block has one column only.
+        source_stride: Strides in the source, descending; the last is 1 unless the block has only one column.
         target: Index of the first element, counted from the target's ``start``.
-        target_stride: Steps in the target.
+        target_stride: Strides in the target.
     """
 
     shape: tuple[int, ...]
@@ -108,14 +107,14 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """The elements are neighbours on either side."""
+        """Whether the elements are contiguous in both extents."""
         return self.source_stride == self.target_stride == (1,)
 
 
 def shared(source: Extent, target: Extent) -> list[Block]:
     """The intersection of two extents of one logical tensor, each element in one block.
 
-    Plain arithmetic on a few numbers per dimension and range of a cut: its cost does not depend on the tensor's size.
+    The cost depends on the number of dimensions and ranges of cuts, not on the tensor's size.
     """
     if source.cuts == target.cuts:
         start, stop = source.overlap(target)
@@ -143,7 +142,7 @@ def shared(source: Extent, target: Extent) -> list[Block]:
 
 
 def bounding_box(extent: Extent) -> tuple[_Range, ...]:
-    """For each dimension of the logical tensor the smallest range of indices that has all elements of an extent."""
+    """For each dimension of the logical tensor, the smallest range of indices that contains the extent."""
     order = _memory_order(extent.shape, extent.stride)
     sides = _sides(extent.shape, extent.cuts, order)
     found = [(0, 0)] * len(order)
@@ -156,12 +155,12 @@ def bounding_box(extent: Extent) -> tuple[_Range, ...]:
 
 
 def range_in_slice(extent: Extent, cuts: tuple[Cut, ...], box: Sequence[_Range]) -> _Range:
-    """The smallest range of elements of another slice of a tensor that has all that it shares with a box.
+    """The smallest range of elements of a slice that contains all elements of the slice inside a box.
 
     Args:
         extent: Any extent of the tensor, for its shape and strides.
-        cuts: The other slice.
-        box: For each dimension of the logical tensor a range of indices.
+        cuts: The slice.
+        box: A range of indices for each dimension of the logical tensor.
     """
     order = _memory_order(extent.shape, extent.stride)
     sides = _sides(extent.shape, cuts, order)
@@ -176,9 +175,9 @@ def range_in_slice(extent: Extent, cuts: tuple[Cut, ...], box: Sequence[_Range])
 
 
 def tiling_problems(name: str, shape: tuple[int, ...], slices: Sequence[tuple[Cut, ...]]) -> list[str]:
-    """The overlaps and gaps of slices of a tensor; empty if they make the whole.
+    """Describe an overlap or gap of slices of a tensor; empty if every element is in exactly one slice.
 
-    Linear in the number of cells that all cuts together make, at most ``MAX_CELLS``.
+    The cost is linear in the number of cells into which all cuts divide the tensor, at most ``MAX_CELLS``.
     """
     dims = sorted({cut.dim for cuts in slices for cut in cuts})
     if not dims or not math.prod(shape):
@@ -212,7 +211,7 @@ def tiling_problems(name: str, shape: tuple[int, ...], slices: Sequence[tuple[Cu
 
 
 def describe_cuts(shape: Sequence[int], cuts: Iterable[Cut]) -> str:
-    """A slice as it would be indexed: ``[0:64 128:192 of 256, :]`` is the first and third quarter of the rows."""
+    """A slice in the form of an index: ``[0:64 128:192 of 256, :]`` is the first and third quarter of the rows."""
     by_dim: Mapping[int, Cut] = {cut.dim: cut for cut in cuts}
     return f"[{', '.join(_side(by_dim[dim], size) if dim in by_dim else ':' for dim, size in enumerate(shape))}]"
 
@@ -223,7 +222,7 @@ def _side(cut: Cut, size: int) -> str:
 
 
 def list_alike(shown: Mapping[str, str]) -> list[str]:
-    """A line for each name; one for all that differ in numbers only and are shown alike: ``blocks.*.up (4): ...``."""
+    """Lines of names and texts; names with equal texts that differ only in indices share one: ``b.*.up (4): ...``."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in shown.items():
         alike.setdefault((re.sub(r"(?<![^./])\d+(?![^./])", "*", name), text), []).append(name)
@@ -234,7 +233,7 @@ def list_alike(shown: Mapping[str, str]) -> list[str]:
 
 
 def logical_stride(shape: Sequence[int], part_stride: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Strides of a dense logical tensor whose dimensions lie in the same order as those of a part of it."""
+    """Strides of a dense logical tensor, with the order of dimensions that its part with ``part_stride`` has."""
     if part_stride is None:
         return None
     found, step = [0] * len(shape), 1
@@ -245,7 +244,7 @@ def logical_stride(shape: Sequence[int], part_stride: Sequence[int] | None) -> t
 
 
 def packed(extent: Extent) -> list[Any]:
-    """An extent as JSON holds it."""
+    """An extent in its JSON form."""
     named = [extent.name, extent.shape, extent.dtype, extent.start, extent.stop]
     is_usual = extent.stride is None and not extent.cuts
     return named if is_usual else [*named, extent.stride, [(cut.dim, cut.ranges) for cut in extent.cuts]]
@@ -265,20 +264,20 @@ def unpacked_cuts(held: Sequence[Any]) -> tuple[Cut, ...]:
     return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in held)
 
 
-# -- a slice, dimension by dimension in the order of its memory: ranges as (logical start, logical stop, local start)
+# -- sides: a slice's part of one dimension, as ranges (logical start, logical stop, local start)
 
 _Side = tuple[tuple[int, int, int], ...]
 
 
 def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The dimensions, outermost in memory first."""
+    """The dimensions, sorted from the outermost in memory."""
     dims = range(len(shape))
     return tuple(dims) if stride is None else tuple(sorted(dims, key=lambda dim: -stride[dim]))
 
 
 @functools.lru_cache(maxsize=4096)
 def _sides(shape: tuple[int, ...], cuts: tuple[Cut, ...], order: tuple[int, ...]) -> tuple[_Side, ...]:
-    """The part of every dimension in a slice, sorted by its place in the logical tensor."""
+    """The side of every dimension of a slice, with ranges sorted by logical start."""
     by_dim = {cut.dim: cut.ranges for cut in cuts}
     found = []
     for dim in order:
@@ -293,7 +292,7 @@ def _sizes(sides: Sequence[_Side]) -> list[int]:
 
 
 def _steps(sides: Sequence[_Side]) -> list[int]:
-    """Strides of the slice's own memory."""
+    """Strides of the slice's memory."""
     sizes = _sizes(sides)
     return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
@@ -324,7 +323,7 @@ def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[_Range
 
 
 def _clipped(side: _Side, held: _Range) -> _Side:
-    """The part of a side's ranges inside ``held``, a range of the slice's own dimension."""
+    """The part of a side inside ``held``, a range of local indices."""
     low, high = held
     found = []
     for start, stop, at in side:
@@ -335,7 +334,7 @@ def _clipped(side: _Side, held: _Range) -> _Side:
 
 
 def _common(ours: _Side, theirs: _Side) -> list[tuple[int, int, int]]:
-    """The intersection of two sides of a dimension, as (size, place in ours, place in theirs)."""
+    """The intersection of two sides of a dimension, as (size, local start in ours, local start in theirs)."""
     found = []
     mine, other = 0, 0
     while mine < len(ours) and other < len(theirs):
@@ -351,7 +350,7 @@ def _common(ours: _Side, theirs: _Side) -> list[tuple[int, int, int]]:
 
 
 def _block(sizes: list[int], here: int, steps: list[int], there: int, other_steps: list[int]) -> Block:
-    """A block, with neighbouring dimensions put together where that is the same on either side."""
+    """Make a block, and join neighbouring dimensions that are contiguous in both extents."""
     dims: list[tuple[int, int, int]] = []
     for size, step, other in zip(sizes, steps, other_steps, strict=True):
         if size == 1:
@@ -364,11 +363,11 @@ def _block(sizes: list[int], here: int, steps: list[int], there: int, other_step
     return Block(shape, here, mine, there, others)
 
 
-# -- cells, into which the cuts of all slices divide a tensor
+# -- cells: the parts into which the cuts of all slices divide a tensor
 
 
 def _rows_of(sizes: Sequence[int], spans: Sequence[Sequence[_Range]]) -> Iterator[_Range]:
-    """The cells of a product of spans, as ranges of the flattened grid."""
+    """Yield the cells of a product of spans, as ranges of the flattened grid."""
     *outer, inner = spans
     steps = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     indices = [[index for first, last in side for index in range(first, last)] for side in outer]

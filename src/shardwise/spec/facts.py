@@ -1,8 +1,8 @@
-"""Facts of a group and of a unit, one record each, which the engine has and every prediction reads; engine options.
+"""Facts of a group and of a unit, one record each, that the engine and every prediction share; engine options.
 
-A record is plain data, made before anything has memory. The engine's groups allocate and move by it; footprint,
-traffic, dry run and summary compute with the same object. It is replaced only where the group itself changes: when the
-tree of units is known, when the optimizer takes flat runs of parameters, when it begins to step inside backward.
+A record is plain data, made before any memory is allocated. The engine's groups allocate and communicate according to
+it; footprint, traffic, dry run and summary compute with the same object. A group's record is replaced only when the
+tree of units is known, when the optimizer updates flat runs of parameters, and when it begins to step inside backward.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ from shardwise.spec.quantize import NO_QUANTIZATION, Quantization, packed_bytes,
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Facts of a group: how it is laid out, placed, held and moved.
+    """Facts of a group: its layout, placements, memory and communication.
 
     Attributes:
         unit: Number of the group's unit, in order of registration; the root is 0.
         layout: Flat layout of the group.
-        row: Placements in force for the group. Frozen groups of a replicated row are replicated altogether.
+        row: Placements of the group. Frozen groups are replicated entirely if the strategy replicates parameters.
         depth: Number of units that enclose the group's unit.
         reshards: Whether the unit is released between forward and backward.
         is_trainable: Whether gradients are reduced.
         compute_dtype: Dtype of the gathered buffer; ``None``: the master's.
         reduce_dtype: Dtype of gradient buffers and sums; ``None``: the master's.
-        held_as: Form in which a frozen master is held (``spec.quantize``); ``None``: its own dtype.
+        held_as: Form in which a frozen master is stored (``spec.quantize``); ``None``: its own dtype.
         sent_as: Form in which the group is gathered; ``None``: the compute dtype.
         reduced_as: Form in which gradients are sent; ``None``: the reduce dtype.
-        flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.layout``).
+        flat_kinds: Weight-decay group of each parameter, if the optimizer updates flat runs of parameters
+            (``spec.layout``).
         recomputed_in: Name of a module around the unit that is recomputed in backward.
-        inner_size: Ranks over which the group stays sharded after forward; 0: it is released, or stays whole.
+        inner_size: Ranks over which the group stays sharded after forward; 0: it is released, or stays gathered.
         updates_in_backward: The optimizer steps inside backward, so gradients exist in pooled buffers only.
         is_offloaded: Whether master, ``.grad`` and optimizer state are on the host.
         keeps_shard: For an offloaded group, whether the device keeps its shard in the compute dtype.
-        ep: Ranks that hold different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
+        ep: Ranks with different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
         num_ranks: Ranks over whose batches gradients are averaged.
-        holds_part: Other ranks hold other parts of the model's gradients, of this group's or of other parameters.
+        holds_part: Whether this rank's gradients are only a part of the model's, because other ranks have other slices
+            or other parameters.
         num_ahead: Most units that are gathered ahead of their turn.
     """
 
@@ -78,7 +80,7 @@ class GroupFacts:
     num_ahead: int = 1
 
     def place(self, rank: int) -> int:
-        """Place of rank ``rank`` of ``dp_shard`` among those that share the group; other methods take it."""
+        """Index of rank ``rank`` of ``dp_shard`` among the ranks that share the group, as other methods expect it."""
         return rank // self.ep
 
     @property
@@ -88,12 +90,12 @@ class GroupFacts:
 
     @property
     def is_expert(self) -> bool:
-        """Whether fewer ranks share the group than others."""
+        """Whether the group has experts, which fewer ranks share than other groups."""
         return self.ep > 1
 
     @property
     def master_dtype(self) -> str:
-        """Dtype of what the optimizer updates."""
+        """Dtype of the master, which the optimizer updates."""
         return self.layout.params[0].dtype
 
     @property
@@ -113,7 +115,7 @@ class GroupFacts:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the gathered values differ from the master's: another dtype, or packed in between."""
+        """Whether the gathered values differ from the master's: another dtype, or quantized for the gather."""
         return self.compute_dtype not in {None, self.master_dtype} or self.sent_as is not None
 
     @property
@@ -127,7 +129,7 @@ class GroupFacts:
         return not self.row.shards_parameters and self.held_as is None
 
     def master_numel(self, rank: int) -> int:
-        """Elements of what the optimizer updates, padding included."""
+        """Elements of the master, padding included."""
         return self.layout.slice_numel(rank) if self.row.shards_optimizer else self.layout.numel
 
     def master_bytes(self, rank: int) -> int:
@@ -138,7 +140,7 @@ class GroupFacts:
         return self.item_bytes * numel if self.row.shards_parameters or self.is_cast or self.is_offloaded else 0
 
     def replica_bytes(self, rank: int) -> int:
-        """Bytes of the replica of replicated parameters, or of the shard that the device keeps when offloading."""
+        """Bytes of the replica of replicated parameters, or of the device's shard if the master is offloaded."""
         if self.is_resident:
             return self.gather_item_bytes * self.layout.numel
         kept = self.item_bytes if self.sent_as is not None else self.gather_item_bytes
@@ -147,18 +149,18 @@ class GroupFacts:
     @property
     def needs_stage(self) -> bool:
         """Whether the host's master needs a buffer on the device before it is cast or packed there."""
-        is_packed = self.keeps_shard and self.sent_as is not None  # from the shard that stays
+        is_packed = self.keeps_shard and self.sent_as is not None  # packed from the device's shard
         return self.is_offloaded and self.held_as is None and self.is_cast and not is_packed
 
     def grad_bytes(self, rank: int) -> int:
-        """Bytes of the memory of ``.grad``; 0 where that is part of the buffer that is reduced."""
+        """Bytes of the memory of ``.grad``; 0 if it is part of the buffer that is reduced."""
         if not self.is_trainable or self.updates_in_backward:
             return 0
         is_apart = self.pools_gradients or self.is_reduced_apart
         return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_apart else 0
 
     def landing_bytes(self, rank: int, *, is_added: bool = False) -> int:
-        """Bytes of the host's buffer for a sum that has another dtype than ``.grad``, or is added to it."""
+        """Bytes of the host's buffer for a sum whose dtype differs from ``.grad``'s, or that is added to ``.grad``."""
         is_needed = self.is_offloaded and self.is_trainable and (self.reduces_cast or is_added)
         return self.reduce_item_bytes * self.reduce_layout.slice_numel(rank) if is_needed else 0
 
@@ -171,7 +173,7 @@ class GroupFacts:
 
     @cached_property
     def summed_bytes(self) -> tuple[int, ...]:
-        """For each rank, bytes of the packed part of the gradients that it adds up."""
+        """For each rank, bytes of the packed part of the gradients that the rank sums."""
         assert self.reduced_as is not None
         dtype = self.reduce_dtype or self.master_dtype
         cuts = packed_cuts(summed_cuts(self.reduce_layout), self.reduced_as, dtype)
@@ -195,7 +197,7 @@ class GroupFacts:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one rank's slice is the whole group as the unit computes with it: nothing is gathered."""
+        """Whether the unit computes with the shard itself, because a single rank has the full group."""
         return self.row.shards_parameters and self.layout.size == 1 and not self.is_apart
 
     @property
@@ -204,18 +206,18 @@ class GroupFacts:
         return self.layout.scattered if self.row.shards_optimizer else self.layout.reduced
 
     def inner_numel(self, rank: int) -> int:
-        """Elements that a rank keeps after forward, where an inner group of ranks keeps the whole."""
+        """Elements of a rank's slice between forward and backward, if an inner group keeps the unit."""
         cuts = self.layout.inner_cuts(self.inner_size)
         return cuts[rank % self.inner_size + 1] - cuts[rank % self.inner_size]
 
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """Facts of a unit: its groups, and its place among the others.
+    """Facts of a unit: its groups, and its relation to other units.
 
     Attributes:
         name: The unit's name, as in recorded events.
-        family: Numbers of the units that enclose it, that it encloses, and its own.
+        family: Numbers of this unit, the units that enclose it and the units that it encloses.
         groups: The unit's groups.
         recomputed_in: Name of a module around the unit that is recomputed in backward.
         ahead: Units that are gathered ahead while this one computes, in forward and in backward.
@@ -245,25 +247,25 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """All that is chosen for a model besides the placements.
+    """The engine's options for a model, except its placements.
 
     Attributes:
-        policy: In which dtypes to compute and reduce.
-        quantization: What is held or sent in fewer bytes.
-        reshard_after_forward: ``"auto"``: as the row says, and the root stays gathered from forward to backward. A
-            number: kept sharded over so many ranks, for which the Comms have an inner one.
-        granularity: What a cut never divides.
-        accumulates_sharded: Reduce every backward, also inside ``gradient_sync(model, False)``. ``None``: as the row
-            says (ddp and zero1 keep local sums, the others reduce every time).
+        policy: Dtypes of computing and reducing.
+        quantization: Forms of quantized weights and gradients.
+        reshard_after_forward: ``"auto"``: the placements decide, and the root stays gathered from forward to backward.
+            A number: units are sharded over that many ranks after forward, for which there is an inner Comm.
+        granularity: The smallest part of a parameter that is never divided.
+        accumulates_sharded: Reduce every backward, also inside ``gradient_sync(model, False)``. ``None``: the
+            placements decide (ddp and zero1 keep local sums, the others reduce every time).
         defers_replicate: Reduce every backward inside its group of ``dp_shard``; inside ``gradient_sync(model, False)``
             not over ``dp_replicate``.
         prefetch: How many units are gathered ahead in forward and in backward.
-        num_gradient_buffers: Most full-size gradient buffers in use at once: n > 2 let n - 2 reductions run while the
-            next unit's gradients are collected.
-        recompute: What is computed again in backward; ``None``: nothing.
-        activation_offload: What of forward is kept on the host for backward; ``None``: nothing.
-        merge_limit: Small units are merged up to this many bytes of parameters; ``None``: as ``spec.chain`` says.
-        offload: What is kept on the host; ``None``: nothing.
+        num_gradient_buffers: Most full-size gradient buffers in use at once: with n > 2, n - 2 reductions may run while
+            the next unit's gradients are collected.
+        recompute: Modules to recompute in backward; ``None``: none.
+        activation_offload: Modules whose activations are kept on the host; ``None``: none.
+        merge_limit: Most bytes of parameters of a merged unit; ``None``: the default of ``spec.chain``.
+        offload: Data kept on the host; ``None``: none.
     """
 
     policy: PrecisionPolicy = FULL_PRECISION
@@ -280,14 +282,14 @@ class EngineOptions:
     offload: OffloadPolicy | None = None
 
     def reshards(self, *, default: bool) -> tuple[bool, int | None]:
-        """Whether a unit is released after its forward, and over how many ranks it then stays sharded."""
+        """Whether a unit is resharded after forward, and over how many ranks; ``None``: over all of its ranks."""
         value = self.reshard_after_forward
         if isinstance(value, str):
             return default, None
         return (value, None) if isinstance(value, bool) else (True, value)
 
     def accumulation(self, row: Placements) -> str:
-        """The way in which microbatches are added up, in the plan's words."""
+        """The value of ``ParallelPlan.accumulation`` that describes how microbatches are added up."""
         if self.defers_replicate:
             return "defer_replicate"
         is_sharded = row.pools_gradients if self.accumulates_sharded is None else self.accumulates_sharded

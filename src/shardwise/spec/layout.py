@@ -1,17 +1,18 @@
-"""From shapes to a flat buffer: offsets, padding, and who owns what. Pure arithmetic, the same on every rank.
+"""Layout of parameters in a flat buffer: offsets, padding, and the slice of each rank. Arithmetic, equal on all ranks.
 
-A unit's parameters of one (dtype, trainable) group lie one after the other in a flat buffer, each at a multiple of
-``ALIGN_NUMEL`` elements. The buffer is cut into ``size`` slices, again at multiples of ``ALIGN_NUMEL``; slice ``r`` is
-what rank ``r`` owns. Slices are equal unless the granularity (``spec.granularity``) forbids it. Example: three
-parameters on two ranks ::
+A unit's parameters of one (dtype, trainable) group are stored one after the other in a flat buffer, each at a multiple
+of ``ALIGN_NUMEL`` elements. The buffer is cut into ``size`` slices, again at multiples of ``ALIGN_NUMEL``; rank ``r``
+owns slice ``r``. Slices are equal unless the granularity (``spec.granularity``) forbids it. Example: three parameters
+on two ranks ::
 
     | wq .......... | bq . pad | wo ............. | pad |
     |        rank 0           |         rank 1          |      wo is cut: its first elements are rank 0's
 
-Why multiples of 64 elements: kernels compute other bits on misaligned weights, vectorised optimizers compute other bits
-on the cut tails of a tensor, and one misaligned pointer makes NCCL copy a whole segment element by element.
+There are three reasons for multiples of 64 elements. Kernels compute different bits on misaligned weights. Vectorised
+optimizers compute different bits on the cut tails of a tensor. One misaligned pointer makes NCCL copy an entire segment
+element by element.
 
-Gradients travel in a buffer of their own (:class:`ReduceLayout`), whose slices carry a short header: one element per
+Gradients are reduced in a separate buffer (:class:`ReduceLayout`), whose slices have a short header: one element per
 parameter that says whether this rank's backward used it.
 """
 
@@ -30,9 +31,9 @@ from shardwise.spec.granularity import ELEMENT, Granularity, arrange, arrange_wh
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.slice import Slice, simplest
 
-#: Every parameter and every slice starts at a multiple of this many elements ...
+#: Every parameter and every slice starts at a multiple of this many elements.
 ALIGN_NUMEL = 64
-#: ... and of this many bytes.
+#: Every parameter and every slice starts at a multiple of this many bytes.
 ALIGN_BYTES = 256
 
 
@@ -41,14 +42,14 @@ class ParamSpec:
     """A parameter as the layout sees it.
 
     Attributes:
-        name: Fully qualified name in the plain model; of tied parameters the first.
-        shape: Logical shape.
+        name: Fully qualified name in the plain model; the first one of a tied parameter.
+        shape: Shape on this rank before sharding; with ``slice``, the shape of that part.
         dtype: Short dtype name.
         is_trainable: ``requires_grad`` when the layout was made.
-        stride: Strides where the parameter is dense but not contiguous in the usual order, else ``None``.
+        stride: Strides if the parameter is dense but not contiguous in the usual order, else ``None``.
         aliases: The other names of a tied parameter.
-        slice: Which part of the logical tensor this is, where tensor or expert parallelism has cut it or several
-            pipeline stages hold it; ``shape`` is then that of the part.
+        slice: The part of the logical tensor, if tensor or expert parallelism has cut it or several pipeline stages
+            have it.
     """
 
     name: str
@@ -66,12 +67,12 @@ class ParamSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the elements."""
         return self.numel * item_bytes(self.dtype)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Its strides, contiguous or not."""
+        """Strides, also of a contiguous parameter."""
         return self.stride or contiguous_stride(self.shape)
 
     @property
@@ -80,7 +81,7 @@ class ParamSpec:
         return self.shape if self.slice is None else self.slice.shape
 
     def extent(self, start: int, stop: int, *, name: str | None = None, dtype: str | None = None) -> Extent:
-        """Elements ``start`` to ``stop`` as a part of the logical tensor, or of one with the same cuts (``name``)."""
+        """Elements ``start`` to ``stop`` as a range of the logical tensor, or of tensor ``name`` with the same cuts."""
         shape, held = self.logical_shape, self.slice
         cuts = () if held is None else simplest(shape, held.cuts)
         stride = logical_stride(shape, self.stride) if cuts else self.stride
@@ -89,7 +90,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of parameter ``index``, which lie at ``offset`` of some flat buffer."""
+    """Elements ``start`` to ``stop`` of parameter ``index``, stored at ``offset`` of a flat buffer."""
 
     index: int
     start: int
@@ -104,11 +105,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """``count`` pieces of ``numel`` elements that follow one another in a parameter, ``step`` apart in a flat buffer.
+    """``count`` consecutive pieces of a parameter, ``numel`` elements each, that are ``step`` apart in a flat buffer.
 
     Attributes:
-        start: Of the first piece, in the parameter.
-        offset: Of the first piece, in the buffer.
+        start: First element of the first piece, in the parameter.
+        offset: First element of the first piece, in the buffer.
     """
 
     start: int
@@ -119,7 +120,7 @@ class Rows:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> tuple[Rows, ...]:
-        """The fewest rows that hold ``pieces``, which follow one another in a parameter."""
+        """The fewest ``Rows`` that together are ``pieces``, which follow one another in a parameter."""
         found: list[list[int]] = []
         newest = 0
         for piece in pieces:
@@ -140,10 +141,10 @@ class GroupLayout:
         params: The parameters, in order.
         size: Number of slices.
         align_numel: Alignment of parameters and slices, in elements.
-        granularity: What a cut never divides.
+        granularity: The smallest part of a parameter that is never divided.
         owners: With granularity ``tensor``: the rank of each parameter.
         offsets: Offset of each parameter in the gathered buffer, in elements.
-        cuts: Where the slices begin in the gathered buffer, and where the last one ends: ``size + 1`` numbers.
+        cuts: The start of each slice in the gathered buffer, and the end of the last one: ``size + 1`` numbers.
     """
 
     params: tuple[ParamSpec, ...]
@@ -169,8 +170,8 @@ class GroupLayout:
         object.__setattr__(self, "cuts", cuts)
 
     def _granule(self, param: ParamSpec) -> int:
-        """Cuts inside ``param`` are multiples of this many elements from its start."""
-        least = round_up(max(param.numel, 1), self.align_numel)  # it is never cut
+        """The number of elements of which every cut inside ``param`` is a multiple, counted from its start."""
+        least = round_up(max(param.numel, 1), self.align_numel)  # with this granule the parameter is never cut
         if self.granularity.kind == "row":
             return min(math.lcm(row_numel(param.shape, param.stride) or 1, self.align_numel), least)
         if self.granularity.kind == "block" and param.stride is not None:
@@ -187,7 +188,7 @@ class GroupLayout:
         granularity: Granularity = ELEMENT,
         owners: Sequence[int] | None = None,
     ) -> GroupLayout:
-        """Lay out ``params`` over ``size`` ranks, slices aligned in every dtype that the buffer is held in."""
+        """Lay out ``params`` over ``size`` ranks, with slices aligned in their own dtype and in all ``dtypes``."""
         names = [*dtypes, *(p.dtype for p in params[:1])] or ["fp32"]
         align = max(ALIGN_NUMEL, *(ALIGN_BYTES // item_bytes(name) for name in names))
         return cls(tuple(params), size, align, granularity, None if owners is None else tuple(owners))
@@ -202,22 +203,22 @@ class GroupLayout:
         return self.cuts[rank + 1] - self.cuts[rank]
 
     def slice_of(self, rank: int) -> slice:
-        """The place of slice ``rank`` in the gathered buffer."""
+        """The range of slice ``rank`` in the gathered buffer."""
         return slice(self.cuts[rank], self.cuts[rank + 1])
 
     def inner_cuts(self, size: int) -> tuple[int, ...]:
-        """The ends of the slices of an inner group of ``size`` ranks: as even as the alignment allows."""
+        """The cuts for an inner group of ``size`` ranks: as even as the alignment permits."""
         pieces = self.numel // self.align_numel
         return tuple(index * pieces // size * self.align_numel for index in range(size + 1))
 
     @cached_property
     def is_even(self) -> bool:
-        """All slices are equal."""
+        """Whether all slices are equal."""
         return len({stop - start for start, stop in itertools.pairwise(self.cuts)}) == 1
 
     @cached_property
     def scattered(self) -> ReduceLayout:
-        """Layout of gradients that a reduce-scatter cuts into as many slices."""
+        """Layout of gradients that are reduce-scattered into ``size`` slices."""
         return ReduceLayout(self, self.size)
 
     @cached_property
@@ -227,12 +228,12 @@ class GroupLayout:
 
     @cached_property
     def uneven_cuts(self) -> tuple[int, ...] | None:
-        """``cuts`` where slices differ, else ``None``: what a collective needs to be told."""
+        """``cuts`` if slices differ, else ``None``, as collectives accept it."""
         return None if self.is_even else self.cuts
 
     @cached_property
     def logical_numel(self) -> int:
-        """Elements of the parameters themselves."""
+        """Elements of the parameters, without padding."""
         return sum(p.numel for p in self.params)
 
     @property
@@ -251,13 +252,13 @@ class GroupLayout:
         return tuple(pieces)
 
     def owned_by_param(self, rank: int) -> tuple[Piece, ...]:
-        """One piece for every parameter, empty where slice ``rank`` holds nothing of it."""
+        """One piece for every parameter; it is empty if slice ``rank`` has no part of the parameter."""
         held = {piece.index: piece for piece in self.owned(rank)}
         return tuple(held.get(index, Piece(index, 0, 0, 0)) for index in range(len(self.params)))
 
     @cached_property
     def whole(self) -> tuple[Piece, ...]:
-        """Every parameter in the gathered buffer, in one piece each."""
+        """One piece for every parameter in the gathered buffer."""
         return tuple(
             Piece(index, 0, param.numel, offset)
             for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True))
@@ -265,14 +266,14 @@ class GroupLayout:
 
     @cached_property
     def holders(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """By parameter, the ranks that hold a part of it, each with the first element and the end of its part."""
+        """For each parameter, ``(rank, start, stop)`` of every rank that owns a part of it."""
         found: list[list[tuple[int, int, int]]] = [[] for _ in self.params]
         for rank, piece in self.pieces():
             found[piece.index].append((rank, piece.start, piece.stop))
         return tuple(map(tuple, found))
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """Every rank's pieces, with the rank, parameter by parameter; offsets count from the start of the slice."""
+        """All pieces with their rank, parameter by parameter; offsets count from the start of the rank's slice."""
         for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
             rank, start = bisect.bisect_right(self.cuts, offset) - 1, 0
             while start < param.numel:
@@ -282,12 +283,12 @@ class GroupLayout:
                 rank, start = rank + 1, stop
 
     def held_shape(self, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The shape in which an optimizer sees a rank's piece, and its strides where they are unusual.
+        """The shape of a rank's piece for the optimizer, and its strides if they are unusual.
 
         * ``element`` and ``block``: (1, ..., 1, k), with as many dimensions as the parameter has.
-        * ``row``: its rows: (k, columns), for a stack of matrices (1, k, columns), for a convolution (k, ...).
-        * ``tensor``, a single rank, and wherever rows or blocks are no runs of memory: the parameter's own, or with 0
-          for the first dimension where the rank does not hold it.
+        * ``row``: k rows as (k, columns), for a stack of matrices (1, k, columns), for a convolution (k, ...).
+        * ``tensor``, a single rank, and parameters whose rows or blocks are not contiguous: the parameter's shape on
+          its owner. On other ranks the first dimension is 0.
         """
         param = self.params[piece.index]
         shape, kind = param.shape, self.granularity.kind
@@ -304,15 +305,16 @@ class GroupLayout:
         return ((1,) * (len(shape) - 1) + (piece.numel,) if shape else (piece.numel,)), None
 
     def fingerprint(self) -> str:
-        """A text that is equal on two ranks exactly when their layouts are."""
+        """A text that is equal on two ranks if and only if their layouts are equal."""
         rows = ";".join(f"{p.name}{list(p.shape)}{p.dtype}{p.stride or ''}" for p in self.params)
         return f"{self.size}/{self.align_numel}/{self.granularity}/{self.owners or ''}/{rows}"
 
 
 def rank_bytes(layouts: Iterable[GroupLayout]) -> tuple[int, ...]:
-    """Bytes of the parameters that each rank owns, padding left out, over all of ``layouts``.
+    """Bytes of parameters that each rank owns in all of ``layouts``, without padding.
 
-    Where fewer ranks share a layout than others, it stands for as many alike, of neighbours (experts).
+    A layout over fewer ranks than others, as of experts, is repeated: each slice is counted for neighbouring ranks,
+    which own different tensors of equal size.
     """
     layouts = list(layouts)
     held = [0] * max((layout.size for layout in layouts), default=0)
@@ -328,10 +330,10 @@ def rank_bytes(layouts: Iterable[GroupLayout]) -> tuple[int, ...]:
 class ReduceLayout:
     """Layout of the gradient buffer of a group: the group's slices, each followed by a header.
 
-    The header holds one element per parameter: 1 where this rank's backward used it, 0 where not. Summed with the
-    gradients, it tells every rank which parameters some rank used, without a message of its own. A gradient that a
-    reduce-scatter will cut is held in ``size`` slices, each with its header; one that is all-reduced in a single slice.
-    Where slices are unequal, those of ranks that own nothing are empty and have no header either.
+    The header has one element per parameter: 1 if this rank's backward used it, else 0. The header is summed with the
+    gradients, so every rank learns which parameters some rank used, without a separate message. A buffer for
+    reduce-scatter has ``group.size`` slices, each with a header; a buffer for all-reduce is a single slice. If slices
+    are unequal, those of ranks that own nothing are empty and have no header.
 
     Attributes:
         group: Layout of the parameters.
@@ -348,11 +350,11 @@ class ReduceLayout:
 
     @cached_property
     def uneven_cuts(self) -> tuple[int, ...] | None:
-        """``cuts`` where slices differ, else ``None``."""
+        """``cuts`` if slices differ, else ``None``."""
         return None if self.num_slices == 1 or self.group.is_even else self.cuts
 
     def place(self, rank: int) -> int:
-        """The slice whose sum ``rank`` gets."""
+        """Index of the slice whose sum ``rank`` receives."""
         return rank if self.num_slices > 1 else 0
 
     def data_numel(self, place: int) -> int:
@@ -367,23 +369,23 @@ class ReduceLayout:
         return round_up(len(self.group.params), self.group.align_numel) if is_needed else 0
 
     def slice_numel(self, rank: int) -> int:
-        """Elements of the slice whose sum ``rank`` gets, with its header."""
+        """Elements of the slice whose sum ``rank`` receives, with its header."""
         place = self.place(rank)
         return self.cuts[place + 1] - self.cuts[place]
 
     def slice_of(self, rank: int) -> slice:
-        """The place in the buffer of the slice whose sum ``rank`` gets."""
+        """The range in the buffer of the slice whose sum ``rank`` receives."""
         place = self.place(rank)
         return slice(self.cuts[place], self.cuts[place + 1])
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole buffer."""
+        """Elements of the buffer, headers and padding included."""
         return self.cuts[-1]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Every parameter's elements in the buffer; one that crosses a cut has a piece on either side of it."""
+        """Every parameter's elements in the buffer; a parameter that crosses a cut has a piece on each side."""
         if self.num_slices == 1:
             rows = enumerate(zip(self.group.params, self.group.offsets, strict=True))
             return tuple(Piece(index, 0, param.numel, offset) for index, (param, offset) in rows if param.numel)
@@ -394,7 +396,7 @@ class ReduceLayout:
 
     @cached_property
     def rows(self) -> tuple[tuple[Rows, ...], ...]:
-        """The pieces of each parameter: at most three rows of equal slices, and four of others, for any number."""
+        """The pieces of each parameter as ``Rows``: at most three if slices are equal, else at most four."""
         held: list[list[Piece]] = [[] for _ in self.group.params]
         for piece in self.pieces:
             held[piece.index].append(piece)
@@ -402,21 +404,21 @@ class ReduceLayout:
 
     @cached_property
     def dense_rows(self) -> tuple[tuple[Rows, ...], ...]:
-        """The same rows in a dense tensor of each parameter alone, where they follow one another."""
+        """The same as ``rows``, with offsets in a dense tensor of the parameter, where pieces follow one another."""
         return tuple(tuple(replace(row, offset=row.start, step=row.numel) for row in rows) for rows in self.rows)
 
     def is_divided(self, index: int) -> bool:
-        """Whether parameter ``index`` is not in one piece: a cut falls inside it, or it is empty."""
+        """Whether parameter ``index`` does not have exactly one piece: a cut is inside it, or it is empty."""
         return [held.count for held in self.rows[index]] != [1]
 
     @cached_property
     def header_rows(self) -> tuple[Rows, ...]:
-        """The headers, those of neighbours that lie equally far apart together."""
+        """The headers as ``Rows``: consecutive headers at equal distances share one."""
         return Rows.of(Piece(0, 0, numel, start) for start, numel in self.headers())
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of the buffer that hold neither a gradient nor a header: padding between parameters."""
+        """The ranges of the buffer that are neither gradient nor header: padding between parameters."""
         taken = [(p.offset, p.offset + p.numel) for p in self.pieces]
         taken += [(start, start + numel) for start, numel in self.headers()]
         gaps, end = [], 0
@@ -429,7 +431,7 @@ class ReduceLayout:
         return tuple(gaps)
 
     def headers(self) -> tuple[tuple[int, int], ...]:
-        """The start of each header, and its number of elements, for the slices that have one."""
+        """The start and the number of elements of each header."""
         return tuple(
             (self.cuts[place] + self.data_numel(place), self.header_numel(place))
             for place in range(self.num_slices)
@@ -443,7 +445,7 @@ class FlatRange:
 
     Attributes:
         kind: Class of the pieces, such as their weight-decay group.
-        pieces: The pieces, by offset.
+        pieces: The pieces, sorted by offset.
     """
 
     kind: int
@@ -451,12 +453,12 @@ class FlatRange:
 
     @property
     def start(self) -> int:
-        """The start of its first piece."""
+        """The start of the first piece."""
         return self.pieces[0].offset
 
     @property
     def stop(self) -> int:
-        """The end of its last piece."""
+        """The end of the last piece."""
         return self.pieces[-1].offset + self.pieces[-1].numel
 
     @property
@@ -466,11 +468,11 @@ class FlatRange:
 
 
 def flat_ranges(pieces: Sequence[Piece], kinds: Sequence[int | None]) -> tuple[FlatRange, ...]:
-    """The fewest ranges that hold every piece together with pieces of its own class only.
+    """The fewest ranges of a rank's pieces that contain every piece, and each only pieces of one class.
 
     Args:
         pieces: A rank's piece of each parameter of a group; empty pieces are in no range.
-        kinds: Class of each parameter by index, such as its weight-decay group; ``None`` for one that is left out.
+        kinds: Class of each parameter by index, such as its weight-decay group; ``None``: the parameter is left out.
     """
     runs: list[list[Piece]] = []
     last: int | None = None
@@ -494,9 +496,9 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """The elements fill one gapless, non-overlapping range of memory, in whatever order of dimensions."""
+    """Whether the elements fill one range of memory without gaps or overlaps, in any order of dimensions."""
     if 0 in shape:
-        return True  # whatever the strides say
+        return True  # with any strides
     expected = 1
     for extent, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
         if extent == 1:

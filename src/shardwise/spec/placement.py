@@ -1,9 +1,9 @@
 """Placements of parameters, gradients and optimizer state: the table that replaces "modes" and "stages".
 
-A data-parallel strategy is one row. The engine reads the row's placements and never asks for the strategy's name.
+A data-parallel strategy is a set of placements. The engine reads these and never the strategy's name.
 
-Notation: ``R`` replicated (every rank holds all of it), ``S`` sharded (every rank holds one slice), ``P`` partial
-(every rank holds all of it, and the true value is the sum over the ranks).
+Notation: ``R`` replicated (every rank has the full buffer), ``S`` sharded (every rank has one slice), ``P`` partial
+(every rank has a full buffer, and the true value is the sum over the ranks).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.spec.text import did_you_mean
 
 
 class Placement(StrEnum):
-    """The place of a flat buffer on the ``dp_shard`` axis."""
+    """The placement of a flat buffer on the ``dp_shard`` axis."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -26,16 +26,16 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True)
 class Placements:
-    """One row of the table.
+    """The placements of a strategy.
 
     Attributes:
         parameter: ``R`` or ``S``, between steps.
-        gradient: What backward leaves behind: ``R`` (all-reduced), ``P`` (a full local sum until the step boundary,
-            then reduced into slices), or ``S`` (reduced into slices unit by unit, in pooled buffers).
-        optimizer: ``R`` or ``S``. The optimizer sees whole parameters, or this rank's slices.
+        gradient: Gradient after backward: ``R`` (all-reduced), ``P`` (a full local sum until the step boundary, then
+            reduced into slices), or ``S`` (reduced into slices unit by unit, in pooled buffers).
+        optimizer: ``R`` or ``S``. The optimizer updates full parameters, or this rank's slices.
         keeps_gathered: With sharded parameters: a unit stays gathered from its forward to its backward.
-        is_hybrid: The row holds inside the ``dp_shard`` axis; everything is replicated over ``dp_replicate``.
-        is_threaded: One process runs replicas on all its devices, and is a world of its own.
+        is_hybrid: The placements apply inside the ``dp_shard`` axis; everything is replicated over ``dp_replicate``.
+        is_threaded: One process runs replicas on all its devices, and the world has only this rank.
     """
 
     parameter: Placement = Placement.SHARD
@@ -75,29 +75,29 @@ class Placements:
             )
 
     def describe(self) -> str:
-        """The row in words."""
+        """The placements as text, for messages."""
         keeps = ", kept gathered from forward to backward" if self.keeps_gathered else ""
         keeps += ", replicas in one process" if self.is_threaded else ""
         return f"parameters {self.parameter}, gradients {self.gradient}, optimizer {self.optimizer}{keeps}"
 
     @cached_property
     def shards_parameters(self) -> bool:
-        """A rank holds only its slice of the parameters between steps."""
+        """Whether a rank has only its slice of the parameters between steps."""
         return self.parameter is Placement.SHARD
 
     @cached_property
     def shards_optimizer(self) -> bool:
-        """The optimizer sees slices."""
+        """Whether the optimizer updates slices."""
         return self.optimizer is Placement.SHARD
 
     @property
     def pools_gradients(self) -> bool:
-        """Full gradients exist only in pooled buffers, from a unit's backward until its reduction."""
+        """Whether full gradients exist only in pooled buffers, from a unit's backward until its reduction."""
         return self.gradient is Placement.SHARD
 
     @property
     def gradient_move(self) -> str:
-        """The collective that completes the gradient of a unit, which is partial before."""
+        """The collective that reduces the gradients of a unit."""
         return "reduce_scatter" if self.shards_optimizer else "all_reduce"
 
 
@@ -136,7 +136,7 @@ ALIASES: dict[str, str] = {
 
 
 def canonical_name(strategy: str) -> str:
-    """The preset's own name for any accepted spelling, in any case.
+    """The preset's name for any accepted spelling, in any case.
 
     Raises:
         PlacementError: Unknown name; the message suggests the nearest one.
@@ -150,7 +150,7 @@ def canonical_name(strategy: str) -> str:
 
 
 def resolve_strategy(strategy: str | Placements) -> Placements:
-    """The row of a preset name, an alias or a row itself.
+    """The placements of a preset name or alias; ``Placements`` are returned unchanged.
 
     Raises:
         PlacementError: Unknown name.

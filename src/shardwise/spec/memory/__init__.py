@@ -1,1 +1,1 @@
-"""The bytes that a rank holds, in closed form: what the engine keeps, and what backward adds."""
+"""Closed forms of a rank's memory: the engine's buffers, and optimizer state."""

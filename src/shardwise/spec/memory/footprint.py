@@ -1,4 +1,4 @@
-"""The bytes that a rank holds, computed from the layouts.
+"""A rank's memory in bytes, computed from the layouts.
 
 With Ψ parameter elements in fp32 on N ranks, AdamW, even shapes and no padding, per rank:
 
@@ -12,18 +12,18 @@ shard_grad_op   4Ψ/N        4Ψ/N       8Ψ/N       4Ψ                        
 zero3           4Ψ/N        4Ψ/N       8Ψ/N       two units and the root                 two units and the root
 ==============  ==========  =========  =========  =====================================  ==============================
 
-The first three columns are table 1 of ZeRO (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision; the
-live units come on top. Exceptions:
+The first three columns are table 1 of ZeRO (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision;
+gathered units and gradient buffers are additional. Exceptions:
 
 * With ``dp_replicate`` (``hsdp``), N is the number of ranks of one group.
-* Under ``ep`` the experts are counted separately: Ψ/ep elements on N/ep ranks, with buffers of their own.
-* With ``reshard_after_forward=k`` zero3 holds another 4Ψ/k gathered.
-* Where the optimizer steps inside backward there are no gradients, and every row has the gradient buffers of zero3.
+* Under ``ep`` the experts are counted separately: Ψ/ep elements on N/ep ranks, with separate buffers.
+* With ``reshard_after_forward=k`` zero3 has another 4Ψ/k gathered.
+* If the optimizer steps inside backward, there are no gradients, and every preset has the gradient buffers of zero3.
 * With several microbatches, ``unsharded`` accumulation needs full-size gradients (4Ψ) under zero2, shard_grad_op and
   zero3, and ``sharded`` accumulation needs gradient buffers under ddp and zero1.
 
-The functions here count padding, headers and the receive buffers of sums over Gloo. What is gathered and what is on its
-way to a reduction has memory only while it is in use: these two columns are the most at one moment.
+The functions here also count padding, headers and the receive buffers of sums over Gloo. Gathered units and gradient
+buffers have memory only while they are in use: these two columns are the peak.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from dataclasses import dataclass, fields
 from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import ParamSpec, flat_ranges
 
-#: Bytes of an optimizer's state of a parameter: its name, the elements of which a rank has state, bytes of each.
+#: Function that returns the bytes of an optimizer's state of a parameter. Arguments: the parameter's name, the elements
+#: for which a rank has state, and bytes of an element.
 StateBytes = Callable[[str, int, int], int]
 
 
 def size_class(numel: int) -> int:
-    """Packed buffers whose sizes round to the same class are shared: up to an eighth of a power of two."""
+    """Round a size up to a class, in steps of an eighth of a power of two; packed buffers of one class are shared."""
     if numel <= 8:
         return numel
     step = 1 << ((numel - 1).bit_length() - 4)
@@ -52,15 +53,15 @@ def size_class(numel: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank, by category; activations come on top.
+    """Bytes on one rank, by category, without activations.
 
     Attributes:
-        parameters: Masters, and replicas where parameters are replicated.
-        gradients: Memory of ``.grad``, and full-size local sums where the strategy keeps them.
+        parameters: Masters, and replicas of replicated parameters.
+        gradients: Memory of ``.grad``, and full-size local sums if the strategy has them.
         optimizer: Optimizer state of the elements that this rank updates.
-        gathered: Gathered units, the most at one moment, and receive buffers of packed gathers.
-        reduce: Full-size gradient buffers in use, the most at one moment, and the receive buffers of the sums.
-        host: Masters, gradients and optimizer state of what is offloaded; all other categories are on the device.
+        gathered: Peak of gathered units, and receive buffers of packed gathers.
+        reduce: Peak of full-size gradient buffers in use, and the receive buffers of the sums.
+        host: Masters, gradients and optimizer state of offloaded groups; all other categories are on the device.
     """
 
     parameters: int = 0
@@ -103,21 +104,22 @@ def footprint(
     accumulations: Collection[str] = (),
     ignored: Sequence[ParamSpec] = (),
 ) -> Footprint:
-    """The bytes that rank ``rank`` holds in the steady state.
+    """The memory of rank ``rank`` in the steady state.
 
     Args:
         groups: Every group of the model.
-        rank: Coordinate on ``dp_shard``; slices differ in how much of them is padding.
-        backward_order: Unit numbers as backward enters them; by default the root, then the others from last to first.
+        rank: Coordinate on ``dp_shard``; slices contain different amounts of padding.
+        backward_order: Unit numbers in the order in which backward enters them; by default the root, then the others
+            from last to first.
         num_gradient_buffers: Most gradient buffers in use at once.
         optimizer_tensors: State tensors per parameter, of its size and dtype: 2 for Adam, 1 for SGD with momentum, 0
-            without momentum; or a function that says the bytes of each parameter's state.
+            without momentum; or a function that returns the bytes of each parameter's state.
         optimizer_scalar_bytes: Bytes of scalars per parameter: 4 for Adam's step counter.
-        has_receive_buffers: Whether this library adds up sums itself (Gloo), and so receives the peers' slices first.
+        has_receive_buffers: Whether this library computes sums (Gloo), and so needs memory to receive peers' slices.
         replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
-        accumulations: Ways in which microbatches are added up, as in the plan; empty where every step has one backward.
+        accumulations: Ways in which microbatches are added up, as in the plan; empty if every step has one backward.
             Repeated backwards that each reduce are ``sharded`` whatever the plan says.
-        ignored: Parameters that the engine leaves alone; every rank holds them whole.
+        ignored: Parameters that the engine ignores; every rank has them in full.
     """
     parameters = sum(param.num_bytes for param in ignored)
     gradients = sum(param.num_bytes for param in ignored if param.is_trainable)
@@ -138,7 +140,7 @@ def footprint(
             if not group.pools_gradients:
                 gradients += group.reduce_item_bytes * reduce.numel
             if "defer_replicate" in accumulations and (group.is_reduced_apart or not group.pools_gradients):
-                # Sums that wait for the others have memory of their own.
+                # Sums inside the group that wait for the sum over dp_replicate have separate memory.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(place)
             for name, numel in _updated_numels(group, place):
                 states += state_bytes(name, numel, group.item_bytes)
@@ -170,7 +172,7 @@ def footprint(
 
 
 def _bytes_of_tensors(count: float, scalar_bytes: int, _name: str, numel: int, item: int) -> int:
-    """Bytes of ``count`` state tensors, and of a counter where there are several."""
+    """Bytes of ``count`` state tensors, and of the scalars if there are several tensors."""
     return int(count * numel * item) + (scalar_bytes if count > 1 else 0)
 
 
@@ -180,19 +182,19 @@ def _updated_numels(group: GroupFacts, rank: int) -> list[tuple[str, int]]:
     held = layout.owned(rank) if group.row.shards_optimizer else layout.whole
     if group.flat_kinds is None:
         return [(layout.params[piece.index].name, piece.numel) for piece in held]
-    empty = [0 for piece in held if not piece.numel]  # in no range, but optimizers count their steps
+    empty = [0 for piece in held if not piece.numel]  # in no range, but with a step counter
     runs = [span.numel for span in flat_ranges(held, group.flat_kinds)]
     return [(layout.params[0].name, numel) for numel in empty + runs]
 
 
 def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0, backward_order: Sequence[int] | None = None) -> int:
-    """The most bytes of gathered parameters at one moment.
+    """The peak bytes of gathered parameters.
 
-    Of the units of each depth one computes while ``num_ahead`` more travel. Units that stay gathered until backward
-    remain from then on. Those of a recomputed module are there together, beside the unit that follows them, which
-    backward may not have left yet. A unit that is not in ``backward_order``, such as a frozen one before the first
-    trained one, is released after forward; without an order every unit is taken to be in it. Slices that units keep
-    over an inner group of ranks after forward come on top.
+    At each depth, one unit computes while ``num_ahead`` more are being gathered. Units that stay gathered until
+    backward are counted from their forward on. The units of a recomputed module are gathered at the same time as the
+    unit that follows them, which backward may not have released yet. A unit that is not in ``backward_order``, such as
+    a frozen one before the first trained one, is released after forward; without an order every unit is assumed to be
+    in it. Slices that an inner group of ranks keeps after forward are added.
     """
     total = 0
     by_depth: dict[int, dict[int, int]] = {}  # bytes by unit
@@ -230,7 +232,7 @@ def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0, backward_order: 
 
 
 def packed_buffer_bytes(groups: Sequence[GroupFacts]) -> int:
-    """Bytes of the receive buffers of packed gathers, which one unit at a time uses."""
+    """Bytes of the receive buffers of packed gathers. Only one unit at a time uses them."""
     largest: dict[int, int] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for group in groups:
@@ -247,7 +249,7 @@ def packed_buffer_bytes(groups: Sequence[GroupFacts]) -> int:
 
 
 def stage_bytes(groups: Sequence[GroupFacts], *, rank: int) -> int:
-    """Bytes of the device's buffers for masters from the host before their cast: one for each dtype of masters."""
+    """Bytes of the device's buffers for offloaded masters before they are cast: one buffer for each master dtype."""
     largest: dict[str, int] = {}
     for group in groups:
         if group.needs_stage:
@@ -266,11 +268,11 @@ def reduce_bytes(
     replicas: Replicas | None = None,
     accumulations: Collection[str] = (),
 ) -> int:
-    """The most bytes of gradient and receive buffers at one moment, found by walking through the backwards of a step.
+    """The peak bytes of gradient and receive buffers, found by simulating the backwards of a step.
 
-    At the end of a unit's backward the reductions of earlier units enter their next phase, the unit takes its buffer,
-    and its own reduction is issued; with n > 2 buffers, those of the n - 2 units just before stay under way. Receive
-    buffers are kept. Steps are repeated until no further one is made.
+    At the end of a unit's backward the reductions of earlier units enter their next phase, the unit's buffer is
+    allocated, and its reduction is issued. With n > 2 buffers, reductions of the previous n - 2 units may still run.
+    Receive buffers are never freed, so steps are repeated until no new one is allocated.
     """
     trained = [group for group in groups if group.is_trainable]
     last_first = sorted({group.unit for group in trained}, reverse=True)
@@ -289,7 +291,7 @@ def reduce_bytes(
             for unit in [*(unit for unit in order if unit != 0), 0]:
                 walk.post_backward([group for group in trained if group.unit == unit], kind)
             walk.end()
-    homes = [  # memory of .grad of one group while the optimizer updates it
+    homes = [  # memory of .grad of a group while the optimizer updates the group
         group.reduce_layout.slice_numel(group.place(rank)) * group.item_bytes
         for group in trained
         if group.updates_in_backward and group.reduces_cast
@@ -302,7 +304,7 @@ class Replicas:
     """Coordinate on ``dp_replicate``, over which gradient shards are summed.
 
     Attributes:
-        size: Ranks of the axis: the number of groups that hold the same shards.
+        size: Ranks of the axis: the number of groups with the same shards.
         rank: Coordinate on the axis.
         is_deferred: Whether microbatches are added up before they are summed over the axis.
     """
@@ -312,7 +314,7 @@ class Replicas:
     is_deferred: bool = False
 
     def received_numel(self, group: GroupFacts, rank: int) -> int:
-        """Elements that a rank receives from the other groups to add up its part of a shard."""
+        """Elements that a rank receives from the other groups to sum its part of a shard."""
         return own_part(group.reduce_layout.slice_numel(group.place(rank)), self.size, self.rank) * (self.size - 1)
 
 
@@ -322,7 +324,7 @@ def own_part(numel: int, size: int, rank: int) -> int:
 
 
 class _Backward(enum.Enum):
-    """The treatment of the gradients of a backward."""
+    """The treatment of a backward's gradients."""
 
     ALONE = "reduced; the sum is .grad"
     ADDED = "reduced; the sum is added to .grad"
@@ -342,13 +344,13 @@ _BACKWARDS = {
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A reduction: inside the group (phase 0), then added up over ``dp_replicate`` (1), then gathered there (2).
+    """An unfinished reduction: inside the group (phase 0), then a sum over ``dp_replicate`` (1) and a gather there (2).
 
     Attributes:
         group: The group whose gradients are reduced.
         num_phases: Phases of the reduction.
-        is_borrowed: Whether its buffer is freed after it.
-        stays: Whether the sum stays in such a buffer until the end.
+        is_borrowed: Whether the gradient buffer is freed by this reduction.
+        stays: Whether the sum stays in that buffer until the last phase.
         phase: The current phase.
         received: Elements of the receive buffer in use; ``None``: there is none.
     """
@@ -362,7 +364,7 @@ class _UnderWay:
 
 
 class _Reductions:
-    """Counts the buffers that the reductions of backwards use. Receive and packed buffers are used again."""
+    """Counts the buffers that the reductions of backwards use. Receive and packed buffers are reused."""
 
     def __init__(
         self,
@@ -382,7 +384,7 @@ class _Reductions:
         self._under_way: list[_UnderWay] = []
         self._free: Counter[int] = Counter()  # packed buffers by size class
         self._packed_bytes: dict[int, int] = {}
-        # Elements of the receive buffers that are free, smallest first; each Comm has its own.
+        # Elements of the free receive buffers, smallest first; each Comm has separate ones.
         self._receiving: dict[tuple[str, str], list[int]] = {}
         for group in groups:
             for num_bytes in self._packed_sizes(group):
@@ -391,11 +393,11 @@ class _Reductions:
 
     @property
     def total_bytes(self) -> int:
-        """The most bytes at one moment so far."""
+        """The peak bytes so far."""
         return self._kept_bytes + self._most_bytes
 
     def post_backward(self, groups: Sequence[GroupFacts], kind: _Backward) -> None:
-        """One unit moves earlier reductions to their next phase, takes its buffers, and issues its own."""
+        """Move earlier reductions to their next phase, allocate a unit's buffers, and issue its reductions."""
         if kind is not _Backward.LOCAL:
             self._move_on(keep=0 if self._replicas is not None else self._limit - 2)
         for group in groups:
@@ -406,8 +408,8 @@ class _Reductions:
         if kind is _Backward.LOCAL:
             return
         for group in groups:
-            # A sum over dp_replicate is made in the memory of .grad. It is made in the pooled buffer where .grad has
-            # another dtype, is on the host, will be in that buffer, or already holds the sum of earlier backwards.
+            # A sum over dp_replicate is computed in the memory of .grad. It is computed in the pooled buffer if .grad
+            # has another dtype, is on the host, will be in that buffer, or contains the sum of earlier backwards.
             is_apart = group.is_reduced_apart or group.updates_in_backward or kind is _Backward.ADDED
             stays = is_apart and kind is not _Backward.DEFERRED
             self._under_way.append(_UnderWay(group, self._num_phases(group), self._borrows(group, kind), stays))
@@ -437,7 +439,7 @@ class _Reductions:
 
     @staticmethod
     def _borrows(group: GroupFacts, kind: _Backward) -> bool:
-        """Whether gradients are collected in a buffer that is freed: always, or because .grad occupies its own."""
+        """Whether gradients are collected in a pooled buffer: always, or because ``.grad`` occupies its usual one."""
         is_occupied = kind is _Backward.ADDED and not group.is_reduced_apart
         return group.pools_gradients or is_occupied
 
@@ -449,7 +451,7 @@ class _Reductions:
         return 2 if is_spread else 1
 
     def _advance(self, reduction: _UnderWay) -> None:
-        """Return what the current phase has used, and begin the next phase, if there is one."""
+        """Free the buffers of the current phase, and begin the next phase, if there is one."""
         group, replicas = reduction.group, self._replicas
         if reduction.phase == 0:
             self._free.update(map(size_class, self._packed_sizes(group)))
@@ -466,7 +468,7 @@ class _Reductions:
             self._receive(reduction, replicas.received_numel(group, self._rank))
 
     def _receive(self, reduction: _UnderWay, numel: int) -> None:
-        """Take the smallest free receive buffer that is large enough, else replace the largest by a new one."""
+        """Use the smallest free receive buffer that is large enough, or replace the largest by a new one."""
         free, item = self._receive_buffers(reduction), reduction.group.reduce_item_bytes
         index = bisect.bisect_left(free, numel)
         if index < len(free):
@@ -484,7 +486,7 @@ class _Reductions:
         return self._receiving.setdefault((axis, dtype), [])
 
     def _use(self, group: GroupFacts, change: int) -> None:
-        """A gradient buffer of a group is allocated (1) or freed (-1)."""
+        """Allocate (1) or free (-1) a gradient buffer of a group."""
         self._in_use[self._kind(group)] += change
         self._live_bytes += change * group.reduce_layout.numel * group.reduce_item_bytes
         self._most_bytes = max(self._most_bytes, self._live_bytes)
@@ -494,16 +496,16 @@ class _Reductions:
         return group.master_dtype, group.compute_dtype, group.reduce_dtype, group.axis
 
     def _packed_sizes(self, group: GroupFacts) -> tuple[int, ...]:
-        """Bytes of the buffers from which packed gradients are sent, and into which they are received."""
+        """Bytes of the send buffer and of the receive buffer of packed gradients."""
         if group.reduced_as is None:
             return ()
         return sum(group.summed_bytes), group.layout.size * group.summed_bytes[group.place(self._rank)]
 
 
 def received_numel(group: GroupFacts, rank: int, *, is_added: bool = False) -> int:
-    """Elements of the buffer in which a rank receives slices of its peers of ``dp_shard``, to add up its own slice.
+    """Elements of the buffer into which a rank receives peers' slices on ``dp_shard``, to sum its own slice.
 
-    Where the sum is made in the memory of ``.grad`` and that is free, one peer's slice is received there instead.
+    If the sum is computed in the memory of ``.grad`` and that is free, one peer's slice is received there instead.
     """
     is_apart = group.is_reduced_apart or group.updates_in_backward
     goes_home = group.pools_gradients and not (is_apart or is_added)
@@ -511,7 +513,7 @@ def received_numel(group: GroupFacts, rank: int, *, is_added: bool = False) -> i
 
 
 def summed_numel(group: GroupFacts, rank: int) -> int:
-    """Elements that a rank adds up: its slice, or in an all-reduce an equal part."""
+    """Elements that a rank sums: its slice, or in an all-reduce an equal part."""
     place = group.place(rank)
     if group.row.shards_optimizer:
         return group.reduce_layout.slice_numel(place)

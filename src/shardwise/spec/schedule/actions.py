@@ -12,7 +12,7 @@ from shardwise.spec.errors import PlanError
 
 
 class Kind(StrEnum):
-    """The kinds of actions: four computations and four ends of messages."""
+    """The kinds of actions: four computations, and sending or receiving one of two messages."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
     @property
     def gives_input_gradient(self) -> bool:
-        """Whether the stage before can begin its backward afterwards."""
+        """Whether the action computes the gradient that the previous stage needs to begin its backward."""
         return self in {Kind.BACKWARD, Kind.BACKWARD_INPUT}
 
 
@@ -53,7 +53,7 @@ class Action:
 
     Attributes:
         kind: The kind of action.
-        stage: The (virtual) stage of this rank that computes, made what is sent, or takes what is received.
+        stage: The (virtual) stage of this rank that computes, whose result is sent, or that needs the received message.
         microbatch: The number of the microbatch.
         peer: The rank at the other end of a message; ``None`` for a computation.
     """
@@ -81,9 +81,9 @@ class Schedule:
 
     Two stages of one rank exchange no messages.
 
-    The order of messages is safe where a send waits until it is received and a receive until it is sent. It is faster
-    if neither waits: a send starts in its place, a receive is posted in its place or earlier (:meth:`early`), and the
-    computation that takes it waits for it. Messages from one rank to another are received in the order of sending.
+    The order of messages cannot deadlock even if sends block until they are received. Asynchronous messages are
+    faster: a send starts in its place, a receive is posted in its place or earlier (:meth:`early`), and only the
+    computation that needs the message waits for it. Messages from one rank to another arrive in the order of sending.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Schedule:
 
     @functools.cached_property
     def order(self) -> tuple[Ordered, ...]:
-        """The computations of all ranks in an order in which each comes after what it takes.
+        """The computations of all ranks in an order in which each follows the computations whose results it needs.
 
         Raises:
             PlanError: The ranks wait for each other in a circle, or for something that no rank computes.
@@ -128,11 +128,11 @@ class Schedule:
     def early(self, rank: int) -> dict[int, tuple[Action, ...]]:
         """The receives that can be posted before each computation: those between it and the next computation.
 
-        A message that arrives while a rank computes then needs no time between two computations. Not for transports
-        that work in order, where later sends would wait behind the receive.
+        A message that arrives while the rank computes then causes no idle time. Not for transports that process
+        messages strictly in order, because later sends would wait for the receive.
 
         Returns:
-            Receives, in their order, by the place of the computation among the rank's actions.
+            The receives in order, by the index of the computation among the rank's actions.
         """
         found: dict[int, list[Action]] = {}
         newest = None
@@ -144,7 +144,7 @@ class Schedule:
         return {place: tuple(receives) for place, receives in found.items()}
 
     def issued(self, rank: int, *, is_early: bool = True) -> tuple[Action, ...]:
-        """The actions of a rank in the order in which it begins them, with receives posted early or not."""
+        """The actions of a rank in the order in which it starts them, with or without early receives."""
         early = self.early(rank) if is_early else {}
         moved = {receive for receives in early.values() for receive in receives}
         order: list[Action] = []
@@ -163,10 +163,10 @@ class Ordered(NamedTuple):
 
     Attributes:
         rank: The rank that computes.
-        action: What it computes.
-        kind: The place of its kind among all kinds.
-        source: The place in the order of the computation whose result it takes from another stage; -1: none.
-        sender: The stage of that result, if it is on another rank; -1: none.
+        action: The computation.
+        kind: Index of its kind among all kinds.
+        source: Index in the order of the computation of another stage whose result it needs; -1: none.
+        sender: The stage of that computation, if it is on another rank; -1: none.
     """
 
     rank: int
@@ -177,9 +177,9 @@ class Ordered(NamedTuple):
 
 
 def _ordered(schedule: Schedule) -> tuple[Ordered, ...]:
-    """Ranks take turns; each goes on until it has to wait for another."""
+    """Take the ranks in turn, and run each one until it has to wait for another rank."""
     found: list[Ordered] = []
-    places: dict[tuple[bool, int, int], int] = {}  # of results: of a forward or a backward, stage, microbatch
+    places: dict[tuple[bool, int, int], int] = {}  # index in ``found`` by (is a forward, stage, microbatch)
     next_of = [0] * schedule.num_ranks
     computed = [schedule.computations(rank) for rank in range(schedule.num_ranks)]
     total = sum(map(len, computed))
@@ -207,7 +207,7 @@ def _ordered(schedule: Schedule) -> tuple[Ordered, ...]:
 
 
 def check_done(name: str, sends: str, left: Sequence[Sequence[Action]]) -> None:
-    """Refuse a schedule of whose ranks one has actions left, with sends that are ``blocking`` or ``buffered``."""
+    """Refuse a schedule in which some rank has actions left; ``sends`` is ``"blocking"`` or ``"buffered"``."""
     waiting = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions]
     if waiting:
         raise PlanError(
@@ -217,12 +217,12 @@ def check_done(name: str, sends: str, left: Sequence[Sequence[Action]]) -> None:
 
 
 def looped_ranks(pp: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """The ranks of stages in loops: 0, 1, ..., p - 1, and again from rank 0."""
+    """The rank of each stage if stages are assigned in loops: 0, 1, ..., p - 1, and again from rank 0."""
     return tuple(range(pp)) * num_virtual_stages
 
 
 def folded_ranks(pp: int) -> tuple[int, ...]:
-    """The ranks of two stages each in the shape of a V: 0, 1, ..., p - 1, and back to 0."""
+    """The rank of each stage in the shape of a V: 0, 1, ..., p - 1, and back to 0."""
     return (*range(pp), *reversed(range(pp)))
 
 

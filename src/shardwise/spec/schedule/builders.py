@@ -18,20 +18,20 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 @dataclass(frozen=True, slots=True)
 class PipelinePolicy:
-    """The way of microbatches through the stages of a pipeline.
+    """The schedule of a pipeline, and its stages.
 
     Attributes:
         schedule: ``"gpipe"``: all forwards, then all backwards. ``"1f1b"``: the same bubble, and activations of at most
             ``pp`` microbatches. ``"interleaved-1f1b"``: several stages per rank, a smaller bubble for more messages.
-            ``"zb-h1"``: 1F1B with backward in two parts and a third of its bubble where forward and both parts take
-            the same time. ``"zb-v"``: two stages per rank in the shape of a V, then no bubble from ``2 pp - 1``
-            microbatches on.
-        num_microbatches: Into how many microbatches a step is cut; ``None``: as many as there are ranks in a pipeline.
-            ``interleaved-1f1b`` takes multiples of that number.
-        num_virtual_stages: Stages of each rank; ``None``: 2 for ``interleaved-1f1b`` (where it may be more) and
+            ``"zb-h1"``: 1F1B with backward in two parts; if forward and both parts need the same time, a third of
+            1F1B's bubble. ``"zb-v"``: two stages per rank in the shape of a V; under the same condition no bubble
+            with ``2 pp - 1`` microbatches or more.
+        num_microbatches: Number of microbatches of a step; ``None``: the number of ranks in a pipeline.
+            ``interleaved-1f1b`` accepts only multiples of that number.
+        num_virtual_stages: Stages of each rank; ``None``: 2 for ``interleaved-1f1b`` (which accepts more) and
             ``zb-v``, 1 for the others.
-        first_of_stage: The module with which each stage but the first begins: the name of a block, or of a module
-            beside the blocks, such as a head. Empty: stages are balanced by the matrix products of a token.
+        first_of_stage: Name of the first module of each stage except the first: a block, or a module outside of the
+            blocks, such as a head. Empty: stages are balanced by the matrix products of a token.
 
     Raises:
         PlanError: A value is out of range, or does not fit the schedule.
@@ -74,7 +74,7 @@ class PipelinePolicy:
 
     @property
     def is_split(self) -> bool:
-        """Backward has two parts: gradients of inputs, and later those of weights."""
+        """Whether backward has two parts: gradients of inputs, and later gradients of weights."""
         return self.schedule in {"zb-h1", "zb-v"}
 
     def microbatches(self, pp: int) -> int:
@@ -131,7 +131,7 @@ def build(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int
 
 @functools.lru_cache(maxsize=32)
 def computations(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int | None = None) -> Schedule:
-    """As :func:`build`, without messages: enough to simulate it."""
+    """The same as :func:`build` without messages, which simulation does not need."""
     policy = PipelinePolicy(schedule, num_microbatches, num_virtual_stages)
     policy.check(pp)
     virtual = policy.virtual_stages
@@ -146,10 +146,10 @@ def computations(schedule: str, pp: int, num_microbatches: int, num_virtual_stag
 
 
 def pipeline_policy(value: object) -> PipelinePolicy:
-    """The policy that ``pipeline`` means: ``None``, the name of a schedule, a policy, or a mapping of its fields.
+    """Convert ``None``, the name of a schedule, a policy, or a mapping of its fields to a policy.
 
     Raises:
-        PlanError: The value means none.
+        PlanError: The value cannot be converted.
     """
     if value is None:
         return PipelinePolicy()
@@ -168,10 +168,10 @@ def pipeline_policy(value: object) -> PipelinePolicy:
 def with_messages(name: str, orders: Orders, num_microbatches: int, ranks: Sequence[int]) -> Schedule:
     """The schedule that computes in these orders, with a message wherever the next stage is on another rank.
 
-    All computations and messages get one order over all ranks: by start times of computations, and by the times at
-    which what a message carries is computed, if every part of a computation takes one unit of time and a message none.
-    Both ends of a message have the same place in that order. Ranks that follow it, and wait at every message for the
-    other end, never wait in a circle: the first action that is still to be done has both its ranks free.
+    All computations and messages are sorted into one order over all ranks. A computation's key is its start time; a
+    message's key is the time at which its content is computed. These times assume that every part of a computation
+    needs one unit of time and a message none. Send and receive of a message have the same key. Ranks that follow the
+    order never deadlock, even if sends block: both ranks of the first unfinished action are free.
     """
     plain = Schedule(name, tuple(tuple(order) for order in orders), num_microbatches, tuple(ranks))
     timing = simulate(plain, Durations())
@@ -190,7 +190,7 @@ def with_messages(name: str, orders: Orders, num_microbatches: int, ranks: Seque
 
 
 def _message(made_by: Action, schedule: Schedule) -> list[tuple[int, Action]]:
-    """Both ends of the message that follows a computation, each with its rank; none where nothing is sent."""
+    """The send and the receive that follow a computation, each with its rank; empty if nothing is sent."""
     stage, j = made_by.stage, made_by.microbatch
     if made_by.kind is Kind.FORWARD:
         send, receive, other = Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, stage + 1
@@ -207,8 +207,8 @@ def _message(made_by: Action, schedule: Schedule) -> list[tuple[int, Action]]:
 def gpipe(pp: int, num_microbatches: int) -> list[list[Action]]:
     """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965).
 
-    Backwards go through the microbatches in the order of forward, so that gradients are added up as one process that
-    accumulates adds them.
+    Backwards process the microbatches in the order of forward, so that gradients are added up in the same order as by
+    one process that accumulates.
     """
     return [
         [Action(kind, rank, j) for kind in (Kind.FORWARD, Kind.BACKWARD) for j in range(num_microbatches)]
@@ -217,10 +217,10 @@ def gpipe(pp: int, num_microbatches: int) -> list[list[Action]]:
 
 
 def one_forward_one_backward(pp: int, num_microbatches: int) -> list[list[Action]]:
-    """As many forwards as there are stages after this one, then a forward and a backward in turn, then the backwards.
+    """1F1B: one forward for each later stage, then forwards and backwards in turn, then the remaining backwards.
 
-    Narayanan et al. 2021, arXiv 2104.04473 ("PipeDream-Flush"). A rank holds the activations of at most ``pp - rank``
-    microbatches, where GPipe holds all.
+    Narayanan et al. 2021, arXiv 2104.04473 ("PipeDream-Flush"). A rank stores the activations of at most ``pp - rank``
+    microbatches; with GPipe it stores those of all.
     """
     orders = []
     for rank in range(pp):
@@ -234,17 +234,17 @@ def one_forward_one_backward(pp: int, num_microbatches: int) -> list[list[Action
 
 
 def interleaved(pp: int, num_microbatches: int, num_virtual_stages: int) -> list[list[Action]]:
-    """Rank ``r`` has stages ``r``, ``pp + r``, ``2 pp + r``, ... (Narayanan et al. 2021, arXiv 2104.04473).
+    """Interleaved 1F1B: rank ``r`` has stages ``r``, ``pp + r``, ``2 pp + r``, ...
 
-    Microbatches go in groups of ``pp``: a whole group through the first stage of a rank, then through its second, and
-    so on; backward takes a rank's stages in reverse. The bubble is that of 1F1B over ``v``, the messages are ``v``
-    times as many.
+    Narayanan et al. 2021, arXiv 2104.04473. Microbatches are processed in groups of ``pp``: a full group in the first
+    stage of a rank, then in its second, and so on; backward processes a rank's stages in reverse. With ``v`` stages per
+    rank the bubble is that of 1F1B divided by ``v``, and there are ``v`` times as many messages.
     """
     group = pp * num_virtual_stages
     total = num_microbatches * num_virtual_stages
 
     def place(turn: int, rank: int, *, is_backward: bool) -> tuple[int, int]:
-        """Stage and microbatch of the forward or backward that has the ``turn``-th turn on a rank."""
+        """Stage and microbatch of a rank's ``turn``-th forward or backward."""
         groups, within = divmod(turn, group)
         chunk, microbatch = divmod(within, pp)
         if is_backward:
@@ -264,9 +264,10 @@ def interleaved(pp: int, num_microbatches: int, num_virtual_stages: int) -> list
 
 
 def forwards_ahead(pp: int, rank: int, num_virtual_stages: int) -> int:
-    """Forwards of a rank before it runs a forward and a backward in turn.
+    """Forwards of a rank before it alternates forwards and backwards.
 
-    A group in all stages but its last, and two for each rank after it: until its first gradient comes back.
+    These are a group in each of the rank's stages except the last, and two for each later rank, until the rank receives
+    its first gradient.
     """
     return 2 * (pp - rank - 1) + (num_virtual_stages - 1) * pp
 
@@ -275,10 +276,10 @@ F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741 
 
 
 def zb_h1(pp: int, num_microbatches: int) -> list[list[Action]]:
-    """1F1B with the weights' gradients of rank ``r`` ``r`` microbatches late.
+    """ZB-H1: 1F1B in which rank ``r`` computes the weights' gradients ``r`` microbatches late.
 
-    Input gradients reach the rank before sooner, and delayed W fill the time at the end in which 1F1B waits. A rank
-    holds no more than 1F1B's first rank: ``pp - r`` microbatches between F and I, and ``r`` between I and W.
+    The previous rank receives input gradients sooner, and delayed W fill the idle time at the end of 1F1B. No rank
+    stores more than the first rank of 1F1B: ``pp - r`` microbatches between F and I, and ``r`` between I and W.
     """
     orders = []
     for rank in range(pp):
@@ -296,22 +297,22 @@ def zb_h1(pp: int, num_microbatches: int) -> list[list[Action]]:
 
 
 def zb_v(pp: int, num_microbatches: int) -> list[list[Action]]:
-    """Two stages per rank, the model folded into a V: the first and the last stage share rank 0.
+    """ZB-V: two stages per rank, the model folded into a V, so that rank 0 has the first and the last stage.
 
-    Each row below is one phase of rank ``r``; lower case is its first stage (number ``r``), upper case its second
-    (``2 pp - 1 - r``):
+    Each row below is one phase of rank ``r``. Lower case letters are its first stage (number ``r``), upper case letters
+    its second (``2 pp - 1 - r``). ``n x`` repeats the phase n times:
 
     ===================  =================================================================================
-    f, 2(p - r) - 1 x    until the first microbatch has come down the V and back
-    F f, r x             both ways
-    F I W, p - r x       backward has begun at the end, which is on rank 0, but not come back to stage ``r``
-    f i w F I W          all six in turn, and so on without f once there is nothing left to begin
-    i I, r x             forwards are over: input gradients first, as other ranks wait for them
-    i w, p - r x         ... of the first stage alone
-    W, w, r x each       what is late
+    f, 2(p - r) - 1 x    until the first microbatch reaches the second stage
+    F f, r x             forwards of both stages
+    F I W, p - r x       backward has begun in the last stage, on rank 0, but has not reached stage ``r``
+    f i w F I W          all six in turn; later without f, when every microbatch has begun
+    i I, r x             forwards are over: input gradients first, because other ranks wait for them
+    i w, p - r x         backwards of the first stage
+    W, w, r x each       delayed gradients of weights
     ===================  =================================================================================
 
-    With fewer than ``2 pp - 1`` microbatches the order is that for so many, with the missing ones left out.
+    With fewer than ``2 pp - 1`` microbatches the order is that of ``2 pp - 1``, without the missing ones.
     """
     room = max(num_microbatches, 2 * pp - 1)
     orders = []

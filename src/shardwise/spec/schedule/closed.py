@@ -1,4 +1,4 @@
-"""Bubbles, and microbatches held at once, in closed form or counted; a step as it ran beside them, and drawings."""
+"""Bubbles and peak numbers of stored microbatches, in closed form or counted; measured steps and drawings of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardwise.spec.schedule.simulate import Durations, Span, Timing, without_de
 def bubble(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int, times: Durations) -> Fraction | None:
     """Idle time over ideal time of a step (``Timing.bubble``); ``None`` where there is no closed form.
 
-    With ``p`` ranks, ``m`` microbatches, ``v`` stages per rank, and a forward, an input gradient and the weights'
-    gradients of one stage that take F, I and W:
+    With ``p`` ranks, ``m`` microbatches, ``v`` stages per rank, and times F, I and W of a forward, an input gradient
+    and the weights' gradients of one stage:
 
     ====================  =====================================================  ================================
     schedule              bubble                                                 holds for
@@ -30,15 +30,15 @@ def bubble(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: in
     ``zb-v``              max(p-1, 2 (2p-1-m)) / (6m)                            F = I = W
     ====================  =====================================================  ================================
 
-    GPipe, 1F1B: the last microbatch that rank 0 sends on before it waits goes through the p-1 stages after it, and its
-    gradient comes back: a forward and a backward for each of them. Interleaved, these stages are shorter by v.
+    GPipe, 1F1B: rank 0 waits while a microbatch passes through the p-1 later stages and its gradient comes back: a
+    forward and a backward of each of these stages. Interleaved stages are shorter by the factor v.
 
-    ZB-H1: the gradient comes back without the weights' gradients on its way, (p-1)(F+I). At the end rank 0 has nothing
-    to put off, and receives the last gradients one by one: the min(m,p)-1 before the last of them each let it do one
-    part of its work while it waits, by the shortest of F, I and W. (Found by simulation; the tests compare it.)
+    ZB-H1: the gradient comes back without waiting for weights' gradients, in (p-1)(F+I). At the end rank 0 has no
+    delayed work, and receives the last gradients one by one. Each of the min(m,p)-1 gradients before the last lets rank
+    0 compute something while it waits, for the shortest of F, I and W. (Found by simulation; tests compare it.)
 
-    ZB-V: rank p-1 begins p-1 units late and none is idle afterwards (:func:`inner_bubble`); no schedule in which
-    the ranks start together can do better.
+    ZB-V: rank p-1 begins p-1 units late, and no rank is idle afterwards (:func:`inner_bubble`). No schedule in which
+    the ranks start together can be better.
     """
     p, m = pp, num_microbatches
     forward, backward_input, weight = (
@@ -63,9 +63,9 @@ def inner_bubble(
 ) -> Fraction | None:
     """Idle time between a rank's first and last computation (``Timing.inner_bubble``), over ideal time.
 
-    ZB-V: max(0, 2p-1-m) / (3m) for F = I = W. From 2p-1 microbatches on, which fill the way down the V and back, no
-    unit of time is idle; each that is missing leaves a gap of one unit on the way down and one on the way back. The
-    others: as :func:`bubble`, since rank 0 is the first to begin and the last to end; ZB-H1 where W <= F, I.
+    ZB-V: max(0, 2p-1-m) / (3m) for F = I = W. With 2p-1 microbatches or more, which fill both sides of the V, no unit
+    of time is idle; each missing microbatch leaves a gap of one unit on each side. Other schedules: the same as
+    :func:`bubble`, because rank 0 is the first to begin and the last to end; for ZB-H1 only if W <= F, I.
     """
     if schedule == "zb-v":
         is_even = not times.communication and times.backward_weight == times.forward == times.backward_input
@@ -76,12 +76,12 @@ def inner_bubble(
 
 
 class Held(NamedTuple):
-    """The most (microbatch, stage) pairs at a time.
+    """Peak number of stored (microbatch, stage) pairs.
 
     Attributes:
-        activations: From the forward to the input's gradient: all that autograd saved.
-        in_flight: From the forward to the weights' gradients. Between the two gradients the inputs of the layers and
-            the gradients of their outputs remain.
+        activations: Pairs between the forward and the input's gradient, with everything that autograd saved.
+        in_flight: Pairs between the forward and the weights' gradients. After the input's gradient only the inputs of
+            the layers and the gradients of their outputs are stored.
     """
 
     activations: int
@@ -89,7 +89,7 @@ class Held(NamedTuple):
 
 
 def held(actions: Sequence[Action], stage: int | None = None) -> Held:
-    """Count what a rank with these actions holds of all its stages, or of one, for any schedule."""
+    """Count the stored pairs of a rank with these actions, of all its stages or of one, for any schedule."""
     activations = in_flight = 0
     most = Held(0, 0)
     is_split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
@@ -104,7 +104,7 @@ def held(actions: Sequence[Action], stage: int | None = None) -> Held:
 
 
 def peak_held(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int, rank: int) -> Held:
-    """The most that a rank holds of all its stages, in closed form.
+    """The peak number of stored pairs of a rank, of all its stages, in closed form.
 
     ====================  =================================  ==================
     schedule              activations                        in flight
@@ -116,8 +116,8 @@ def peak_held(schedule: str, pp: int, num_microbatches: int, num_virtual_stages:
     ``zb-v``              min(2p, 2m, m + r + 1)             the same
     ====================  =================================  ==================
 
-    A stage of ``interleaved-1f1b`` and ``zb-v`` is a ``v``-th of a rank's layers: in layers, ``zb-v`` holds what 1F1B
-    holds on its first rank, on every rank.
+    A stage of ``interleaved-1f1b`` and ``zb-v`` is a ``v``-th of a rank's layers. Counted in layers, every rank of
+    ``zb-v`` stores as much as the first rank of 1F1B.
     """
     p, m, v = pp, num_microbatches, num_virtual_stages
     if schedule == "gpipe":
@@ -131,19 +131,19 @@ def peak_held(schedule: str, pp: int, num_microbatches: int, num_virtual_stages:
     return Held(min(p - rank, m), min(p, m) if schedule == "zb-h1" else min(p - rank, m))
 
 
-# -- as it ran: the computations of a step, and a row per rank with a column per unit of time
+# -- measured steps, and drawings with a row per rank and a column per unit of time
 
-#: The columns of a drawing.
+#: Number of columns of a measured step's drawing.
 _COLUMNS = 60
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One step of a pipeline, as it ran.
+    """A measured step of a pipeline.
 
     Attributes:
         schedule: The schedule.
-        timing: When each rank computed: from the arrival of what a computation takes to its end.
+        timing: Computations of each rank, from the arrival of their inputs to their ends.
     """
 
     schedule: Schedule
@@ -156,7 +156,7 @@ class Measured:
 
     @property
     def undelayed_bubble(self) -> float:
-        """The bubble of these durations without any delay between computations."""
+        """The bubble of a simulated step with the measured durations, without delays between computations."""
         return float(without_delays(self.schedule, self.timing).bubble)
 
     @property
@@ -170,7 +170,7 @@ class Measured:
 
     @property
     def closed_bubble(self) -> float | None:
-        """The closed form of the bubble for these durations; ``None`` where there is none, as for evaluation."""
+        """The closed form of the bubble for these durations; ``None`` if there is none, as for evaluation."""
         s = self.schedule
         if s.name not in SCHEDULES:
             return None
@@ -194,7 +194,7 @@ class Measured:
 
 
 def measured(schedule: Schedule, spans: Sequence[Sequence[tuple[int, int]]]) -> Measured:
-    """From the begin and end of every computation of each rank, in order, in microseconds."""
+    """Make a ``Measured`` from the start and end of every computation of each rank, in order, in microseconds."""
     timing = tuple(
         tuple(Span(start, end, action) for (start, end), action in zip(found, schedule.computations(rank), strict=True))
         for rank, found in enumerate(spans)
@@ -203,7 +203,7 @@ def measured(schedule: Schedule, spans: Sequence[Sequence[tuple[int, int]]]) -> 
 
 
 def _coarse(timing: Timing, columns: int) -> Timing:
-    """The same with as many units of time: every computation has one at least."""
+    """The timing rounded to about ``columns`` units of time, with at least one unit for every computation."""
     last = max(spans[-1].end for spans in timing.spans)
     width = max(-(-last // columns), 1)
     drawn = []
@@ -222,7 +222,7 @@ _MOST_COLUMNS = 5000
 
 
 def rows(built: Schedule, timing: Timing) -> list[str]:
-    """One line per rank, such as ``rank 0 F0 F1 . B0 B1``; a letter more where a rank has several stages."""
+    """One line per rank, such as ``rank 0 F0 F1 . B0 B1``; a letter for the stage follows if a rank has several."""
     columns = max(spans[-1].end for spans in timing.spans)
     if columns > _MOST_COLUMNS:
         return [f"(not drawn: {columns} columns of time {shown(timing.unit)})"]
@@ -251,5 +251,5 @@ def _label(built: Schedule, action: Action) -> str:
 
 
 def shown(value: Fraction) -> str:
-    """As a fraction, or, where that is long, in decimals."""
+    """The value as a fraction or, if that is long, as a decimal number."""
     return str(value) if value.denominator < 1000 else f"{float(value):.6g}"

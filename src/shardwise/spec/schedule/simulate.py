@@ -1,4 +1,4 @@
-"""When every action of a schedule runs: a discrete-event simulation; and whether a schedule can run at all."""
+"""Discrete-event simulation of schedules, and the check that a schedule trains a model without deadlock."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Durations:
         forward: A forward.
         backward_input: The gradient of the stage's input.
         backward_weight: The gradients of the stage's weights. A whole backward takes this and ``backward_input``.
-        communication: From the end of a computation until its result is at the next stage's rank. Messages travel
-            while ranks compute.
+        communication: From the end of a computation until its result arrives at the next stage's rank. Messages are
+            sent while ranks compute.
 
     Raises:
-        PlanError: A computation takes no time, or communication less than none.
+        PlanError: A computation's time is not positive, or communication's is negative.
     """
 
     forward: Fraction | float = 1
@@ -58,11 +58,11 @@ class Durations:
 
     @property
     def unit(self) -> Fraction:
-        """The longest time of which every duration is a multiple."""
+        """The greatest common divisor of all durations."""
         return _unit(self.all)
 
     def ticks(self, kind: Kind, unit: Fraction | None = None) -> int:
-        """The units that a computation takes, or a message; ``unit`` divides all durations."""
+        """The duration of a computation or a message in units; ``unit`` divides all durations."""
         forward, backward_input, backward_weight, communication = self.all
         lasts = {
             Kind.FORWARD: forward,
@@ -80,7 +80,7 @@ def _unit(durations: Iterable[Fraction]) -> Fraction:
 
 
 class Span(NamedTuple):
-    """A computation and when it runs, in units of :attr:`Timing.unit`."""
+    """A computation with its start and end, in units of :attr:`Timing.unit`."""
 
     start: int
     end: int
@@ -89,12 +89,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """When the computations of each rank run.
+    """Start and end of the computations of each rank.
 
     Attributes:
         spans: The computations of each rank, in order.
         unit: The unit of their times.
-        held_up: How long computations that could have begun waited for their ``earliest``.
+        held_up: For computations that were delayed by ``earliest`` of :func:`simulate`, the delay in units.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -113,20 +113,20 @@ class Timing:
 
     @property
     def bubble(self) -> Fraction:
-        """Idle time over ideal time, from the first rank's begin to the last rank's end."""
+        """Idle time over ideal time, from the first computation of any rank to the last one."""
         return (self.makespan - self.ideal) / self.ideal
 
     @property
     def bubble_share(self) -> Fraction:
-        """Idle time over the time of the step: the part that a step would be shorter by if no rank waited."""
+        """Idle time over the time of the step: the fraction that would be saved if no rank waited."""
         return (self.makespan - self.ideal) / self.makespan
 
     @property
     def inner_bubble(self) -> Fraction:
-        """Idle time over ideal time between a rank's first and last computation, for the rank that waits longest.
+        """Idle time between a rank's first and last computation, of the rank that waits longest, over ideal time.
 
-        The next step can fill the time before and after, if nothing between two steps (such as a norm of all gradients)
-        makes ranks wait for each other. The papers on zero-bubble schedules count this bubble.
+        The time before and after can overlap with neighbouring steps, unless an operation between two steps (such as a
+        norm of all gradients) synchronizes the ranks. The papers on zero-bubble schedules report this bubble.
         """
         idle = max(spans[-1].end - spans[0].start - _busy(spans) for spans in self.spans)
         return idle * self.unit / self.ideal
@@ -143,15 +143,14 @@ def simulate(
     exceptions: Mapping[Key, Fraction | float] = MappingProxyType({}),
     earliest: Mapping[Key, Fraction | float] = MappingProxyType({}),
 ) -> Timing:
-    """Run a schedule. Neither sends nor receives wait; a computation waits until its inputs have arrived.
+    """Simulate a schedule. Sends and receives do not block; a computation waits until its inputs have arrived.
 
     Args:
         schedule: A schedule with or without messages.
-        durations: Durations of computations and messages; one for all stages, or one for each. What a stage sends takes
-            its own ``communication``.
-        exceptions: Durations of computations that take another time than others of their stage, by kind, stage and
-            microbatch.
-        earliest: When computations can begin that wait for something besides.
+        durations: Durations of computations and messages; one for all stages, or one for each. The sending stage
+            determines the time of a message.
+        exceptions: Durations of computations that differ from others of their stage, by kind, stage and microbatch.
+        earliest: Earliest start times of computations that also wait for other events.
 
     Raises:
         PlanError: The ranks wait for each other in a circle, or for something that no rank computes.
@@ -176,7 +175,7 @@ def _in_order(
     unusual = {microbatch for _, _, microbatch in (*took, *begins)}
     held_up: dict[Key, int] = {}
     lasts = [[each[kind] for kind in Kind] for each in ticks]
-    travel = [*(each[Kind.SEND_ACTIVATION] for each in ticks), 0]  # the last: of what is already there
+    travel = [*(each[Kind.SEND_ACTIVATION] for each in ticks), 0]  # the last is for sender -1: no message
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     clock, ends = [0] * schedule.num_ranks, []
     for rank, action, kind, source, sender in schedule.order:
@@ -198,14 +197,14 @@ def _in_order(
 
 
 def without_delays(schedule: Schedule, timing: Timing) -> Timing:
-    """The same computations with their measured durations, if messages and gaps between computations took no time."""
+    """Simulate the schedule with the durations in ``timing``, if messages and gaps took no time."""
     computations = itertools.chain.from_iterable(timing.spans)
     took = {(action.kind, action.stage, action.microbatch): end - start for start, end, action in computations}
     return _in_order(schedule, [dict.fromkeys(Kind, 0)] * schedule.num_stages, timing.unit, took, {})
 
 
 def _check_ends(schedule: Schedule) -> None:
-    """With sends and receives that wait for each other (rendezvous) all ranks reach their end."""
+    """Check that all ranks reach their end if sends and receives wait for each other (rendezvous)."""
     places, has_moved = [0] * schedule.num_ranks, True
     while has_moved:
         has_moved = False
@@ -224,7 +223,7 @@ def _check_ends(schedule: Schedule) -> None:
 
 
 def _other_end(action: Action, rank: int) -> Action:
-    """The other end of a message, in the peer's list."""
+    """The matching send or receive in the peer's list."""
     both: Mapping[Kind, Kind] = _SENT_BY | {send: receive for receive, send in _SENT_BY.items()}
     forward = action.kind in {Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT}
     return Action(both[action.kind], action.stage + (1 if forward else -1), action.microbatch, rank)
@@ -233,18 +232,18 @@ def _other_end(action: Action, rank: int) -> Action:
 def check(schedule: Schedule) -> None:
     """Refuse a schedule that does not train a model, or that could deadlock.
 
-    On every rank, in the order of its list:
+    These rules hold for every rank's list:
 
-    - each of its stages runs each microbatch's forward, and its backward, or its two parts, once, and nothing else;
-    - forwards, (input) gradients and weights' gradients of a stage go through the microbatches in order, so that sums
-      of gradients are those of one process that accumulates;
-    - a computation comes after what it takes was made or received here, and a message is sent after it was made; what
-      goes to a stage of another rank is sent and received once, what stays is not;
-    - with sends that wait for their receive (rendezvous) all ranks reach their end. That depends on the lists alone,
-      not on durations; and ranks that reach their end so also do where sends are buffered.
+    - Each stage runs the forward and the backward (or its two parts) of each microbatch exactly once.
+    - Forwards, (input) gradients and weights' gradients of a stage process the microbatches in order, so that sums of
+      gradients equal those of one process that accumulates.
+    - A computation follows the computation or receive of its inputs, and a send follows the computation of its content.
+      Results are sent and received once if the next stage is on another rank, and not at all otherwise.
+    - All ranks reach their end if each send waits for its receive (rendezvous). This depends only on the lists, not on
+      durations, and implies that ranks also reach their end with buffered sends.
 
     Raises:
-        PlanError: It is broken; the message says where.
+        PlanError: The schedule breaks a rule; the message says where.
     """
     if set(schedule.ranks) != set(range(schedule.num_ranks)):
         raise PlanError(
@@ -253,7 +252,7 @@ def check(schedule: Schedule) -> None:
         )
     for rank, actions in enumerate(schedule.actions):
         expected, found = Counter(_expected(schedule, rank)), Counter(actions)
-        for action in [*(expected - found), *(found - expected)]:  # a missing action tells more than a superfluous one
+        for action in [*(expected - found), *(found - expected)]:  # a missing action is the more useful message
             raise PlanError(
                 f"schedule {schedule.name!r}: {action} is on rank {rank} {found[action]} times, expected"
                 f" {expected[action]}."
@@ -282,7 +281,7 @@ def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Check a rank's own list: microbatches in order, and no action before what it needs."""
+    """Check that a rank's list has microbatches in order, and no action before the actions that it needs."""
     behind: set[Key] = set()
     next_microbatch: Counter[tuple[Kind, int]] = Counter()
     for action in schedule.actions[rank]:
@@ -302,7 +301,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _needs(schedule: Schedule, action: Action) -> Iterator[Key]:
-    """Yield the keys that have to come before an action in its own rank's list."""
+    """Yield the actions that must precede an action in its rank's list."""
     stage, j = action.stage, action.microbatch
     whole = Kind.BACKWARD_INPUT if schedule.is_split else Kind.BACKWARD
     if action.kind is Kind.SEND_ACTIVATION:

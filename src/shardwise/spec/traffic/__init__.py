@@ -1,1 +1,1 @@
-"""The collectives of a step, predicted: data and context parallelism, experts, and matrices of Muon."""
+"""Prediction of the collectives of a step: data and context parallelism, experts, and matrices of Muon."""

@@ -1,21 +1,21 @@
-"""Context parallelism: how a sequence is divided over the ranks of ``cp``, and what a step sends there.
+"""Context parallelism: how a sequence is divided over the ranks of ``cp``, and the bytes that a step sends there.
 
-A sequence is cut into ``2 * size`` chunks, of which rank ``r`` holds chunk ``r`` and chunk ``2 * size - 1 - r``: one
-early and one late. Under causal attention every rank then has the same work, where runs of equal length would leave the
-first rank idle most of the time (Brandon et al., "Striped Attention", arXiv 2311.09431; the pairs are those of Llama
-3's training, arXiv 2407.21783, section 3.3.2). With ``size=2``::
+A sequence is cut into ``2 * size`` chunks. Rank ``r`` has chunk ``r`` and chunk ``2 * size - 1 - r``: one early and one
+late. Under causal attention every rank then has the same work, while with one run of positions for each rank the first
+rank would be idle most of the time (Brandon et al., "Striped Attention", arXiv 2311.09431; Llama 3 was trained with
+these pairs, arXiv 2407.21783, section 3.3.2). With ``size=2``::
 
     chunk    0  1  2  3
     rank     0  1  1  0
 
-A query attends to its own rank's keys causally. All queries of a rank attend to the early half of the keys of each rank
-below, and the late half of its queries to all keys of each rank above. So half of the scores of every other rank's
-block are computed; the other half lies in the future.
+A query attends to its own rank's keys causally. All queries of a rank attend to the early half of the keys of each
+lower rank, and the late half of its queries attends to all keys of each higher rank. So half of the scores with every
+other rank's block are computed; the other half is masked.
 
 With n ranks, a layer's forward sends n - 1 blocks, each the keys and values of tokens / n positions. Its backward
-sends them once more, and n - 1 blocks of gradients, in fp32 where activations have 16 bit. A rank so sends
-``3 (n - 1) * 2 * tokens / n * kv_width`` elements for each layer and step. That grows with the length of the sequence;
-the computation of attention, beside which blocks are sent, grows with its square.
+sends them again, and n - 1 blocks of gradients, in fp32 if activations have 16 bit. A rank thus sends
+``3 (n - 1) * 2 * tokens / n * kv_width`` elements for each layer and step. That grows linearly with the length of the
+sequence; the computation of attention, with which sending overlaps, grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     Attributes:
         rows: The queries.
         columns: The keys.
-        is_causal: Each row attends to its own column and those before.
+        is_causal: Each query attends only to keys up to its own position.
     """
 
     rows: slice
@@ -43,20 +43,20 @@ def chunks_of(size: int, rank: int) -> tuple[int, int]:
 
 
 def padded_length(length: int, size: int, multiple: int = 1) -> int:
-    """The least length of at least ``length`` of which each of ``size`` ranks gets an even multiple of ``multiple``."""
+    """Round ``length`` up, so that each of ``size`` ranks gets an even multiple of ``multiple`` positions."""
     step = 2 * size * multiple
     return -(-length // step) * step
 
 
 def own_ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The two ranges of positions of a rank, for a length that ``2 * size`` divides."""
+    """The two ranges of positions of a rank, for a length divisible by ``2 * size``."""
     each = length // (2 * size)
     early, late = ((chunk * each, (chunk + 1) * each) for chunk in chunks_of(size, rank))
     return early, late
 
 
 def part_of(rank: int, source: int, length: int, *, is_causal: bool) -> Part:
-    """The part of ``rank``'s queries and of ``source``'s keys, both of ``length`` positions, that attention needs."""
+    """The queries of ``rank`` and keys of ``source`` whose scores attention needs; both have ``length`` positions."""
     everything = slice(0, length)
     if not is_causal or source == rank:
         return Part(everything, everything, is_causal)

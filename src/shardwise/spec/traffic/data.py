@@ -1,4 +1,4 @@
-"""The collectives of one training step, predicted from layouts and order alone: kind, axis, unit, bytes, sequence."""
+"""Prediction of the collectives of one training step from layouts and order: kind, axis, unit, bytes, sequence."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def gather_bytes(group: GroupFacts, rank: int) -> int:
 
 
 def reduction_bytes(group: GroupFacts, rank: int) -> int:
-    """Bytes that a rank sends to reduce a group: every slice but its own; in an all-reduce also its own to every other.
+    """Bytes that a rank sends to reduce a group: other ranks' slices; in an all-reduce also its own to each of them.
 
-    Where sums are sent quantized, the second part of an all-reduce is a collective of its own (:func:`spread_bytes`).
+    With quantized sums, the second part of an all-reduce is a separate collective (:func:`spread_bytes`).
     """
     if group.reduced_as is not None:
         return sum(group.summed_bytes) - group.summed_bytes[group.place(rank)]
@@ -43,13 +43,13 @@ def reduction_bytes(group: GroupFacts, rank: int) -> int:
 
 
 def spread_bytes(group: GroupFacts, rank: int) -> int:
-    """Bytes that a rank sends to gather the parts of a sum that was sent quantized: its part, to every other rank."""
+    """Bytes that a rank sends to gather the parts of a quantized sum: its part, to every other rank."""
     cuts, place = summed_cuts(group.reduce_layout), group.place(rank)
     return (group.layout.size - 1) * (cuts[place + 1] - cuts[place]) * group.reduce_item_bytes
 
 
 def inner_gather_bytes(group: GroupFacts, rank: int) -> int:
-    """Bytes that a rank sends to gather a group that was kept sharded over an inner group of ranks."""
+    """Bytes that a rank sends to gather a group from an inner group of ranks."""
     return (group.inner_size - 1) * group.inner_numel(group.place(rank)) * group.gather_item_bytes
 
 
@@ -60,7 +60,7 @@ def replicate_bytes(group: GroupFacts, rank: int, replicas: Replicas) -> int:
 
 
 def all_reduced_numel(numel: int, size: int, rank: int) -> int:
-    """Elements that a rank sends in an all-reduce of ``numel``: all parts but its own, then its own to every other."""
+    """Elements that a rank sends in an all-reduce of ``numel``: others' parts, then its own part to all other ranks."""
     own = own_part(numel, size, rank)
     return numel - own + own * (size - 1)
 
@@ -77,16 +77,16 @@ def step_trace(
 ) -> list[Collective]:
     """The collectives of one forward and backward on ``rank``, in order, after the first step.
 
-    Forward gathers every unit once, in its order; a prefetch does not change the sequence. Backward gathers released
-    units again, one unit ahead, and reduces a unit when it enters one that neither encloses it nor lies in it. Where a
-    module that encloses units is recomputed, its units are gathered in the order of forward when backward reaches the
+    Forward gathers every unit once, in order; a prefetch does not change the sequence. Backward gathers released units
+    again, one unit ahead, and reduces a unit when it enters a unit that neither encloses the first nor is inside it. If
+    a module that encloses units is recomputed, its units are gathered in the order of forward when backward reaches the
     module. A sum over ``dp_replicate`` is issued when the next unit is reduced.
 
     Args:
-        units: By number.
+        units: Facts of each unit, by number.
         rank: Coordinate on ``dp_shard``.
         forward_order: Unit numbers in the order of their forward calls.
-        backward_order: Unit numbers as backward enters them.
+        backward_order: Unit numbers in the order in which backward enters them.
         is_synchronising: Whether gradients are reduced; ``False`` inside ``gradient_sync(model, False)``, where sums
             stay on the rank, or inside the group (``replicas.is_deferred``).
         is_first_of_window: Whether replicated parameters are gathered after an update of the optimizer; ``False`` for
@@ -113,12 +113,12 @@ def step_trace(
 def window_order(units: Iterable[int], stages: Mapping[int, Collection[int]] = MappingProxyType({})) -> list[int]:
     """The order in which a pipeline's step reduces units: later stages first, in a stage the last unit first.
 
-    In every schedule the last backward of a rank's later stage ends before that of an earlier one. Units that belong to
-    no single stage are reduced at the end of the step.
+    In every schedule the last backward of a rank's later stage ends before that of an earlier stage. Units of several
+    stages are reduced at the end of the step.
 
     Args:
         units: Numbers of all units.
-        stages: By stage, the units that belong to it alone.
+        stages: For each stage, the units that belong to no other stage.
     """
     alone = [unit for stage in sorted(stages, reverse=True) for unit in sorted(stages[stage], reverse=True)]
     return [*alone, *sorted(set(units).difference(alone), reverse=True)]
@@ -138,9 +138,9 @@ def window_trace(
     backward of its stage, or at the end of the step.
 
     Args:
-        units: By number, in the order of forward.
+        units: Facts of each unit, by number; numbers follow the order of forward.
         rank: Coordinate on ``dp_shard``.
-        stages: As in :func:`window_order`; not needed where only the root belongs to no single stage.
+        stages: As in :func:`window_order`; not needed if only the root belongs to several stages.
         is_synchronising: ``False`` inside ``gradient_sync(model, False)``: nothing is reduced.
         replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
     """
@@ -165,7 +165,7 @@ def unit_collectives(
     is_first_of_window: bool = True,
     replicas: Replicas | None = None,
 ) -> Iterator[Collective]:
-    """The collectives that ``rank`` issues at one moment of a step; arguments as of :func:`step_trace`."""
+    """The collectives that ``rank`` issues at one moment of a step; see :func:`step_trace` for the arguments."""
     if moment.what is What.GATHER:
         unit = units[moment.unit]
         yield from _gathers(unit, rank, is_kept=moment.is_kept, is_first_of_window=is_first_of_window)
@@ -191,7 +191,7 @@ def _gathers(unit: UnitFacts, rank: int, *, is_kept: bool, is_first_of_window: b
 
 
 def _second_phases(unit: UnitFacts, rank: int, replicas: Replicas | None) -> Iterator[Collective]:
-    """Yield the collectives after the reductions of a unit: parts of packed sums, and sums over ``dp_replicate``."""
+    """Yield the collectives that follow a unit's reductions: gathers of packed sums, and sums over ``dp_replicate``."""
     for group in filter(_is_trained, unit.groups):
         if group.reduced_as is not None and not group.row.shards_optimizer:
             yield Collective("all_gather", unit.name, spread_bytes(group, rank), group.axis)
@@ -207,7 +207,7 @@ def step_walk(
     replicas: Replicas | None = None,
     num_left: int = 0,
 ) -> Walk:
-    """The walk through a step of these units; arguments as of :func:`step_trace`, ``num_left`` as of ``Walk``."""
+    """The walk through a step of these units; see :func:`step_trace` and ``Walk`` for the arguments."""
     is_spread = any(
         group.reduced_as is not None and not group.row.shards_optimizer
         for unit in units.values()
@@ -222,16 +222,16 @@ def step_walk(
     )
 
 
-#: What ``sync_buffers`` may be. ``auto``: those that are saved with the model are broadcast.
+#: Values of ``sync_buffers``. ``auto``: buffers that are saved with the model are broadcast.
 BUFFER_SYNCS = ("auto", "broadcast", "mean", "none")
 
-#: The unit that is named in collectives about buffers.
+#: The unit's name in collectives for buffers.
 BUFFERS = "buffers"
 
 
 @dataclass(frozen=True)
 class BufferMessage:
-    """The buffers of one dtype, in one flat message.
+    """One flat message with the buffers of one dtype.
 
     Attributes:
         dtype: Dtype of the buffers; ``bool`` is sent as bytes.

@@ -1,30 +1,30 @@
 """Messages of ``sw.Muon`` in a step: slices of matrices to the ranks that orthogonalize them, and the results back.
 
-A matrix of M elements lies in ``parts`` slices, by ``dp_shard``, ``cp`` and ``tp``, each of which ``replicas`` ranks
-hold. One of these ranks owns it::
+A matrix of M elements is divided into ``parts`` slices, by ``dp_shard``, ``cp`` and ``tp``, and ``replicas`` ranks
+have each slice. One of these ranks owns the matrix::
 
-    collect      every other slice comes from one of its holders             M (parts - 1) / parts
-    give back    every holder but the owner gets its slice of the result     M (replicas - 1 / parts)
+    collect      the owner receives every other slice from one of its ranks       M (parts - 1) / parts
+    return       every other rank receives its slice of the result                M (replicas - 1 / parts)
 
-Owners have about equal work, so that the ranks send about equal shares of it. A matrix that is small beside its unit
-lies on fewer ranks than share the unit, and less of it is sent: the closed form is the most.
+Owners have about equal work, so all ranks send about equally much. A matrix that is small compared with its unit is on
+fewer ranks than the unit, and less is sent: the closed form is an upper bound.
 """
 
 from __future__ import annotations
 
-#: Bytes of an element on its way: bfloat16.
+#: Bytes of an element that is sent: bfloat16.
 WIRE_BYTES = 2
 #: Newton-Schulz iterations of a step.
 NS_STEPS = 5
 
 
 def exchanged_bytes(held: float, parts: int, replicas: int) -> tuple[float, float]:
-    """Bytes that a rank sends to owners of matrices, and of results, at most, on the average of the ranks.
+    """Upper bounds of the bytes that a rank sends, averaged over ranks: slices to owners, and results.
 
     Args:
         held: Elements of matrices that the rank updates.
-        parts: Slices that a matrix lies in.
-        replicas: Ranks that hold the same slice.
+        parts: Slices of a matrix.
+        replicas: Ranks that have the same slice.
     """
     return (
         WIRE_BYTES * held * (parts - 1) / (parts * replicas),

@@ -1,15 +1,16 @@
-"""The moments of a data-parallel step, in the order in which the engine comes to them: the one source of that order.
+"""The moments of a data-parallel step, in the engine's order: the single source of that order for all predictions.
 
-``spec.traffic.data`` makes collectives of them, ``sim.step`` a timeline. Under zero3, with a root 0 and blocks 1 to 3::
+``spec.traffic.data`` turns them into collectives, ``sim.step`` into a timeline. Under zero3, with root 0 and blocks 1
+to 3::
 
     forward    gather 0, gather 1, wait 0, forward 0, gather 2, wait 1, forward 1, gather 3, wait 2, forward 2, wait 3,
                forward 3, end of forward
     backward   wait 0, backward 0, gather 2, wait 3, backward 3, reduce 3, gather 1, wait 2, backward 2, advance 3,
                reduce 2, wait 1, backward 1, end of backward, advance 2, reduce 1, advance 1, reduce 0, advance 0
 
-The gather of the unit that comes next is issued before this one's is waited for (the prefetch, here one unit ahead). A
-unit is reduced when backward enters one that neither encloses it nor lies in it; the reductions before are waited for
-then.
+The gather of the next unit is issued before the engine waits for the current unit's gather (the prefetch, here one unit
+ahead). A unit is reduced when backward enters a unit that neither encloses the first nor is inside it; at the same time
+the engine waits for earlier reductions.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class What(Enum):
 
 
 class Moment(NamedTuple):
-    """One moment.
+    """One moment of a step.
 
     Attributes:
-        what: What happens.
-        unit: The number of the unit; of the ends of forward and backward -1.
-        is_kept: The gather is one of what a few neighbours have kept since forward.
-        is_last: The phase of the reduction is its last one.
+        what: The event.
+        unit: The number of the unit; -1 for the ends of forward and backward.
+        is_kept: The gather of a unit that was gathered before, since the parameters changed; an inner group of ranks
+            may have kept it.
+        is_last: The phase of the reduction is the last one.
     """
 
     what: What
@@ -54,16 +56,16 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The properties of a unit by which it moves, where nothing else of it is known; ``UnitFacts`` has them too.
+    """The properties of a unit that determine its moments, for callers without ``UnitFacts``, which has them too.
 
     Attributes:
         name: The unit's name.
-        family: Numbers of the units that enclose it, that it encloses, and its own.
+        family: Numbers of this unit, the units that enclose it and the units that it encloses.
         recomputed_in: Name of a module around the unit that is recomputed in backward.
         ahead: Units that are gathered ahead while this one computes, in forward and in backward.
-        is_released: Its parameters are released between forward and backward.
-        is_freed: Its parameters are released after backward.
-        is_trained: Its gradients are reduced.
+        is_released: Parameters are released between forward and backward.
+        is_freed: Parameters are released after backward.
+        is_trained: Gradients are reduced.
     """
 
     name: str
@@ -76,18 +78,18 @@ class Moves:
 
 
 class Walk:
-    """Walks through one forward and backward, or through a pipeline's window.
+    """Lists the moments of one forward and backward, or of a pipeline's step.
 
     Args:
-        units: By number.
-        num_phases: Phases of a reduction: 2 where a sum goes on over ``dp_replicate``, or comes in two collectives.
-        num_left: Units whose reductions are left to travel while another one's is issued: the number of gradient
-            buffers less 2.
+        units: Facts or moves of each unit, by number.
+        num_phases: Phases of a reduction: 2 if a sum continues over ``dp_replicate``, or needs two collectives.
+        num_left: Units whose reductions may still run when another reduction is issued: the number of gradient buffers
+            less 2.
         reduces: Backward reduces gradients.
-        is_first_of_window: The parameters have changed since the forward before.
+        is_first_of_window: The parameters have changed since the previous forward.
 
     Attributes:
-        moments: So far.
+        moments: The moments so far.
     """
 
     def __init__(
@@ -110,12 +112,12 @@ class Walk:
         self._entered: list[int] = []
         self._recomputed: set[str] = set()
         self._forward_order: Sequence[int] = ()
-        self._reducing: dict[int, int] = {}  # the phase under way, by unit, oldest first
+        self._reducing: dict[int, int] = {}  # the current phase of unfinished reductions, by unit, oldest first
 
     def forward(self, order: Sequence[int]) -> None:
-        """A forward through the units in this order."""
+        """Add a forward through the units in this order."""
         self._forward_order = order
-        if not self._is_first_of_window:  # the microbatch before has left them there
+        if not self._is_first_of_window:  # inner groups have kept these units since the previous microbatch
             self._kept = {unit for unit in order[:-1] if self._units[unit].is_released}
         left: int | None = None
         for place, unit in enumerate(order):
@@ -130,7 +132,7 @@ class Walk:
         self._note(What.FORWARD_END, -1)
 
     def backward(self, order: Sequence[int]) -> None:
-        """A backward that enters the units in this order."""
+        """Add a backward that enters the units in this order."""
         for place, unit in enumerate(order):
             later = order[place + 1 :]
             for other in [other for other in self._entered if other not in self._units[unit].family]:
@@ -149,14 +151,14 @@ class Walk:
         self.finish()
 
     def reduce(self, order: Sequence[int]) -> None:
-        """Reduce units in this order; all gradients are there."""
+        """Add the reductions of units in this order, when all gradients are computed."""
         for unit in order:
             self._entered.append(unit)
             self._leave(unit)
         self.finish()
 
     def finish(self) -> None:
-        """Wait for every reduction."""
+        """Add the waits for every reduction."""
         while self._reducing:
             self._advance(0)
 
@@ -164,7 +166,7 @@ class Walk:
         self.moments.append(Moment(what, unit))
 
     def _recompute(self, entered: int) -> None:
-        """Gather what is recomputed when backward enters a unit: the module of that name, or one around the unit."""
+        """Gather the units of the module that is recomputed when backward enters a unit: the unit, or one around it."""
         for place in (self._units[entered].name, self._units[entered].recomputed_in):
             if place is not None and place not in self._recomputed:
                 self._recomputed.add(place)
@@ -174,7 +176,6 @@ class Walk:
                         self._note(What.WAIT, unit)
 
     def _prefetch(self, units: Sequence[int]) -> None:
-        """Gather the units that come next."""
         for unit in units:
             self._need(unit)
 
@@ -193,7 +194,7 @@ class Walk:
             self._resident.discard(unit)
 
     def _advance(self, num_left: int) -> None:
-        """Wait for the phases under way, but those of the ``num_left`` newest units."""
+        """Wait for the current phases of all reductions except those of the ``num_left`` newest units."""
         for unit in list(self._reducing)[: len(self._reducing) - num_left]:
             phase = self._reducing[unit] = self._reducing[unit] + 1
             is_last = phase == self._num_phases
