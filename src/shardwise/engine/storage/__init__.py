@@ -1,7 +1,7 @@
-"""Forms of a shard, and of its way into the gathered buffer: in int8, on the host, kept over a few ranks.
+"""Forms in which groups are stored and moved: packed (int8, 16 bit), on the host, kept over a few ranks.
 
-Also what extensions, weights and optimizers all know of shards: what is left alone (``ignored``), gradients
-that wait for their reduction (``waiting``), and how optimizers hold shards (``flat_parameters``, ``optimizer``).
+Also the facts about shards that extensions, weights and optimizers share: ignored parameters (``ignored``), gradients
+that wait for their reduction (``waiting``), and how optimizers store shards (``flat_parameters``, ``optimizer``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.spec.policies import OffloadPolicy
 
 
 def form_of(facts: GroupFacts, offload: OffloadPolicy | None) -> Form:
-    """The form of a group; ``offload`` says what of its unit is kept on the host, ``None``: nothing."""
+    """Make the form of a group; ``offload`` is the policy of its unit, ``None``: nothing is stored on the host."""
     form = Form()
     if facts.held_as is not None:
         form = Frozen()

@@ -1,4 +1,4 @@
-"""Marks on parallelized modules and on shards, which lead from what the user passes to the engine."""
+"""Marks on parallelized modules and on shards, by which the engine of a module or parameter is found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARAMETER_KEY = "_shardwise_mark"
 
 
 class Attachment(Uncopyable):
-    """The engine and unit that a unit's module holds."""
+    """The engine and unit of a unit's module, stored in the module."""
 
     __slots__ = ("engine", "unit")
 
@@ -27,7 +27,7 @@ class Attachment(Uncopyable):
 
 
 class Mark:
-    """The origin of a sharded parameter."""
+    """The group of a sharded parameter, and its number in the group."""
 
     __slots__ = ("_group", "index")
 
@@ -51,7 +51,7 @@ def attach(engine: Engine) -> None:
 
 
 def mark_shards(units: Iterable[Unit]) -> None:
-    """Mark every shard with its group, before the engine makes the full parameters, which take over the marks."""
+    """Mark every shard with its group; call it before the full parameters are made, because these copy the marks."""
     for unit in units:
         for group in unit.groups:
             for index, shard in enumerate(group.shards):
@@ -64,7 +64,7 @@ def attachment_of(module: nn.Module) -> Attachment | None:
 
 
 def engine_around(unit: Unit) -> Engine | None:
-    """The engine that moves a unit, while its model lives."""
+    """The engine of a unit; ``None`` once its model has been deleted."""
     for member in unit.members:
         module = member.module()
         attachment = attachment_of(module) if module is not None else None
@@ -74,15 +74,15 @@ def engine_around(unit: Unit) -> Engine | None:
 
 
 def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine:
-    """The engine that ``module`` is the root (or a unit) of.
+    """Return the engine of which ``module`` is the root or another unit.
 
     Args:
-        module: What the user passed.
-        call: The function that the user called.
-        on_shards: It works on shards, and so not inside ``full_parameters``.
+        module: The module that the user passed.
+        call: Name of the function that the user called, for errors.
+        on_shards: Whether the call works on shards, so that it is refused inside ``full_parameters``.
 
     Raises:
-        StateError: The module is not parallelized, or shows whole parameters where ``call`` needs shards.
+        StateError: The module is not parallelized, or shows full parameters although ``call`` needs shards.
     """
     attachment = attachment_of(module)
     if attachment is None:
@@ -115,12 +115,12 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
 
 
 def mark_of(parameter: Tensor) -> Mark | None:
-    """The mark that :func:`mark_shards` made, or ``None`` for a parameter that is not ours."""
+    """The mark that :func:`mark_shards` made; ``None`` for a parameter that is not sharded."""
     return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None
 
 
 def place_of(parameter: Tensor) -> tuple[Group, int] | None:
-    """The group of a shard and its number there, while its model lives; ``None`` for a parameter that is not ours."""
+    """The group of a shard and its number there; ``None`` for other parameters, or if the model has been deleted."""
     mark = mark_of(parameter)
     group = mark.group if mark is not None else None
     return None if mark is None or group is None else (group, mark.index)

@@ -1,16 +1,16 @@
-"""Buffers that a model holds in another dtype than it is saved in."""
+"""Buffers that a model stores in another dtype than the dtype in which they are saved."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-#: Where a module keeps the dtypes that its buffers had before they were cast.
+#: Name of a module's attribute with the dtypes that its buffers had before they were cast.
 _BUFFER_DTYPES = "_shardwise_buffer_dtypes"
 
 
 def cast_buffer(module: nn.Module, key: str, dtype: torch.dtype) -> None:
-    """Hold a buffer in ``dtype``; state dicts and checkpoints keep the dtype that it had before its first cast."""
+    """Cast a buffer to ``dtype``; state dicts and checkpoints keep the dtype that it had before its first cast."""
     buffer = module.get_buffer(key)
     module.__dict__.setdefault(_BUFFER_DTYPES, {}).setdefault(key, buffer.dtype)
     setattr(module, key, buffer.to(dtype))

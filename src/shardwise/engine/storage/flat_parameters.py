@@ -1,12 +1,12 @@
 """Flat tensors for the optimizer: one for a run of a group's parameters instead of one per parameter.
 
 A flat parameter is a view of this rank's master, over neighbouring parameters of one weight-decay group. Element-wise
-optimizers compute the same numbers on it in one kernel call. Its ``.grad`` is a view of the memory in which the
-gradients of those parameters live.
+optimizers compute the same numbers on it in one kernel call. Its ``.grad`` is a view of the memory of those parameters'
+gradients.
 
 An optimizer skips a parameter without a gradient (no decay, no count of steps), but cannot skip a part of a tensor. A
-flat parameter of which only some parameters have a gradient is therefore *split* before the step: its parameters take
-its place in the optimizer for good, with views of its state.
+flat parameter of which only some parameters have a gradient is therefore *split* before the step: its parameters
+replace it in the optimizer permanently, with views of its state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.spec.layout import FlatRange, flat_ranges
 if TYPE_CHECKING:
     from shardwise.engine.group import Group
 
-#: From a parameter's name and its shard to whether weight decay acts on it.
+#: Returns whether weight decay applies to a parameter, given its name and shard.
 DecayRule = Callable[[str, nn.Parameter], bool]
 
 
@@ -37,10 +37,10 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
     """Parameter groups for an optimizer with one flat tensor per unit and weight-decay group instead of one per name.
 
     Pass the result to one element-wise optimizer. Its numbers equal those of an optimizer over ``model.parameters()``
-    to the last bit (with ``fused=True`` but for the last bit of elements at the end of a parameter, which fused kernels
-    compute differently). Checkpoints are the same: optimizer state is saved and loaded by parameter name. Frozen
-    parameters are left out; ignored ones (``ParallelPlan.ignored``) are passed as they are. A flat tensor of which a
-    step used only some parameters is split into parameters.
+    bitwise. With ``fused=True``, elements at the end of a parameter may differ in the last bit, because fused kernels
+    compute them differently. Checkpoints are the same: optimizer state is saved and loaded by parameter name. Frozen
+    parameters are left out; ignored ones (``ParallelPlan.ignored``) are passed unchanged. If a step uses only some
+    parameters of a flat tensor, it is split into parameters.
 
     Args:
         model: A parallelized model.
@@ -87,13 +87,13 @@ def _of_group(group: Group, kind: int) -> Iterator[nn.Parameter]:
     own = [index for index, other in enumerate(group.facts.flat_kinds) if other == kind]
     empty = [index for index in own if group.layout.params[index].numel == 0]
     for index in empty:
-        yield group.shards[index]  # no range holds it, but optimizers keep state of it
+        yield group.shards[index]  # no range includes it, but optimizers keep state for it
     if own and not empty and not any(group.held[index].numel for index in own):
-        yield group.shards[own[0]]  # held elsewhere: tells whose optimizer it is on ranks that hold nothing at all
+        yield group.shards[own[0]]  # this rank owns none of them: links the optimizer to its engine
 
 
 class FlatParameter(Uncopyable, nn.Parameter):
-    """A run of a group's parameters as one tensor, in this rank's master. The optimizer holds it; no module does.
+    """A run of a group's parameters as one tensor, a view of this rank's master, for the optimizer.
 
     Attributes:
         span: The run of parameters.
@@ -108,12 +108,12 @@ class FlatParameter(Uncopyable, nn.Parameter):
 
     @classmethod
     def of(cls, group: Group, span: FlatRange) -> Self:
-        """A view of the group's master."""
+        """Make the flat parameter of a run: a view of the group's master."""
         made = cls(group.master[span.start : span.stop])
         made.span = span
         made.shards = tuple(group.shards[piece.index] for piece in span.pieces)
         made._group = weakref.ref(group)
-        made._home = None  # where gradients live, and views of it: one of the run, one for each parameter
+        made._home = None  # memory of gradients, and views of it: one of the run, one for each parameter
         made._fixed = None
         return made
 
@@ -124,7 +124,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
 
     @property
     def is_partial(self) -> bool:
-        """Some of its parameters have a gradient and some have none."""
+        """Whether some of its parameters have a gradient and some have none."""
         first = self.shards[0].grad is None
         for shard in self.shards:  # noqa: SIM110 - on a hot path
             if (shard.grad is None) is not first:
@@ -133,7 +133,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # pyrefly: ignore[bad-override]
-        """The gradients of its parameters, as one view of the memory that they live in; ``None`` if all are."""
+        """The gradients of its parameters, as one view of their memory; ``None`` if all of them are ``None``."""
         if self._fixed is not None:
             return self._fixed
         if all(shard.grad is None for shard in self.shards):
@@ -150,7 +150,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
                 continue
             if grad is None:
                 view.zero_()
-            else:  # somebody has replaced it
+            else:  # the user has replaced it
                 view.copy_(grad)
                 shard.grad = view
         return flat
@@ -178,14 +178,14 @@ class FlatParameter(Uncopyable, nn.Parameter):
         self._fixed = None
 
     def cut(self, tensor: Tensor) -> list[Tensor]:
-        """Views of a tensor of this one's shape, for each of its parameters as the parameter itself is held."""
+        """Return a view of ``tensor``, which has this one's shape, for each parameter, in the shape of its shard."""
         group = self.group
         assert group is not None
         return [group.held_view(piece.index, tensor, first=self.span.start) for piece in self.span.pieces]
 
     @property
     def _waits(self) -> bool:
-        """Sums of accumulated microbatches wait for their reduction."""
+        """Whether sums of accumulated microbatches wait for their reduction."""
         group = self.group
         return group is not None and group.gradient.is_local
 
@@ -196,7 +196,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
                 shard.grad.zero_()
 
     def _all_shards(self) -> Iterator[nn.Parameter]:
-        """The parameters, and those of the same kind of which this rank owns nothing: it has sums of them as well."""
+        """Its parameters, and those of the same kind of which this rank owns no element but stores sums."""
         yield from self.shards
         group = self.group
         if group is not None:
@@ -233,7 +233,7 @@ def _zero_waiting(flat_ref: weakref.ref[FlatParameter]) -> None:
 
 
 def group_of(parameter: Tensor) -> Group | None:
-    """The group of a shard or of a flat parameter, ``None`` for a parameter that is not ours."""
+    """The group of a shard or of a flat parameter; ``None`` for a parameter that is not sharded."""
     if isinstance(parameter, FlatParameter):
         return parameter.group
     place = place_of(parameter)
@@ -241,12 +241,12 @@ def group_of(parameter: Tensor) -> Group | None:
 
 
 def flats_of(optimizer: torch.optim.Optimizer) -> list[FlatParameter]:
-    """The flat parameters that an optimizer holds."""
+    """The flat parameters among the parameters of an optimizer."""
     return [p for settings in optimizer.param_groups for p in settings["params"] if isinstance(p, FlatParameter)]
 
 
 def before_step(optimizer: torch.optim.Optimizer) -> None:
-    """Split what has to be split before a step."""
+    """Split partial flat parameters, and compute the gradients of the others once for the step."""
     if any(flat.is_partial for flat in flats_of(optimizer)):
         split(optimizer, lambda flat: flat.is_partial)
     for flat in flats_of(optimizer):
@@ -254,7 +254,7 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:
-    """The step is over."""
+    """Release the gradients that :func:`before_step` has computed."""
     for flat in flats_of(optimizer):
         flat.release_gradient()
 
@@ -263,7 +263,7 @@ def after_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def split(optimizer: torch.optim.Optimizer, is_split: Callable[[FlatParameter], bool]) -> None:
-    """Put the parameters themselves, with views of the state, where the optimizer holds a flat one."""
+    """Replace flat parameters in the optimizer by their parameters, with views of the state."""
     for settings in optimizer.param_groups:
         params: list[nn.Parameter] = settings["params"]
         chosen = {id(p) for p in params if isinstance(p, FlatParameter) and is_split(p)}
@@ -279,11 +279,11 @@ def split(optimizer: torch.optim.Optimizer, is_split: Callable[[FlatParameter], 
                 if state:
                     optimizer.state[shard] = state
             kept += parts
-        params[:] = kept  # the list stays: schedulers and the user may hold it
+        params[:] = kept  # in place, because schedulers and the user may refer to the list
 
 
 def states_by_name(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
-    """The optimizer's state by parameter, as if it held no flat ones: views where it has one value per element."""
+    """Return the optimizer's state by parameter, also of flat ones; state with one value per element as views."""
     found: dict[Tensor, Mapping[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, FlatParameter):
@@ -294,7 +294,7 @@ def states_by_name(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[
 
 
 def _cut_state(flat: FlatParameter, state: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    """The state of each parameter: views where it has one value per element, else copies."""
+    """Return the state of each parameter of a flat one: views if it has one value per element, otherwise copies."""
     parts: list[dict[str, Any]] = [{} for _ in flat.span.pieces]
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == flat.shape:

@@ -1,14 +1,14 @@
-"""The host form: master, ``.grad`` and optimizer state in host memory, copies to and from the device that computes.
+"""The host form: master, ``.grad`` and optimizer state in host memory, with copies to and from the compute device.
 
-At a gather the master is copied into this rank's slice of the gathered buffer, from where the all-gather takes it; a
-reduced gradient is copied from the device's buffer to the host's. On CUDA each direction has a stream of its own:
+A gather first copies the master into this rank's slice of the gathered buffer. A reduced gradient is copied from the
+device's buffer to the host's. On CUDA each direction has a separate stream:
 
-* up: after everything that the compute stream had been given; the all-gather waits for it.
-* down: after the reduction; the compute stream waits for it before the buffer is used again.
+* up: starts after everything that was enqueued on the compute stream; the all-gather waits for it.
+* down: starts after the reduction; the compute stream waits for it before the buffer is used again.
 
-The host waits for a copy where it reads what was copied: at the end of backward, because the optimizer is about to read
-the gradients; before it updates a unit inside backward; and where it has to add up gradients itself. On any other
-device the same copies are made, each when it is asked for.
+The host waits for a copy before it reads the result: at the end of backward, because the optimizer is about to read the
+gradients; before it updates a unit inside backward; and where it adds up gradients itself. On any other device the
+same copies are synchronous.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Name = TypeVar("Name", str, tuple[str, ...])
 
 
 def refuse_no_offload(parameters: Iterable[nn.Parameter], row: Placements, policy: OffloadPolicy) -> None:
-    """Refuse a policy that finds nothing in a whole model.
+    """Refuse a policy that offloads nothing of the model.
 
     Raises:
         PlanError: There is nothing to offload.
@@ -47,7 +47,13 @@ def refuse_no_offload(parameters: Iterable[nn.Parameter], row: Placements, polic
 
 
 def choose_units(owned: Mapping[Name, Sequence[OwnedParameter]], row: Placements, policy: OffloadPolicy) -> set[Name]:
-    """Names of the units that ``policy`` offloads, by what each owns. Of a stage of a pipeline there may be none."""
+    """Return the names of the units that ``policy`` offloads; there may be none in a pipeline stage.
+
+    Args:
+        owned: The parameters of each unit, by the unit's name.
+        row: Placements of the strategy.
+        policy: The policy.
+    """
     sizes = [
         sum(
             entry.parameter.nbytes
@@ -62,41 +68,41 @@ def choose_units(owned: Mapping[Name, Sequence[OwnedParameter]], row: Placements
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device, *, pins: bool) -> Tensor:
-    """Host memory that exchanges data with ``device``. In a dry run there is none."""
+    """Allocate zeros in host memory for copies from and to ``device``; on meta in a dry run."""
     if device.type == "meta":
         return torch.zeros(numel, dtype=dtype, device=device)
     return torch.zeros(numel, dtype=dtype, pin_memory=pins and device.type == "cuda")
 
 
 class OnHost(Around):
-    """Keeps on the host what the optimizer works on; ``within`` says how the group is held, apart from the place."""
+    """Stores master and ``.grad`` on the host; the form ``within`` defines their format."""
 
     def __init__(self, within: Form, policy: OffloadPolicy) -> None:
         super().__init__(within)
         self.policy = policy
-        self.resident: Tensor | None = None  # the shard that the device keeps of the master
-        self._resident_epoch = -1  # the forward for which it was brought
-        self._landing: Tensor | None = None  # on the host, for a sum that cannot go straight to where .grad lives
-        self._copy: Copy | None = None  # the newest one to the host
+        self.resident: Tensor | None = None  # the copy of the master on the device
+        self._resident_epoch = -1  # Engine.epoch of its values
+        self._landing: Tensor | None = None  # on the host, for a sum that cannot be copied directly into .grad
+        self._copy: Copy | None = None  # the newest copy to the host
 
     def make_master(self, group: Group) -> Tensor:
-        """As the form within, on the host; and the device's shard, where it keeps one."""
+        """Allocate and fill the master on the host, and allocate the device's copy if the policy keeps one."""
         facts = group.facts
         if facts.held_as is not None:
             packed = self.within.make_master(group)
             return host_zeros(packed.numel(), packed.dtype, group.device, pins=self.policy.pin_memory).copy_(packed)
         if facts.keeps_shard:
-            # What is packed from it has the master's own digits.
+            # Packing needs the master's full precision.
             kept = group.dtype if facts.sent_as is not None else group.compute_dtype
             self.resident = torch.zeros(group.master_numel, dtype=kept, device=group.device)
         return group.fill(self.zeros(group, group.master_numel))
 
     def zeros(self, group: Group, numel: int) -> Tensor:
-        """Host memory."""
+        """Allocate zeros in host memory."""
         return host_zeros(numel, group.dtype, group.device, pins=self.policy.pin_memory)
 
     def start(self, group: Group, engine: Engine) -> None:
-        """Join the model's transfers, with a buffer on the device for a master that has to be cast there."""
+        """Share the model's transfers, and announce a buffer on the device for a master that is cast there."""
         super().start(group, engine)
         self._packed = packed_pool(engine, "reduce")
         transfers = engine.extras.find(Transfers)
@@ -109,13 +115,13 @@ class OnHost(Around):
             transfers.stage(group.master)
 
     def gather(self, group: Group) -> Handle:
-        """As the form within, once the master has been brought up."""
+        """Copy the master to the device and gather as the inner form."""
         with self.transfers.upward():
             handle = self.within.send(group, self._bring(group))
             return handle if group.row.shards_optimizer else self.transfers.arrival()
 
     def _bring(self, group: Group) -> Tensor:
-        """The master on its way from the host, or what the device has kept of it in this forward."""
+        """Return the master, copied to the device if needed; its copy there is up to date within a forward."""
         if self.resident is None:
             return self.transfers.staged(group.master) if group.facts.needs_stage else group.master
         if self._resident_epoch != group.epoch:
@@ -126,7 +132,7 @@ class OnHost(Around):
         return self.resident
 
     def arrive(self, group: Group, reduction: Handle) -> Handle:
-        """Send the sum to the host as soon as it is there."""
+        """Copy the sum to the host once ``reduction`` has finished."""
         gradient = group.gradient
         sum_on_device, home = gradient.result, gradient.storage.make()
         assert sum_on_device is not None
@@ -141,42 +147,42 @@ class OnHost(Around):
         return self._copy
 
     def wait_for_host(self) -> None:
-        """Wait for the newest copy of a sum of the group, made after those before it; from any thread."""
+        """Make the host wait for the group's newest copy of a sum, and so for earlier ones; from any thread."""
         if self._copy is not None:
             self._copy.wait_on_host()
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Buffers of the form within, the device's shard, and the host memory where sums arrive."""
+        """Buffers of the inner form, the device's copy of the master, and the host memory that receives sums."""
         own = (("parameters", self.resident), ("host", self._landing))
         return [*super().buffers(), *((category, tensor) for category, tensor in own if tensor is not None)]
 
 
 class Transfers:
-    """The copies of one model's offloaded groups, and the device's buffers that they pass through."""
+    """Streams, events and staging buffers for the copies of one model's offloaded groups."""
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.device = device
         self._up = torch.cuda.Stream(device) if is_cuda else None
         self._down = torch.cuda.Stream(device) if is_cuda else None
-        self._events: dict[str, Any] = {}  # the newest of either direction
+        self._events: dict[str, Any] = {}  # the newest event of each direction
         self._stages: dict[torch.dtype, Tensor] = {}
 
     def stage(self, master: Tensor) -> None:
-        """Allocate a buffer on the device for a master that travels uncast: the host is not to cast."""
+        """Allocate a buffer on the device for a master that is copied in its own dtype and cast there."""
         if master.numel() > len(self._stages.get(master.dtype, ())):
             self._stages[master.dtype] = torch.zeros(master.numel(), dtype=master.dtype, device=self.device)
 
     @property
     def stages(self) -> list[Tensor]:
-        """The buffers on the device."""
+        """The staging buffers on the device."""
         return list(self._stages.values())
 
     # -- up
 
     @contextlib.contextmanager
     def upward(self) -> Iterator[None]:
-        """On CUDA, the context in which everything is enqueued on the stream that goes up."""
+        """On CUDA, enqueue everything inside the context on the stream for copies to the device."""
         if self._up is None:
             yield
             return
@@ -186,11 +192,11 @@ class Transfers:
             self._events["up"] = self._up.record_event()
 
     def staged(self, master: Tensor) -> Tensor:
-        """A master on the device, as it is on the host. Called inside :meth:`upward`; good until the next call."""
+        """Copy a master to the device uncast, inside :meth:`upward`; the result is valid until the next call."""
         return self._stages[master.dtype][: master.numel()].copy_(master, non_blocking=True)
 
     def arrival(self) -> Handle:
-        """Done when what :meth:`upward` was given so far is there. Called inside of it."""
+        """Return a handle for everything enqueued so far inside :meth:`upward`. Called inside of it."""
         return Done() if self._up is None else _Event(self._up.record_event(), self.device)
 
     # -- down
@@ -200,9 +206,10 @@ class Transfers:
 
         Args:
             source: The sum.
-            target: Where ``.grad`` lives, or what is added to it.
-            after: The reduction. On CUDA its last part (adding up what came packed) runs on the stream that goes down.
-            pool: Where it gives back its packed buffers: others may write there when the handle has been waited for.
+            target: The memory of ``.grad``, or a buffer that is added to it.
+            after: The reduction. On CUDA its last part (adding up packed gradients) runs on the stream for copies to
+                the host.
+            pool: Pool of the reduction's packed buffers, which may be reused once the handle has been waited for.
         """
         if self._down is None:
             return _Later(source, target, after)
@@ -225,11 +232,11 @@ class Copy(Handle):
     """A copy of one tensor between device and host."""
 
     def wait_on_host(self) -> None:
-        """Make the host wait until the copy has been made. The handle has been waited for already."""
+        """Make the host wait until the copy has been made, after :meth:`wait` has been called."""
 
 
 class _Event(Copy):
-    """A copy on a stream of its own."""
+    """A copy on a separate CUDA stream."""
 
     def __init__(
         self,
@@ -255,7 +262,7 @@ class _Event(Copy):
 
 
 class _Later(Copy):
-    """A copy that is made when what it copies is there."""
+    """A copy that :meth:`wait` makes, after waiting for the source."""
 
     def __init__(self, source: Tensor, target: Tensor, after: Handle) -> None:
         self._copies: tuple[Tensor, Tensor] | None = source, target

@@ -1,16 +1,16 @@
 """Parameters that the engine leaves alone, as FSDP's ``ignored_modules``, ``ignored_states`` and ``ignored_params``.
 
-They stay what they are: whole, in their modules, each rank's own. Nothing of them is compared, sent, gathered, reduced
-or cast, and the optimizer sees them as any other parameter. Experts that differ from rank to rank are what this is for,
-and parts that another library moves.
+They stay unsharded in their modules, and may differ between ranks. They are not compared, sent, gathered, reduced or
+cast, and the optimizer updates them as any other parameter. This is for experts that differ between ranks, and for
+modules that another library communicates.
 
 ==========================================  ============================================================================
-``sw.full_state_dict``                      rank 0's values; the whole, where ranks hold slices (``spec.slice``)
+``sw.full_state_dict``                      rank 0's values; the full tensor if ranks store slices (``spec.slice``)
 ``sw.load_full_state_dict``                 the state's values, on every rank (of slices each rank's part)
-``sw.save``, ``sw.load``                    each rank's own, with optimizer state, where ranks differ (the checkpoint
-                                            then loads on as many ranks); once, where all hold the same
-``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled (but :attr:`Ignored.spread`); named
-``sw.ExponentialMovingAverage``             not averaged (but :attr:`Ignored.spread`): evaluation takes the model's own
+``sw.save``, ``sw.load``                    if ranks differ, each rank's own values with optimizer state (the checkpoint
+                                            then loads on as many ranks); once, if all ranks have the same values
+``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled, except :attr:`Ignored.spread`; listed
+``sw.ExponentialMovingAverage``             not averaged, except :attr:`Ignored.spread`: evaluation uses the model's
 ==========================================  ============================================================================
 """
 
@@ -36,10 +36,10 @@ class Ignored:
     """Parameters and buffers that the engine leaves alone.
 
     Attributes:
-        parameters: By name, of tied ones the first.
+        parameters: Parameters by name; tied ones by their first name.
         buffers: Names of the buffers of ignored modules.
-        spread: Names of the parameters of which every rank holds other rows, whose gradients have been reduced when
-            they come: part of the model's norm and average (``ParallelPlan.row_sharded``).
+        spread: Names of the parameters of which every rank stores different rows (``ParallelPlan.row_sharded``). Their
+            gradients arrive already reduced, and they are part of the model's norm and average.
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Ignored:
     spread: frozenset[str] = frozenset()
 
     def __contains__(self, parameter: object) -> bool:
-        """Whether a parameter is left alone."""
+        """Whether a parameter is ignored."""
         return id(parameter) in self._ids
 
     @functools.cached_property
@@ -61,48 +61,51 @@ class Ignored:
 
     @property
     def specs(self) -> list[ParamSpec]:
-        """The parameters as the arithmetic sees them."""
+        """The parameters as records of ``spec.layout``."""
         return [
             ParamSpec(name, tuple(p.shape), dtype_name(p.dtype), is_trainable=p.requires_grad)
             for name, p in self.parameters.items()
         ]
 
     def without(self, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """The units that have a parameter that is not left alone."""
+        """The units that have a parameter that is not ignored."""
         return {name: module for name, module in units.items() if any(p not in self for p in module.parameters())}
 
     def kept_in(self, model: nn.Module) -> Ignored:
-        """The same as far as it is in ``model``, a part of the model in which names are the same."""
+        """The ignored parameters and buffers that are in ``model``, a part of the model with the same names."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         left = {name: p for name, p in self.parameters.items() if parameters.get(name) is p}
         return Ignored(left, self.buffers & buffers.keys(), self.spread & left.keys())
 
     def with_spread(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
-        """The same and some whose rows are spread over the ranks."""
+        """The same, and in addition parameters whose rows are sharded over the ranks."""
         return Ignored(self.parameters | dict(parameters), self.buffers, frozenset(parameters))
 
     @property
     def spread_parameters(self) -> dict[str, nn.Parameter]:
-        """The rows that this rank holds, by name of the whole."""
+        """The rows that this rank stores, by name of the full parameter."""
         return {name: self.parameters[name] for name in sorted(self.spread)}
 
 
-#: What is left alone where nothing is named.
+#: No ignored parameters.
 NOTHING = Ignored()
 
 
 def ignored_of(engine: Engine) -> Ignored:
-    """The parameters and buffers that the engine leaves alone."""
+    """The parameters and buffers that the engine ignores."""
     return engine.extras.find(Ignored) or NOTHING
 
 
 def find_ignored(model: nn.Module, entries: Iterable[Any]) -> Ignored:
-    """The parameters and buffers of ``model`` that are left alone.
+    """Return the parameters and buffers of ``model`` that ``entries`` name.
 
     Args:
         model: The model.
-        entries: Shell patterns of module or parameter names (``*`` does not cross a dot), modules, parameters. Of a
-            module, everything below it is meant. A tied parameter is ignored wherever it is used.
+        entries: Shell patterns of module or parameter names (``*`` does not cross a dot), modules, parameters. A module
+            includes everything below it. A tied parameter is ignored wherever it is used.
+
+    Raises:
+        PlanError: An entry matches nothing in the model.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -1,8 +1,8 @@
-"""A form for ``reshard_after_forward=k`` (ZeRO++'s hpZ): after forward a group stays sharded over ``k`` neighbours.
+"""A form for ``reshard_after_forward=k`` (ZeRO++'s hpZ): after forward a group stays sharded over ``k`` ranks.
 
-Between steps a group is cut over all ranks of ``dp_shard``. After its forward each rank keeps a larger slice of it, so
-that the few neighbours of an inner group (the ranks of a machine, say) hold all of it between them, and backward does
-not have to ask the others. On four ranks with an inner size of 2::
+Between steps a group is sharded over all ranks of ``dp_shard``. After its forward each rank keeps a larger slice, so
+that the ``k`` ranks of an inner group (for example those of one machine) together store all of it, and backward gathers
+within the inner group. On four ranks with an inner size of 2::
 
     between steps      | rank 0 | rank 1 | rank 2 | rank 3 |
     after forward      |   ranks 0 and 2 |   ranks 1 and 3 |
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _as_within(name: str) -> Any:
-    """A method of :class:`Around` that is the other form's."""
+    """Make a method of :class:`Around` that calls the other form's method."""
 
     def call(self: Around, *given: Any) -> Any:
         return getattr(self.within, name)(*given)
@@ -33,7 +33,7 @@ def _as_within(name: str) -> Any:
 
 
 class Around(Form):
-    """A form that changes some moves of another one, ``within``, and leaves the rest to it."""
+    """A form that changes some methods of another form, ``within``, and delegates the rest to it."""
 
     def __init__(self, within: Form) -> None:
         self.within = within
@@ -52,14 +52,14 @@ class Around(Form):
 
 
 class Inner(Around):
-    """Keeps a slice of the gathered parameters from forward to backward, good until the parameters change.
+    """Keeps a slice of the gathered parameters from forward to backward, valid until the parameters change.
 
     Args:
-        within: How the group is held between steps.
-        size: Ranks of an inner group.
+        within: Form of the group between steps.
+        size: Number of ranks in an inner group.
 
     Attributes:
-        kept: The slice.
+        kept: The slice, in the compute dtype.
     """
 
     def __init__(self, within: Form, size: int) -> None:
@@ -67,7 +67,7 @@ class Inner(Around):
         self._size = size
 
     def start(self, group: Group, engine: Engine) -> None:
-        """Open the inner group's Comm, and make memory for the slice."""
+        """Open the inner group's Comm, and allocate the slice."""
         super().start(group, engine)
         comm = self._comm = engine.comms.inner_comm(self._size)
         cuts = group.layout.inner_cuts(comm.size)
@@ -81,15 +81,15 @@ class Inner(Around):
         self.kept_epoch = group.epoch
 
     def gather_kept(self, group: Group) -> Handle:
-        """Fill the gathered buffer again.
+        """Fill the gathered buffer again from the slices of the inner group.
 
         Collective:
-            All-gather on ``dp_shard_inner`` in the compute dtype; ``(k-1)/k`` of the padded group is sent by each of
-            the ``k`` ranks. All of them must call in the same order.
+            All-gather on ``dp_shard_inner`` in the compute dtype; each of the ``k`` ranks sends ``(k-1)/k`` of the
+            padded group. All of them must call in the same order.
         """
         group.gathered[self._range].copy_(self.kept)
         return self._comm.all_gather(group.gathered, unit=group.unit.name, cuts=self._uneven_cuts)
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """The buffers of the form within, and the slice."""
+        """The buffers of the inner form, and the slice."""
         return [*super().buffers(), ("gathered", self.kept)]

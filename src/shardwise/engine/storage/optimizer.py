@@ -1,4 +1,4 @@
-"""The content of an optimizer: of which engines, and how much of a parameter it must have on one rank."""
+"""Facts about an optimizer: its engines, and the granularity at which its parameters may be sharded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, reso
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-#: The lists of parameters that an optimizer holds, by identity and length.
+#: Identity and length of each list of parameters of an optimizer.
 Content = tuple[tuple[int, int], ...]
 
-#: What each optimizer must have whole. Classes of other packages by name, so that nothing is imported for them.
+#: The part of a parameter that each optimizer needs undivided on one rank. Classes of other packages are given by name,
+#: so that nothing is imported for them.
 _NEEDS: dict[type | str, Granularity] = {
     torch.optim.Adam: ELEMENT,
     torch.optim.AdamW: ELEMENT,
@@ -30,16 +31,16 @@ _NEEDS: dict[type | str, Granularity] = {
     torch.optim.RAdam: ELEMENT,
     torch.optim.ASGD: ELEMENT,
     torch.optim.Rprop: ELEMENT,
-    torch.optim.Muon: TENSOR,  # orthogonalises each matrix
-    "shardwise.optim.muon.Muon": ELEMENT,  # sends matrices to where they are whole
-    torch.optim.Adafactor: TENSOR,  # the step's size follows from norms of the whole parameter and of its update
+    torch.optim.Muon: TENSOR,  # orthogonalizes each matrix
+    "shardwise.optim.muon.Muon": ELEMENT,  # gathers each matrix on one rank itself
+    torch.optim.Adafactor: TENSOR,  # the step's size depends on norms of the full parameter and of its update
     "transformers.optimization.Adafactor": TENSOR,
 }
 
 #: Optimizers with one scale for each ``block_size`` elements of their state.
 _BLOCKWISE = frozenset({"torchao.optim.adam.Adam8bit", "torchao.optim.adam.AdamW8bit"})
 
-#: What :func:`engines_of` has found, in which lists of parameters, and :func:`shards_of`.
+#: Cache of :func:`engines_of` and :func:`shards_of`, with the content for which it is valid.
 _engines: weakref.WeakKeyDictionary[
     torch.optim.Optimizer, tuple[Content, list[weakref.ref[Engine]], frozenset[int]]
 ] = weakref.WeakKeyDictionary()
@@ -48,13 +49,12 @@ _engines: weakref.WeakKeyDictionary[
 def declare_granularity(
     cls: type[torch.optim.Optimizer], granularity: str | Granularity | tuple[str, int]
 ) -> type[torch.optim.Optimizer]:
-    """Declare that ``cls`` updates each such part of a parameter from the gradients of that part alone.
+    """Declare that ``cls`` updates each part of a parameter (row, block, tensor) from gradients of that part alone.
 
-    Optimizers of this class are then accepted on shards under a plan with that granularity, or with one that never cuts
-    inside such a part either.
+    Optimizers of this class are then accepted under plans whose granularity never divides such a part.
 
     Args:
-        cls: A class of optimizers.
+        cls: An optimizer class.
         granularity: ``"row"``, ``sw.block(n)`` or ``"tensor"``.
 
     Returns:
@@ -71,7 +71,7 @@ def declare_granularity(
 
 
 def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Declare that ``cls`` updates each element from the gradients of that element alone. Usable as a class decorator.
+    """Declare that ``cls`` updates each element from gradients of that element alone. Usable as a class decorator.
 
     Optimizers of this class are then accepted on all shards. Returns ``cls``.
 
@@ -91,7 +91,7 @@ def needed_by(optimizer: torch.optim.Optimizer) -> Granularity | None:
 
 
 def _needed_by_bitsandbytes(optimizer: torch.optim.Optimizer, name: str) -> Granularity | None:
-    """Its optimizers with 32-bit state work element by element, unless an update is scaled by a tensor's norm."""
+    """The granularity of bitsandbytes optimizers: 32-bit state is element-wise unless updates are scaled by norms."""
     settings = vars(optimizer).get("args")
     if not name.startswith("bitsandbytes.optim.") or settings is None:
         return None
@@ -106,7 +106,7 @@ def bits_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def content_of(optimizer: torch.optim.Optimizer) -> Content:
-    """The content of an optimizer, to see whether it has changed."""
+    """Return the content of an optimizer, which shows whether its parameters have changed."""
     return tuple((id(params), len(params)) for params in (settings["params"] for settings in optimizer.param_groups))
 
 
@@ -123,7 +123,7 @@ def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     owners = dict.fromkeys(group_of(parameter) for parameter in every)
     found = (engine_around(owner.unit) for owner in owners if owner is not None)
     distinct = list(dict.fromkeys(engine for engine in found if engine is not None))
-    # A flat parameter has those that this rank owns some of; ranks must decide alike.
+    # A flat parameter has only the shards of which this rank owns elements. Add the others, so that ranks agree.
     flats = [group_of(parameter) for parameter in every if isinstance(parameter, FlatParameter)]
     shards = {id(shard) for flat in flats if flat is not None for shard in flat.shards} | {id(p) for p in every}
     _engines[optimizer] = content, [weakref.ref(engine) for engine in distinct], frozenset(shards)
@@ -131,6 +131,6 @@ def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
 
 
 def shards_of(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Identities of the parameters that this optimizer updates, those behind flat parameters included."""
+    """Identities of the parameters that this optimizer updates, including those in flat parameters."""
     engines_of(optimizer)
     return _engines[optimizer][2]

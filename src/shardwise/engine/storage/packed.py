@@ -1,8 +1,8 @@
-"""Packed forms: int8 blocks and 16 bit (``spec.quantize``), held, gathered or summed.
+"""Packed forms: parameters stored or gathered, and gradients summed, as int8 blocks or in 16 bit (``spec.quantize``).
 
-A gather is received in buffers that all units share, and unpacked into the unit's memory. Gradients are packed by every
-rank, each part sent to the rank that adds it up, and added in fp32, in rank order, the rank's own as they would have
-been sent: the result does not depend on who adds up what, and is the same under every strategy.
+A gather is received in buffers that all units share, and unpacked into the unit's memory. To reduce gradients, every
+rank packs them and sends each part to the rank that adds it up, in fp32 and in rank order. That rank packs its own
+gradients too, so that the result does not depend on which rank adds up a part, and is the same under every strategy.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Packed(Form):
-    """Parameters are gathered, or gradients summed, as int8 blocks."""
+    """Form in which parameters are gathered, or gradients summed, packed."""
 
     def start(self, group: Group, engine: Engine) -> None:
-        """Announce the packed buffers."""
+        """Announce the sizes of the packed buffers."""
         if not group.layout.params:
             return
         if group.facts.sent_as is not None:
@@ -47,7 +47,8 @@ class Packed(Form):
         """As :meth:`Form.send`.
 
         Collective:
-            All-gather of bytes; every rank sends its packed slice to each other. All ranks must call in the same order.
+            All-gather of bytes; every rank sends its packed slice to every other rank. All ranks must call in the same
+            order.
         """
         form = group.facts.sent_as
         if form is None:
@@ -75,9 +76,9 @@ class Packed(Form):
         """As :meth:`Form.reduce`.
 
         Collective:
-            All-to-all of bytes; every rank sends each other its packed part. Where the optimizer is replicated, an
-            all-gather of the summed parts in the reduce dtype follows when the handle advances. All ranks must call in
-            the same order.
+            All-to-all of bytes; every rank sends every other rank the packed part that this adds up. Where the
+            optimizer is replicated, an all-gather of the summed parts in the reduce dtype follows when the handle
+            advances. All ranks must call in the same order.
         """
         if group.facts.reduced_as is None:
             return super().reduce(group, buffer, result, divisor)
@@ -109,36 +110,36 @@ class Packed(Form):
 
 
 class Frozen(Packed):
-    """Frozen linear weights, held as int8 blocks or in 16 bit: the optimizer never touches them.
+    """Frozen linear weights, stored as int8 blocks or in 16 bit.
 
-    They are unpacked in the compute dtype, while their unit computes: also where parameters are
-    replicated, whose ranks hold all of the packed bytes and unpack without a message. Between steps such a parameter
-    shows its codes: a view of int8 (bf16) elements of the master.
+    They are unpacked in the compute dtype while their unit computes. Where parameters are replicated, every rank stores
+    all packed bytes and unpacks them without communication. Between steps such a parameter shows its codes: a view of
+    int8 (bf16) elements of the master.
     """
 
     def make_master(self, group: Group) -> Tensor:
-        """Pack the parameters, as the plain model holds them."""
+        """Pack the parameters of the unsharded model."""
         flat = group.fill(torch.zeros(group.master_numel, dtype=group.dtype, device=group.device))
         packed = empty_packed(flat.numel(), _held_as(group), group.dtype, group.device)
         pack(flat, packed, _held_as(group))
         return packed
 
     def elements(self, group: Group) -> Tensor:
-        """The codes."""
+        """The codes of the packed master."""
         return codes_of(group.master, group.master_numel, _held_as(group))
 
     def values(self, group: Group) -> Tensor:
-        """The parameters as they are read from the codes, in the dtype that they had, in fresh memory."""
+        """The unpacked parameters, in the dtype that they had, in new memory."""
         flat = torch.empty(group.master_numel, dtype=group.dtype, device=group.master.device)
         unpack(group.master, flat, _held_as(group), group.dtype)
         return flat
 
     def set_values(self, group: Group, flat: Tensor) -> None:
-        """Pack ``flat``."""
+        """Pack ``flat`` into the master."""
         pack(flat.to(group.master.device), group.master, _held_as(group))
 
     def send(self, group: Group, master: Tensor) -> Handle:
-        """As :meth:`Packed.send`, of bytes that are packed already; nothing is sent where they are replicated."""
+        """As :meth:`Packed.send`, for a packed master; nothing is sent where parameters are replicated."""
         if not group.row.shards_optimizer:
             unpack(master, group.gathered, _held_as(group), group.dtype)
             return Done()
@@ -154,14 +155,14 @@ def _held_as(group: Group) -> str:
     return form
 
 
-Use = tuple[nn.Module, str, str]  # a module, its path, the attribute
+Use = tuple[nn.Module, str, str]  # a module, its path, the attribute name
 
 
 def is_quantizable(parameter: nn.Parameter, uses: Iterable[Use], form: str) -> bool:
-    """Whether ``parameter`` is a frozen weight of linear layers alone, and would become smaller.
+    """Whether ``parameter`` is a frozen weight that only linear layers use, and ``form`` would make it smaller.
 
-    Linear layers are ``nn.Linear`` with its subclasses, and the transposed one that transformers calls ``Conv1D``. A
-    weight that is tied to anything else, such as an embedding, is left as it is.
+    Linear layers are ``nn.Linear`` with its subclasses, and ``Conv1D`` of transformers. A weight that is tied to
+    anything else, such as an embedding, is not quantized.
     """
     is_smaller = parameter.is_floating_point() and (form != "bf16" or parameter.dtype.itemsize > 2)
     transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
@@ -173,19 +174,19 @@ def is_quantizable(parameter: nn.Parameter, uses: Iterable[Use], form: str) -> b
 
 
 def _gathered_cuts(group: Group) -> tuple[int, ...]:
-    """The first byte of each slice of a gather, and the end of the last one."""
+    """The first byte of each rank's slice in a packed gather, and the end of the last slice."""
     return packed_cuts(group.layout.cuts, group.facts.sent_as or "none", dtype_name(group.dtype))
 
 
 def _reduced_cuts(group: Group) -> tuple[int, ...]:
-    """The same of what is sent of gradients to be summed."""
+    """The first byte of each rank's part of the packed gradients, and the end of the last part."""
     return packed_cuts(
         summed_cuts(group.gradient.layout), group.facts.reduced_as or "none", dtype_name(group.reduce_dtype)
     )
 
 
 class _Then(Handle):
-    """A collective under way, and what is done once when it has come."""
+    """A collective under way, with a function that is called once when it has been waited for."""
 
     def __init__(self, handle: Handle, then: Callable[[], None]) -> None:
         self._handle = handle
@@ -214,9 +215,9 @@ class _Pools(collections.defaultdict[str, "PackedPool"]):
 
 
 class PackedPool:
-    """Buffers for packed bytes on their way, from the issue of a collective until they have been unpacked.
+    """Buffers for packed bytes, each in use from the issue of a collective until the bytes have been unpacked.
 
-    Of a size class one as a rule: a unit's gather, or sum, is waited for before the next is issued.
+    Usually one per size class is enough: a unit's gather, or sum, is waited for before the next is issued.
     """
 
     def __init__(self) -> None:
@@ -227,7 +228,7 @@ class PackedPool:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[list[Tensor]]:
-        """Collects what is given back inside instead of lending it again: a stream still reads it. Give it later."""
+        """Collect buffers that are given back inside, because a stream still reads them; the caller gives them back."""
         self._held = held = []
         try:
             yield held
@@ -235,12 +236,12 @@ class PackedPool:
             self._held = None
 
     def announce(self, num_bytes: int) -> None:
-        """Tell the pool, before the first step, that buffers of this size will be needed."""
+        """Announce, before the first step, that buffers of this size will be needed."""
         key = size_class(num_bytes)
         self._sizes[key] = max(self._sizes.get(key, 0), num_bytes)
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """A buffer of at least ``num_bytes``."""
+        """Return an unused buffer of at least ``num_bytes``, allocated if there is none."""
         key = size_class(num_bytes)
         free = self._free.setdefault(key, deque())
         if free:
@@ -249,7 +250,7 @@ class PackedPool:
         return torch.zeros(self._sizes[key], dtype=torch.uint8, device=device)
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer."""
+        """Take a buffer back."""
         if self._held is not None:
             self._held.append(buffer)
             return
@@ -261,29 +262,29 @@ class PackedPool:
         return self._num_bytes
 
 
-# -- arithmetic: every operation acts on single elements, so the result is the same on every rank and for every cut at
-# block boundaries. 127 * (1 / 127) is exactly 1 in fp32 and fp64: reading gives back the largest value as it was.
+# -- arithmetic: every operation is element-wise, so the result is the same on every rank and for every division at
+# block boundaries. 127 * (1 / 127) is exactly 1 in fp32 and fp64, so the largest value of a block is preserved exactly.
 
 
-#: Elements that are worked on at a time: temporaries stay in a CPU's cache, and small beside a unit on a GPU.
+#: Elements per chunk of work: temporaries stay in a CPU's cache, and small compared with a unit on a GPU.
 _CHUNK_NUMEL = {"cpu": 1 << 15, "cuda": 1 << 22}
 
 
 def empty_packed(numel: int, form: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Bytes for ``numel`` elements of ``dtype``."""
+    """Allocate the packed bytes of ``numel`` elements of ``dtype``."""
     return torch.zeros(packed_bytes(numel, form, dtype_name(dtype)), dtype=torch.uint8, device=device)
 
 
 def pack(source: Tensor, packed: Tensor, form: str) -> None:
     """Quantize ``source`` (flat, a multiple of a block) into ``packed``.
 
-    A block with an inf or nan in it is read back as nan throughout.
+    Every element of a block with an inf or nan is unpacked as nan.
     """
     if form == "bf16":
         packed.view(torch.bfloat16)[: source.numel()].copy_(source)
         return
     if not source.numel():
-        return  # no bytes: they may begin anywhere, also where no scale could
+        return  # an empty slice may begin at an offset that is not aligned for scales
     codes, scales = _split(packed, source.numel(), source.dtype)
     work = torch.float64 if source.dtype is torch.float64 else torch.float32
     for part in _parts(source):
@@ -291,12 +292,12 @@ def pack(source: Tensor, packed: Tensor, form: str) -> None:
         largest = values.abs().amax(dim=1, keepdim=True)
         scales[part.start // BLOCK_NUMEL : part.stop // BLOCK_NUMEL].copy_(largest.squeeze(1))
         scaled = values.div_(largest) if values.data_ptr() != source[part].data_ptr() else values / largest
-        # A block of zeros has become nan, as has one with an inf: its codes are 0.
+        # The quotient is nan in a block of zeros, or with an inf: its codes become 0.
         codes[part].view(-1, BLOCK_NUMEL).copy_(scaled.mul_(127).round_().nan_to_num_(0.0))
 
 
 def unpack(packed: Tensor, target: Tensor, form: str, dtype: torch.dtype) -> None:
-    """Read what :func:`pack` made of elements of ``dtype`` into ``target``: rounded to ``dtype``, then cast."""
+    """Unpack elements of ``dtype`` into ``target``: rounded to ``dtype``, then cast."""
     if form == "bf16":
         target.copy_(packed.view(torch.bfloat16)[: target.numel()])
         return
@@ -308,7 +309,7 @@ def unpack(packed: Tensor, target: Tensor, form: str, dtype: torch.dtype) -> Non
 
 
 def _read(codes: Tensor, scales: Tensor, part: slice) -> Tensor:
-    """A range of blocks in the dtype that is computed in, one row each."""
+    """Return a range of blocks, one per row, in the dtype of the arithmetic."""
     work = torch.float64 if scales.dtype is torch.float64 else torch.float32
     largest = scales[part.start // BLOCK_NUMEL : part.stop // BLOCK_NUMEL].to(work)
     return codes[part].view(-1, BLOCK_NUMEL).to(work).mul_(1 / 127).mul_(largest.unsqueeze(1))
@@ -317,7 +318,7 @@ def _read(codes: Tensor, scales: Tensor, part: slice) -> Tensor:
 def sum_packed(terms: Sequence[Tensor], out: Tensor, dtype: torch.dtype, divisor: float) -> None:
     """Add up int8 blocks of ``dtype`` in order, in fp32 (fp64 for fp64), divide, and round into ``out``."""
     if not out.numel():
-        return  # terms of no bytes: they may begin anywhere, also where no scale could
+        return  # an empty slice may begin at an offset that is not aligned for scales
     split = [_split(term, out.numel(), dtype) for term in terms]
     for part in _parts(out):
         total = _read(*split[0], part)
@@ -329,18 +330,18 @@ def sum_packed(terms: Sequence[Tensor], out: Tensor, dtype: torch.dtype, divisor
 
 
 def codes_of(packed: Tensor, numel: int, form: str) -> Tensor:
-    """One element of ``packed`` for each of the ``numel`` that it stands for: the codes, or the cast values."""
+    """Return a view of ``packed`` with one element for each of the ``numel`` values: the codes, or the cast values."""
     return packed.view(torch.bfloat16)[:numel] if form == "bf16" else packed[:numel].view(torch.int8)
 
 
 def _split(packed: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The codes, and the largest absolute value of every block."""
+    """Return views of the codes, and of the largest absolute value of every block."""
     num_bytes = numel // BLOCK_NUMEL * dtype.itemsize
     return packed[:numel].view(torch.int8), packed[numel : numel + num_bytes].view(dtype)
 
 
 def _parts(flat: Tensor) -> Iterator[slice]:
-    """Ranges to work on one after the other; none where there are no values."""
+    """Yield the chunks of ``flat``; none on meta."""
     if flat.is_meta:
         return
     step = _CHUNK_NUMEL.get(flat.device.type, 1 << 22)

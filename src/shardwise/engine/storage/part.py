@@ -1,12 +1,12 @@
-"""A tensor that knows that it is one rank's part of a larger one: a gradient, and between steps a parameter.
+"""Tensor classes for one rank's part of a larger tensor: a gradient, or a parameter between steps.
 
-Arithmetic on parts is right where it acts on single elements, and wrong where it looks beyond them: a norm, a maximum,
-a matrix product or ``if`` would be each rank's own. So a :class:`Part` computes element by element, gives parts, and
-refuses the rest with what to call instead. What is element-wise is read from torch's own tag on the operators that a
-call comes down to, and from a short list. ``docs/adr/0027`` has the alternatives.
+Element-wise arithmetic on parts is correct. A norm, a maximum, a matrix product or ``if`` would give a different result
+on every rank. So a :class:`Part` computes element-wise operations, whose results are parts, and refuses all others with
+advice on what to call instead. torch's tag on the operators of a call, and a short list, say which are element-wise.
+``docs/adr/0027`` has the alternatives.
 
-A call on a part costs Python. So optimizers, which call once or more for each parameter, see plain tensors during their
-step (:func:`uncover`, :func:`cover`), as does the engine itself.
+A call on a part has Python overhead. So optimizers, which make many calls for each parameter, see plain tensors during
+their step (:func:`uncover`, :func:`cover`), as does the engine itself.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from shardwise.spec.order import Entry
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
-#: Operators that keep elements apart and have no tag that says so. All names here are without ``_`` at their ends.
+#: Element-wise operators without torch's tag. All names here are without leading and trailing ``_``.
 _KEEPS = frozenset({
     "alias", "cat", "clone", "copy", "detach", "equal", "fill", "lift_fresh", "permute", "pin_memory", "reshape_alias",
     "squeeze", "stack", "t", "to_copy", "transpose", "unsafe_view", "unsqueeze", "view", "zero",
 })  # fmt: skip
-#: Operators that take a part for its shape and dtype only; the result holds nothing of it.
+#: Operators that read only shape and dtype of a part; the result is no part.
 _MAKES = frozenset({
     "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "new_empty",
     "new_empty_strided", "new_full", "new_ones", "new_zeros",
 })  # fmt: skip
-#: Reads of elements by place: right on parts that were concatenated, whose places the caller knows.
+#: Operators that read elements by index: correct on concatenated parts, whose offsets the caller knows.
 _PLACES = frozenset({"select", "slice", "split", "split_with_sizes", "unbind"})
 _NORMS = frozenset({"norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm"})
 _CHECKS = frozenset({"amp_foreach_non_finite_check_and_unscale"})
 _DRAWS = frozenset({"bernoulli", "exponential", "normal", "random", "uniform"})
-#: Methods that read elements past torch's dispatcher.
+#: Methods that read elements without torch's dispatcher.
 _READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
-#: Methods that read no element, asked often.
+#: Methods that read no element and are called often.
 _FACTS = frozenset({
     "as_subclass", "data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point",
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride",
@@ -60,7 +60,7 @@ _FACTS = frozenset({
     "__format__", "__len__", "__repr__",
 })  # fmt: skip
 
-#: Inside it parts are plain tensors: the caller knows that it sees one rank's, and adds up over the ranks.
+#: Context in which parts are plain tensors, for code that reduces its results over the ranks itself.
 allowed: Any = torch_private.without_torch_function
 
 
@@ -68,8 +68,8 @@ class Part(Tensor):
     """A part of a tensor whose other parts are on other ranks.
 
     Attributes:
-        plain: A plain tensor over the same memory, where one is kept.
-        origin: The parameter that it comes from, and whether it is its gradient.
+        plain: A plain tensor over the same memory, if there is one.
+        origin: Mark of the parameter that it comes from, and whether it is a gradient.
     """
 
     plain: Tensor | None = None
@@ -77,18 +77,18 @@ class Part(Tensor):
 
     @classmethod
     def of_gradient(cls, gradient: Tensor, parameter: Tensor | None) -> Tensor:
-        """The gradient of a shard, or of several (``None``), over the same memory."""
+        """Make the gradient of a shard, or of several shards (``None``), over the memory of ``gradient``."""
         made = gradient.as_subclass(cls)
         made.plain, made.origin = gradient, (mark_of(parameter) if parameter is not None else None, True)
         return made
 
     def to_local(self) -> Tensor:
-        """This rank's elements as a plain tensor over the same memory, as of torch's ``DTensor``."""
+        """Return this rank's elements as a plain tensor over the same memory, as torch's ``DTensor.to_local``."""
         with allowed():
             return self.detach()
 
     @classmethod
-    @torch_private.never_compiled  # torch takes what it compiled for one ``func`` for that of another
+    @torch_private.never_compiled  # torch would reuse the code that it compiled for one ``func`` for another
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -96,7 +96,7 @@ class Part(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Compute what acts on single elements, and refuse what needs the other parts as well."""
+        """Compute element-wise functions, and refuse functions that need the other parts as well."""
         if _covered:
             return torch_private.as_plain(func, args, kwargs or {})
         if torch.compiler.is_compiling():
@@ -129,18 +129,18 @@ class Part(Tensor):
 
 
 class Joined(Part):
-    """Parts behind each other, as ``torch.cat`` makes, or in a larger tensor: it may be cut again."""
+    """Concatenated parts, as ``torch.cat`` makes, or a tensor that contains parts: it may be sliced."""
 
 
 class Shard(Part, nn.Parameter):
-    """The class of a model's Parameter while this rank has a part of it; the object is the same."""
+    """Class of a model's Parameter object while it is this rank's part of the parameter."""
 
     @property
     def origin(self) -> tuple[Mark | None, bool]:  # pyrefly: ignore[bad-override]
-        """The parameter itself."""
+        """Mark of this parameter; it is not a gradient."""
         return mark_of(self), False
 
-    # Asked of every parameter by zero_grad(): answered here, it costs a third of what it costs by way of torch.
+    # zero_grad() reads it of every parameter: this property takes a third of the time of torch's dispatch.
     @property
     def grad(self) -> Tensor | None:  # pyrefly: ignore[bad-override]
         """The gradient of the shard."""
@@ -154,12 +154,12 @@ class Shard(Part, nn.Parameter):
 
 
 def _become(tensor: Any, cls: type) -> None:
-    """Make a tensor one of another class: the same object, as ``nn.parameter.UninitializedParameter`` does."""
+    """Change the class of a tensor object, as ``nn.parameter.UninitializedParameter`` does."""
     tensor.__class__ = cls
 
 
 def cover_shards(groups: Iterable[Group]) -> None:
-    """Mark the parameters that are parts as such."""
+    """Make the parameters that are parts instances of :class:`Shard`."""
     for group in groups:
         is_cut = group.row.shards_optimizer and group.layout.size > 1
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
@@ -175,33 +175,33 @@ def uncover_shards(group: Group) -> None:
 
 
 def plain_of(tensor: Tensor) -> Tensor:
-    """The plain tensor of a part; any other tensor as it is."""
+    """Return the plain tensor of a part; any other tensor is returned unchanged."""
     if not isinstance(tensor, Part):
         return tensor
     return tensor.plain if tensor.plain is not None else tensor.to_local()
 
 
 def show_plain(value: object) -> None:
-    """Turn state of an optimizer, which it may have made of its parameters before any step, into plain tensors."""
+    """Make an optimizer's state a plain tensor, if the optimizer has computed it from parts before any step."""
     if isinstance(value, Part) and not isinstance(value, Shard):
         _become(value, Tensor)
 
 
-#: What :func:`uncover` has replaced, by optimizer: parameter, gradient, its plain tensor, and whether it was a shard.
-#: While there is any, in an optimizer's step, parts are taken for plain tensors.
+#: Replacements of :func:`uncover`, by optimizer: parameter, gradient, its plain tensor, and whether it was a shard.
+#: While it has entries, in an optimizer's step, all parts compute as plain tensors.
 _covered: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Tensor | None, Tensor | None, bool]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def uncover(optimizer: torch.optim.Optimizer) -> None:
-    """Show the optimizer plain tensors: its parameters, and their gradients. Other parts pass for such too."""
-    cover(optimizer)  # of a step that raised
+    """Make the optimizer's parameters and gradients plain tensors; until :func:`cover` other parts compute as such."""
+    cover(optimizer)  # if its last step raised
     found = _covered[optimizer] = []
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
             if isinstance(parameter, FlatParameter):
-                continue  # one for many parameters, and setting its gradient would copy
+                continue  # it stands for many parameters, and setting its gradient would copy
             if is_part := type(parameter) is Shard:
                 _become(parameter, nn.Parameter)
             grad = parameter.grad
@@ -212,7 +212,7 @@ def uncover(optimizer: torch.optim.Optimizer) -> None:
 
 
 def cover(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`uncover`; of the gradients those that are still there."""
+    """Undo :func:`uncover`, except for gradients that have been replaced or removed."""
     for parameter, part, plain, is_part in _covered.pop(optimizer, ()):
         if part is not plain and parameter.grad is plain:
             parameter.grad = part
@@ -221,30 +221,30 @@ def cover(optimizer: torch.optim.Optimizer) -> None:
 
 
 class CoversAll(Observer):
-    """Undoes :func:`uncover`, in the next forward, for steps that raised."""
+    """Undoes :func:`uncover` before the next forward, if a step has raised."""
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Show parts as parts again."""
+        """Call :func:`cover` for all optimizers that need it."""
         for optimizer in [*_covered]:
             cover(optimizer)
 
 
 def call_covered(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-    """Call a closure of the optimizer's step, which may clip: parts are parts in it, and plain again behind it."""
+    """Call the closure of an optimizer's step, which may clip gradients, with parts instead of plain tensors."""
     cover(optimizer)
     result = closure()
     uncover(optimizer)
     return result
 
 
-# -- what a call on parts comes down to
+# -- calls on parts
 
 _Way = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @functools.cache
 def _way_of(func: Callable[..., Any]) -> _Way:
-    """The way to call a function that has parts among its arguments: decided by the function alone."""
+    """Choose how to call a function that has parts among its arguments; this depends only on the function."""
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # pyrefly: ignore[missing-attribute] - of a property
@@ -268,7 +268,7 @@ def _bare(name: str) -> str:
 
 
 def _numel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The number of elements of the whole parameter, as of a ``DTensor``; of gradients and other parts this rank's."""
+    """Count the elements of the full parameter, as a ``DTensor`` does; of gradients and other parts, this rank's."""
     (mark, is_gradient), held = args[0].origin, torch_private.as_plain(func, args, kwargs)
     group = mark.group if mark is not None else None
     if mark is None or group is None or is_gradient or args[0].shape != group.views[mark.index].shape:
@@ -291,7 +291,7 @@ def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _index(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read or write by place, where parts were joined, or write by a mask of the part's shape."""
+    """Index joined parts, or write by a mask of the part's shape; refuse any other indexing."""
     held, index = args[:2]
     is_mask = func.__name__ == "__setitem__" and isinstance(index, Tensor) and index.dtype is torch.bool
     if isinstance(held, Part) and not isinstance(held, Joined) and not (is_mask and index.shape == held.shape):
@@ -309,7 +309,7 @@ def _derive(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call any function, and look at each operator that it comes down to."""
+    """Call any function, and check each operator that it dispatches."""
     with allowed(), _Watch(args, kwargs) as watch:
         result = func(*args, **kwargs)
     with allowed():
@@ -320,19 +320,19 @@ def _watch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _Watch(torch_private.TorchDispatchMode):
-    """Refuses operators that look beyond single elements of parts, and follows what holds parts, by its memory."""
+    """Refuses operators on parts that are not element-wise, and tracks results of parts by their memory."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self._parts: dict[int, tuple[Tensor, Part]] = {}  # by memory: a tensor that keeps it, and where it came from
+        self._parts: dict[int, tuple[Tensor, Part]] = {}  # by memory: a tensor that keeps it alive, and its origin
         for each in tensors_in((args, kwargs)):
             if isinstance(each, Part):
                 self._parts[torch_private.storage_identity(each)] = each, each
 
     def parts_in(self, value: object) -> Iterator[Any]:
-        """The parts that tensors in ``value`` come from."""
+        """Yield the parts from which tensors in ``value`` were computed."""
         for each in tensors_in(value):
-            if isinstance(each, Part):  # not by its memory, which all parts of a group share
+            if isinstance(each, Part):  # its memory would not tell, because all parts of a group share it
                 yield each
             elif each.layout is torch.strided:
                 yield from self._parts.get(torch_private.storage_identity(each), ())[1:]
@@ -363,14 +363,14 @@ class _Watch(torch_private.TorchDispatchMode):
 
 
 def _check_shapes(made: Any, parts: Sequence[Part]) -> None:
-    """Refuse to broadcast parts to another shape, of a tensor or several that are computed from them."""
+    """Refuse to broadcast parts to another shape: that of the tensors in ``made``."""
     shapes = [part.shape for part in parts]
     if any(each.shape not in shapes for each in tensors_in(made)) and not any(isinstance(p, Joined) for p in parts):
         raise _refusal("broadcasting", parts[0])
 
 
 def _mark(made: Any, parts: Sequence[Part], name: str) -> Any:
-    """Turn a tensor that was computed from parts, or written with them, and its base into parts; returns it."""
+    """Make a tensor that was computed from parts, or overwritten with them, and its base parts; returns the tensor."""
     if type(made) not in (Tensor, nn.Parameter):
         return made
     mark, is_gradient = parts[0].origin
@@ -385,7 +385,7 @@ def _mark(made: Any, parts: Sequence[Part], name: str) -> Any:
 
 
 def _where_it_is_whole(part: Part) -> str:
-    """Advice for a parameter that is used outside of its unit."""
+    """Return advice for a parameter that is used outside of its unit."""
     mark = part.origin[0]
     group, unit = mark.group if mark is not None else None, "the module that owns it"
     if mark is not None and group is not None:
@@ -402,7 +402,7 @@ def _where_it_is_whole(part: Part) -> str:
 
 
 def _what(part: Part) -> str:
-    """The part in words."""
+    """Describe the part for an error message."""
     mark, is_gradient = part.origin
     group = mark.group if mark is not None else None
     if mark is None or group is None:
@@ -412,7 +412,7 @@ def _what(part: Part) -> str:
 
 
 def _refusal(name: str, part: Part) -> StateError:
-    """Why a call on a part is refused, and what to call instead."""
+    """Make the error for a refused call on a part."""
     bare, is_gradient = _bare(name), part.origin[1]
     if bare in _CHECKS:
         return StateError(

@@ -1,9 +1,9 @@
-"""Sums of accumulated microbatches that wait for their reduction, and what ``.grad`` is meanwhile.
+"""Stand-ins for ``.grad`` while sums of accumulated microbatches wait for their reduction.
 
-torch calls nobody when a gradient is zeroed. So while the sum of a parameter waits elsewhere, its ``.grad`` is a
-:class:`WaitingGradient`, a tensor without memory. Where another object, or ``None``, has taken its place by the next
-backward, ``zero_grad()`` was called, and the sum is dropped. Whatever reads a :class:`WaitingGradient` raises: the true
-value is not there.
+torch has no hook for zeroing a gradient. So while the sum of a parameter waits in another buffer, its ``.grad`` is a
+:class:`WaitingGradient`, a tensor without memory. If another object, or ``None``, has replaced it by the next backward,
+``zero_grad()`` was called, and the sum is dropped. Reading a :class:`WaitingGradient` raises, because the reduced value
+does not exist yet.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shardwise.spec.errors import StateError
 
 
 class WaitingSums(Observer):
-    """Shows stand-ins between the backwards of a step, and follows ``zero_grad()``."""
+    """Shows stand-ins between the backwards of a step, and drops sums for which ``zero_grad()`` was called."""
 
     def __init__(self) -> None:
         self._groups: weakref.WeakKeyDictionary[Group, _StandIns] = weakref.WeakKeyDictionary()
 
     def backward_begins(self, engine: Engine) -> None:
-        """Show ``.grad`` as it is, once zeroed sums are dropped."""
+        """Restore the real ``.grad``, and drop sums for which ``zero_grad()`` was called."""
         self.hide(engine)
 
     def backward_ended(self, engine: Engine) -> None:
@@ -40,7 +40,7 @@ class WaitingSums(Observer):
             self.show(engine)
 
     def show(self, engine: Engine) -> None:
-        """Show a stand-in as ``.grad`` wherever sums wait, so that ``zero_grad()`` is noticed."""
+        """Show a stand-in as ``.grad`` wherever sums wait, so that ``zero_grad()`` is detected."""
         for group in engine.groups:
             if group.gradient.is_local:
                 self._groups.setdefault(group, _StandIns(group)).show()
@@ -58,7 +58,7 @@ class WaitingSums(Observer):
 
 
 def set_gradient_sync(engine: Engine, *, is_enabled: bool, mode: str | None = None) -> None:
-    """Say whether the backwards from now on are the last ones of their step; ``mode`` as of the engine's window."""
+    """Set whether backwards from now on reduce gradients; ``mode`` as ``Window.mode``."""
     if not is_enabled:
         engine.extras.take(WaitingSums)
     engine.window.sync(is_last=is_enabled, mode=mode)
@@ -87,7 +87,7 @@ class _StandIns:
     def __init__(self, group: Group) -> None:
         self._group = weakref.ref(group)
         self._made: dict[int, WaitingGradient] = {}
-        self._hidden: dict[int, Tensor | None] = {}  # what .grad was before; empty while no stand-in is shown
+        self._hidden: dict[int, Tensor | None] = {}  # .grad before; empty while no stand-in is shown
 
     def show(self) -> None:
         """Show a stand-in as ``.grad`` of every trained parameter."""
@@ -104,7 +104,7 @@ class _StandIns:
             shard.grad = stand_in
 
     def zero(self, index: int) -> None:
-        """``zero_()`` was called on the stand-in of a parameter: its ``.grad`` is zeros where it would be there."""
+        """Replace the stand-in of a parameter, on which ``zero_()`` was called, by zeros if it has a gradient."""
         group = self._group()
         assert group is not None
         shard, before = group.shards[index], self._hidden.get(index)
@@ -117,10 +117,10 @@ class _StandIns:
             shard.grad = None
 
     def hide(self) -> None:
-        """Undo :meth:`show`, where the stand-ins are still there."""
+        """Undo :meth:`show` for stand-ins that have not been replaced."""
         group = self._group()
         if group is None or group.form.is_shown:
-            return  # full_parameters() has taken every .grad away, and brings it back
+            return  # full_parameters() has removed every .grad, and restores it at its end
         for index, before in self._hidden.items():
             shard = group.shards[index]
             if shard.grad is self._made[index]:
@@ -144,9 +144,9 @@ class _StandIns:
             group.gradient.forget(index)
 
     def _zeroed_elsewhere(self, group: Group, zeroed: set[int], kinds: Sequence[int | None]) -> set[int]:
-        """The parameters that an optimizer over flat ones has zeroed and of whose kind this rank owns nothing.
+        """Parameters that an optimizer over flat parameters has zeroed, and of whose kind this rank owns no element.
 
-        Such an optimizer holds the first of them only.
+        On this rank such an optimizer has only the first parameter of the kind.
         """
         found: set[int] = set()
         for kind in (0, 1):
@@ -165,14 +165,14 @@ def _zero(stand_ins_ref: weakref.ref[_StandIns], index: int) -> None:
 
 
 class WaitingGradient(Tensor):
-    """The gradient of a parameter whose sum is not there yet. It can be zeroed, replaced or removed, but not read."""
+    """Gradient of a parameter whose sum has not been reduced. It can be zeroed, replaced or removed, but not read."""
 
     __torch_function__ = torch_private.disabled_torch_function
     zero: Callable[[], None]
 
     @classmethod
     def of(cls, parameter: Tensor, zero: Callable[[], None]) -> WaitingGradient:
-        """A gradient of the parameter's shape, dtype and device, without memory.
+        """Make a gradient of the parameter's shape, dtype and device, without memory.
 
         Args:
             parameter: The parameter. The result does not keep it alive.
@@ -190,7 +190,7 @@ class WaitingGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Allow that the gradient is zeroed, also through ``.data``, and refuse all else."""
+        """Allow zeroing the gradient, also through ``.data``, and refuse all other operators."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.zero_.default or func is torch_private.foreach_zero:
