@@ -352,3 +352,28 @@ def test_in_an_evaluation_each_rank_may_leave_out_a_tower():
         found.append((again.item(), trained.item()))
     for held, expected in found:
         assert held == pytest.approx(expected, rel=1e-6)
+
+
+@on_ranks(2)
+def test_an_evaluation_gathers_once_what_needs_no_release():
+    """Of several microbatches, of which each rank may leave out a tower; then the parameters have changed."""
+    rank = dist.get_rank()
+    for strategy in ("zero1", "zero2", "shard_grad_op", "zero3"):
+        model, plain = Towers(), Towers()
+        plain.load_state_dict(model.state_dict())
+        sw.parallelize(model, strategy=strategy)
+        units = {unit.name for unit in probe(model).units if unit.padded_numel}
+        for factor in (2.0, 1.0):
+            inputs = [(sample(rank, index), rank == index % 2) for index in range(4)]
+            losses: list[Tensor] = []
+            with sw.record_collectives(model) as events:
+                sw.eval_step(model, iter(inputs), squared, len(inputs), losses=losses)
+            gathered = [event.unit for event in events if event.kind == "all_gather" and event.unit in units]
+            assert (len(gathered) > len(units)) == (strategy == "zero3")
+            assert set(gathered) == units
+            if strategy == "shard_grad_op":
+                assert not any(unit.is_gathered for unit in probe(model).units)
+            with torch.no_grad():
+                torch.testing.assert_close(losses, [squared(plain(*each), None) for each in inputs])
+                for parameter in (*model.parameters(), *plain.parameters()):
+                    parameter.data.mul_(factor)

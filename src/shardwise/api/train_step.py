@@ -116,7 +116,7 @@ def eval_step(
     engine = engine_of(model, "sw.eval_step")
     loss_of = functools.partial(forward_loss, loss_fn=loss_fn, forward=forward)
     pipelined = pipelined_of(model)
-    with torch.no_grad(), engine.window.having(evaluates=True):
+    with torch.no_grad(), engine.evaluating():
         if pipelined is not None:
             usual = pipelined.num_microbatches
             count = fitting_count(batch, usual) if num_microbatches is None else num_microbatches

@@ -239,6 +239,7 @@ class Engine:
         torch.clear_autocast_cache()
         for tell in self.extras.forward_begins:
             tell(self, entry)
+        self.window.is_open |= self.window.evaluates
         self.orders.forward_order.start()
         if forward.version != self.version:
             for unit in self.units:
@@ -253,6 +254,22 @@ class Engine:
             begin(self)
             self.refresh()
             self.window.is_open = True
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Run forwards without grad, made by all ranks together, between which no parameter changes.
+
+        Units that are replicated, or stay gathered after forward, are gathered once.
+        """
+        was_open = self.window.is_open
+        try:
+            with self.window.having(evaluates=True):
+                yield
+        finally:
+            if not was_open:
+                self.window.close()
+            for unit in self.units:
+                self._reshard_after_forward(unit, needs_backward=False)
 
     def interrupt(self, *, has_gradients: bool, had_sums: bool) -> None:
         """Close a window that an exception has ended; the next call drops its remains (:meth:`recover`).
@@ -333,7 +350,7 @@ class Engine:
     def _reshard_after_forward(self, unit: Unit, *, needs_backward: bool) -> None:
         if unit.is_resident or unit.state is not State.UNSHARDED:
             return
-        if needs_backward or unit.calls.num_outstanding > 0:
+        if needs_backward or unit.calls.num_outstanding > 0 or self.window.evaluates:
             if not unit.reshards_after_forward:
                 return
             if self.forward.trains and self.orders.forward_order.is_last(unit.index):
