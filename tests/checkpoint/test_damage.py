@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,9 +16,12 @@ import torch
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint.dcp_import import import_dcp
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.writer import write
 from shardwise.spec.errors import CheckpointError
+from shardwise.train import folder as rundir
+from shardwise.train.trained import find_trained
 from tests.checkpoint.threads import cut, even, flip, run_in_threads, sample, whole
 from tests.common.ranks import refusal
 
@@ -385,6 +389,14 @@ def test_a_folder_of_another_kind_is_named_with_what_to_do(saved, tmp_path):
     assert refusal(CheckpointError, open_checkpoint, folder).endswith(
         f"\n  It is one of torch.distributed.checkpoint. Run: shardwise checkpoint import '{folder}' OUT --trust"
     )
+    for name in ("zero_to_fp32.py", "mp_rank_00_model_states.pt"):
+        other = tmp_path / name
+        other.mkdir()
+        (other / name).touch()
+        resume = functools.partial(rundir.choose, "x", tmp_path / "run", is_resuming=True, wanted=str(other))
+        for read in (lambda: open_checkpoint(other), lambda: import_dcp(other, tmp_path / "out"), resume):
+            assert "\n  It is a checkpoint of DeepSpeed. Run `python zero_to_fp32.py " in refusal(CheckpointError, read)
+        assert "It is a checkpoint of DeepSpeed." in refusal(CheckpointError, find_trained, other)
     torch.save({}, folder / "model.pt")
     assert refusal(CheckpointError, open_checkpoint, folder / "model.pt").endswith(
         "sw.load_full_state_dict(model, torch.load(path))."

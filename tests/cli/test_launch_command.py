@@ -304,7 +304,7 @@ def test_a_command_that_runs_again_goes_on_with_the_run(
     ("words", "said"),
     [
         ((), "expected one scheduler, got none"),
-        (("--slurm", "--kubernetes"), "got --slurm and --kubernetes"),
+        (("--slurm", "--kubernetes"), "got --slurm and --kubernetes.\n  Keep one of --slurm, --kubernetes."),
         (("--slurm",), "leaves parallel.dp_shard open"),
         (("--slurm", "--gpus", "12"), "Set --gpus 8 or 16"),
         (("--slurm", "--gpus", "0"), "at least 1"),

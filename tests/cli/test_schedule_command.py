@@ -62,11 +62,11 @@ def test_json_has_every_action(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--pp", "4", "--schedule", "zb"], 78, "schedule='zb': there is no such pipeline schedule"),
-        (["--pp", "0"], 78, "pp=0: expected a whole number of at least 1"),
-        (["--pp", "4", "--microbatches", "0"], 78, "num_microbatches=0: expected a whole number of at least 1"),
-        (["--pp", "4", "--microbatches", "6", "--schedule", "interleaved-1f1b"], 78, "num_microbatches=6 = 1 x 4 + 2"),
-        (["--pp", "4", "--virtual-stages", "2"], 78, "schedule='1f1b' has one stage per rank"),
+        (["--pp", "4", "--schedule", "zb"], 78, "--schedule 'zb': there is no such pipeline schedule"),
+        (["--pp", "0"], 78, "--pp 0: expected a whole number of at least 1"),
+        (["--pp", "4", "--microbatches", "0"], 78, "--microbatches 0: expected a whole number of at least 1"),
+        (["--pp", "4", "--microbatches", "6", "--schedule", "interleaved-1f1b"], 78, "--microbatches 6 = 1 x 4 + 2"),
+        (["--pp", "4", "--virtual-stages", "2"], 78, "Leave --virtual-stages out"),
         (["--pp", "4", "--forward", "fast"], 78, "--forward 'fast': expected a number"),
         (["--pp", "4", "--backward-weight", "0"], 78, "duration backward_weight=0: expected a number above 0"),
         ([], 2, "Missing option '--pp'"),

@@ -101,6 +101,12 @@ def test_what_is_odd_is_named(refused, data, expected):
     assert expected in str(refused(data))
 
 
+@pytest.mark.parametrize("part", ["config", "progress", "optimizer"])
+def test_keys_that_are_not_known_may_be_those_of_another_version(refused, part):
+    place = ("optimizer", "groups", 0) if part == "optimizer" else ("state", part)
+    assert "\n  Another version of shardwise wrote it, or it was changed" in refused(changed(*place, "new", value=1))
+
+
 def test_another_setting_of_the_optimizer_is_taken_where_set_asks_for_it(refused, tmp_path):
     path = tmp_path / "step-00000003"
     data = changed("optimizer", "groups", 0, "weight_decay", value=0.2)

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.alone import write_alone
+from shardwise.checkpoint.storage import deepspeed_advice
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
@@ -111,10 +112,10 @@ class DcpFolder:
         try:
             yield
         except FileNotFoundError as error:
+            name = "Name the folder that dcp.save() was given, with its .metadata and *.distcp files."
             raise CheckpointError(
                 f"{self.path} is no folder of torch.distributed.checkpoint: {Path(str(error.filename)).name} is"
-                " missing.\n"
-                "  Name the folder that dcp.save() was given, with its .metadata and *.distcp files."
+                f" missing.\n  {deepspeed_advice(each.name for each in self.path.glob('*')) or name}"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{self.path}: {what} cannot be read: {error.strerror or error}.") from None

@@ -22,7 +22,7 @@ from shardwise.checkpoint import plain
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.manifest import FORMAT_VERSION, Manifest, decode, read_manifest
 from shardwise.checkpoint.shard import Piece, check_header, read_block
-from shardwise.checkpoint.storage import MANIFEST_NAME, StoredFile, Url, place_of, step_of, storage_of
+from shardwise.checkpoint.storage import MANIFEST_NAME, StoredFile, Url, deepspeed_advice, place_of, step_of, storage_of
 from shardwise.checkpoint.table import describe, extent_problem
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, refuse_different
@@ -113,7 +113,7 @@ def _open(directory: Path) -> Checkpoint:
         raise CheckpointError(f"checkpoint {directory}: {MANIFEST_NAME}: {error}.") from None
 
 
-def _other_kind(directory: Path, names: Iterable[str]) -> str:
+def _other_kind(directory: Path, names: Collection[str]) -> str:
     """Say which kind of folder one without a manifest is, and what to do with it."""
     newest = max((name for name in names if step_of(name) is not None), default=None)
     if newest is not None:
@@ -125,7 +125,8 @@ def _other_kind(directory: Path, names: Iterable[str]) -> str:
             "It is one of torch.distributed.checkpoint."
             f" Run: shardwise checkpoint import {printable(shlex.quote(str(directory)))} OUT --trust"
         )
-    return "A save was interrupted there, or it is another kind of folder. Give the path of a checkpoint."
+    another = "A save was interrupted there, or it is another kind of folder. Give the path of a checkpoint."
+    return deepspeed_advice(names) or another
 
 
 @dataclass(frozen=True)

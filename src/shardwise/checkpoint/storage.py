@@ -14,7 +14,7 @@ import importlib.util
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
 from typing import Any
@@ -59,6 +59,16 @@ def step_of(name: str) -> int | None:
     if match is None or name != f"step-{int(match[1]):08d}":
         return None
     return int(match[1])
+
+
+def deepspeed_advice(names: Iterable[str]) -> str:
+    """What to do with a folder that holds these names, where it is a checkpoint of DeepSpeed; empty for others."""
+    if not any(name == "zero_to_fp32.py" or name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names):
+        return ""
+    return (
+        "It is a checkpoint of DeepSpeed. Run `python zero_to_fp32.py . OUT --safe_serialization` in the folder that"
+        " holds this script, and load the weights in OUT into the model before sw.parallelize."
+    )
 
 
 def is_checkpoint_file(name: str) -> bool:

@@ -72,8 +72,9 @@ def launch(
 
     named = [name for name, is_named in zip(_START, (slurm, kubernetes, skypilot), strict=True) if is_named]
     if len(named) != 1:
+        got, advice = (" and ".join(named), "Keep") if named else ("none", "Add")
         raise ConfigError(
-            f"launch: expected one scheduler, got {' and '.join(named) or 'none'}.\n  Add one of {', '.join(_START)}."
+            f"launch: expected one scheduler, got {got}.\n  {advice} one of {', '.join(named or _START)}."
         )
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +53,11 @@ def schedule(
         _number("backward-weight", backward_weight),
         _number("communication", communication),
     )
-    built = PipelinePolicy(name, microbatches, virtual_stages).build(pp)
+    try:
+        built = PipelinePolicy(name, microbatches, virtual_stages).build(pp)
+    except PlanError as error:  # names fields of a configuration
+        named = re.sub(r"\b(?:num_)?(microbatches|virtual_stages|schedule|pp)(?:=| (?=out))", r"--\1 ", str(error))
+        raise PlanError(named.replace("_stages", "-stages")) from None
     check(built)
     timing = simulate(built, durations)
     show(json.dumps(_facts(built, timing, durations), indent=1) if as_json else picture(built, timing, durations))

@@ -19,7 +19,7 @@ from shardwise.spec.errors import StateError
 
 #: Types of models of transformers that take columns of padding for tokens, although they accept positions: windows of
 #: tokens are counted by column, a convolution reads the padding, or the mask is shifted.
-_COUNT_PADDING = frozenset({"deepseek_v4", "git", "recurrent_gemma"})
+_COUNT_PADDING = frozenset({"deepseek_v4", "git", "recurrent_gemma", "unlimited_ocr_text"})
 #: Types whose cache is a class of their own.
 _OWN_CACHES = frozenset({"cpmant", "minimax", "xlm"})
 

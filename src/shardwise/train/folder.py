@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.folder import RefusedError, open_folder, open_for_reading, read_at
-from shardwise.checkpoint.storage import Url, place_of
+from shardwise.checkpoint.storage import Url, deepspeed_advice, place_of
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS, RUN_ID
@@ -139,7 +139,8 @@ def newest(name: str, base: Path = Path("runs")) -> Path | None:
 def _advice(wanted: str | None) -> str:
     own = None if wanted is None else run_of(wanted)
     if own is None:
-        return ".\n  Start it without --resume."
+        held = Path(wanted).expanduser().glob("*") if wanted and wanted not in NEWEST else ()
+        return f".\n  {deepspeed_advice(each.name for each in held) or 'Start it without --resume.'}"
     return (
         f": {printable(str(wanted))} is of the run in {printable(own)}, and a run continues in its own folder.\n"
         "  Name that one with --run-dir, or copy the whole folder and name the copy."

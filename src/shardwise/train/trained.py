@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.storage import MANIFEST_NAME, Url, place_of
+from shardwise.checkpoint.storage import MANIFEST_NAME, Url, deepspeed_advice, place_of
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.hub import folder_name, how_to_fetch, is_hub_name, local_folder
 from shardwise.spec.text import printable
@@ -210,9 +210,10 @@ def find_trained(path: Path) -> Trained:
     what = "it holds no checkpoints, no manifest and no config.json"
     if not path.is_dir():
         what = "there is no such folder" + (f" ({how_to_fetch(str(path))})" if is_hub_name(str(path)) else "")
+    name = "Name a run's folder (runs/demo), a step-* folder in its checkpoints, or a folder with config.json."
     raise CheckpointError(
         f"{printable(path)} is no run, checkpoint or Hugging Face folder: {what}.\n"
-        "  Name a run's folder (runs/demo), a step-* folder in its checkpoints, or a folder with config.json."
+        f"  {deepspeed_advice(each.name for each in path.glob('*')) or name}"
     )
 
 

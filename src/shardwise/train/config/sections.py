@@ -498,7 +498,8 @@ class RawConfig:
         lines += [redacted(f"  {where}: {message}") for where, message in list(self.mistakes)[:40]]
         if count > 40:
             lines.append(f"  ... and {count - 40} more")
-        lines.append("  Correct them and try again; `shardwise config-schema` lists all keys. Nothing was started.")
+        advice = "Correct them and try again; `shardwise config-schema` lists all keys of this version"
+        lines.append(f"  {advice}. Nothing was started.")
         return ConfigError("\n".join(lines))
 
     def given(self, section: str) -> set[str]:
