@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -393,10 +392,10 @@ def test_a_folder_of_another_kind_is_named_with_what_to_do(saved, tmp_path):
         other = tmp_path / name
         other.mkdir()
         (other / name).touch()
-        resume = functools.partial(rundir.choose, "x", tmp_path / "run", is_resuming=True, wanted=str(other))
-        for read in (lambda: open_checkpoint(other), lambda: import_dcp(other, tmp_path / "out"), resume):
-            assert "\n  It is a checkpoint of DeepSpeed. Run `python zero_to_fp32.py " in refusal(CheckpointError, read)
-        assert "It is a checkpoint of DeepSpeed." in refusal(CheckpointError, find_trained, other)
+        found = [refusal(CheckpointError, read, other) for read in (open_checkpoint, find_trained)]
+        found += [refusal(CheckpointError, import_dcp, other, tmp_path / "out")]
+        found += [refusal(CheckpointError, rundir.choose, "x", tmp_path, is_resuming=True, wanted=str(other))]
+        assert all("\n  It is a checkpoint of DeepSpeed. Run `python zero_to_fp32.py " in text for text in found)
     torch.save({}, folder / "model.pt")
     assert refusal(CheckpointError, open_checkpoint, folder / "model.pt").endswith(
         "sw.load_full_state_dict(model, torch.load(path))."

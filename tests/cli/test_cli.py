@@ -165,6 +165,13 @@ def test_validate_prints_the_resolved_configuration(capsys: pytest.CaptureFixtur
     assert run(capsys, "validate", "again.yaml", "--nproc", "2")[1].splitlines()[1:] == out.splitlines()[1:]
 
 
+def test_validate_reads_the_spec_that_train_would(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(GOOD)
+    (tmp_path / "mine.py").write_text("import shardwise as sw\nspec = sw.TrainSpec(loss=lambda output, batch: 0)\n")
+    code, out, _ = run(capsys, "validate", "c.yaml", "--spec", "mine.py", "--nproc", "2")
+    assert (code, "spec: mine.py" in out) == (0, True)
+
+
 def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "config-schema")
     assert code == 0

@@ -165,8 +165,8 @@ def refused(path: Path, lines: Sequence[str]) -> CheckpointError:
     listed = "".join(f"\n  - {printable(line)}" for line in lines)
     return CheckpointError(
         f"checkpoint {printable(path)}: what it says of its optimizer cannot be right:{listed}\n"
-        "  Another version of shardwise wrote it, or it was changed by hand or damaged. Resume from another checkpoint, or"
-        " load without the optimizer."
+        "  Another version of shardwise wrote it, or it was changed by hand or damaged. Resume from another checkpoint,"
+        " or load without the optimizer."
     )
 
 

@@ -14,6 +14,9 @@ from shardwise.spec.text import aligned
 
 def validate(
     config: Annotated[Path, typer.Argument(help="YAML or JSON file.")],
+    spec: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Your own model, data, loss, ... (sw.TrainSpec), as of `train`.")
+    ] = None,
     nproc: Annotated[
         int | None, typer.Option(help="Number of processes; by default as many as `train` would start.")
     ] = None,
@@ -25,11 +28,10 @@ def validate(
     """
     from shardwise.launch.elastic import num_workers
     from shardwise.train.config.resolve import resolve
-    from shardwise.train.config.sections import read_config
-    from shardwise.train.start import rehearse
+    from shardwise.train.start import named_config, rehearse
 
     count = num_workers(nproc)
-    resolved = resolve(read_config(config, overrides or []), count)
+    resolved = resolve(named_config(config, overrides or [], spec=spec)[0], count)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, count)
     show(resolved.to_yaml().rstrip())

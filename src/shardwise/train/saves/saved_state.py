@@ -206,8 +206,8 @@ def _refused(path: Path, lines: list[str]) -> CheckpointError:
     listed = "".join(f"\n  - {printable(line)}" for line in lines)
     return CheckpointError(
         f"checkpoint {printable(path)}: what it says of its run cannot be right:{listed}\n"
-        "  Another version of shardwise wrote it, or it was changed by hand or damaged. Resume with that version, or from"
-        " another checkpoint."
+        "  Another version of shardwise wrote it, or it was changed by hand or damaged. Resume with that version, or"
+        " from another checkpoint."
     )
 
 
