@@ -1,19 +1,19 @@
-"""The Comms of a mesh: which ranks each collective of a model runs over, and how they are opened.
+"""The Comms of a mesh: the ranks of each collective of a model, and how Comms are opened.
 
 On ``dp_replicate=2 x dp_shard=4`` with an inner size of 2, rank 5 (``*``) belongs to these groups::
 
     dp_replicate 0    0   1 | 2   3
     dp_replicate 1    4   5*| 6   7
 
-    dp_shard          4 5 6 7      gathers, and sums of gradients inside the group that holds the parameters once
-    dp_shard_inner    4 5          gathers for backward, where units are kept sharded over 2 ranks after forward
-    dp_replicate      1 5          sums of gradient shards over the groups
+    dp_shard          4 5 6 7      gathers, and sums of gradients over the ranks that store the parameters once
+    dp_shard_inner    4 5          gathers for backward, if units are kept sharded over 2 ranks after forward
+    dp_replicate      1 5          sums of gradient shards over the replicas
     dp                0 to 7       control messages, losses, checkpoints
 
-With ``ep=2`` the experts have Comms of their own, and tokens travel between ranks that hold different ones::
+With ``ep=2`` the experts have separate Comms, and ranks with different experts exchange tokens::
 
     ep                4 5          tokens to experts and back
-    edp               5 7          gathers and sums of the experts that these ranks hold
+    edp               5 7          gathers and sums of the experts that these ranks store
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from shardwise.spec.errors import CommError, MeshError, ShardwiseError
 from shardwise.spec.mesh import AXES, Mesh
 from shardwise.spec.slice import Slice
 
-#: Axes of Comms that are no axes of the mesh: all data-parallel ranks, the inner groups of ``dp_shard``, all ranks.
+#: Axes of Comms that are not mesh axes: all data-parallel ranks, the inner groups of ``dp_shard``, all ranks.
 DATA_PARALLEL, INNER, WORLD = "dp", "dp_shard_inner", "world"
 
-#: The ranks that share parameters and hold the same experts.
+#: Axis of the ranks that share the parameters of the same experts.
 EXPERT_SHARD = "edp"
 
 
-#: Opens a Comm over some ranks of the mesh, this one among them: ``open(axis, purpose, ranks)``.
+#: Opens a Comm over some ranks of the mesh, including this one: ``open(axis, purpose, ranks)``.
 OpenAxis = Callable[[str, str, Sequence[int]], Comm]
 
 
@@ -60,28 +60,28 @@ OpenAxis = Callable[[str, str, Sequence[int]], Comm]
 class Comms:
     """The Comms of one model on this rank."""
 
-    gather: Comm  # along ``dp_shard`` (and ``cp``, whose ranks hold the same model): parameters
-    reduce: Comm  # along ``dp_shard`` (and ``cp``): gradients
-    replicate: Comm | None  # along ``dp_replicate``; ``None`` where the model is not replicated over groups
-    control: Comm  # over all ranks that train the same parameters, in the order of the mesh
-    world: Comm  # over all ranks of the mesh, in its order; the same Comm as ``control`` where both have all ranks
+    gather: Comm  # gathers parameters along ``dp_shard`` (and ``cp``, whose ranks share the model)
+    reduce: Comm  # reduces gradients along ``dp_shard`` (and ``cp``)
+    replicate: Comm | None  # along ``dp_replicate``; ``None`` if the model is not replicated over groups
+    control: Comm  # over all ranks that train the same parameters, in mesh order
+    world: Comm  # over all ranks of the mesh, in mesh order; the same Comm as ``control`` if both have all ranks
     inner: dict[int, Comm]  # along inner groups of ``dp_shard``, by their size; :meth:`inner_comm` fills it
     _open_inner: Callable[[int], Comm]
-    tp: Comm | None = None  # along ``tp``; ``None`` where that axis has one rank
-    pp: Comm | None = None  # along ``pp``, likewise
-    cp: Comm | None = None  # along ``cp``, likewise
-    ep: Comm | None = None  # along ``ep``, likewise
-    #: The Comms of experts, where ranks hold different experts; ``None``: experts use these Comms.
+    tp: Comm | None = None  # along ``tp``; ``None`` if that axis has one rank
+    pp: Comm | None = None  # along ``pp``; ``None`` if that axis has one rank
+    cp: Comm | None = None  # along ``cp``; ``None`` if that axis has one rank
+    ep: Comm | None = None  # along ``ep``; ``None`` if that axis has one rank
+    #: The Comms of experts, if ranks store different experts; ``None``: experts use these Comms.
     expert: Comms | None = None
 
     def __iter__(self) -> Iterator[Comm]:
-        """Each Comm once."""
+        """Iterate over the Comms, each once."""
         held = (self.gather, self.reduce, self.replicate, *self.inner.values(), self.control)
         held += (self.world, self.tp, self.pp, self.cp, self.ep, *(self.expert or ()))
         return iter(dict.fromkeys(comm for comm in held if comm is not None))
 
     def inner_comm(self, size: int) -> Comm:
-        """Along the inner groups of ``size`` neighbours on ``dp_shard``.
+        """Return the Comm along the inner groups of ``size`` neighbours on ``dp_shard``.
 
         Collective:
             On CUDA the first call for a size makes a communicator: all ranks must call, in the same order.
@@ -91,52 +91,52 @@ class Comms:
         return self.inner[size]
 
     def of(self, held: Slice | None) -> Comms:
-        """The Comms over the ranks that hold the same part of a parameter."""
+        """The Comms over the ranks that share a parameter with the slice ``held``: those of experts, or these."""
         return self.expert if held is not None and held.is_expert and self.expert is not None else self
 
     @property
     def num_replicas(self) -> int:
-        """Number of groups that each hold the whole model."""
+        """Number of groups that each store the full model."""
         return self.replicate.size if self.replicate is not None else 1
 
     @property
     def replica(self) -> int:
-        """Number of the group along ``dp_replicate`` that this rank belongs to."""
+        """Number of this rank's group along ``dp_replicate``."""
         return self.replicate.rank if self.replicate is not None else 0
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that train the same parameters: sums of gradients are divided by it."""
+        """Number of ranks that train the same parameters, by which sums of gradients are divided."""
         return self.num_replicas * self.reduce.size
 
     @property
     def reader(self) -> tuple[int, int]:
-        """The share of the samples that this rank reads, and of how many. Ranks of one model read the same share."""
+        """Index of this rank's share of the samples, and number of shares. Ranks of one model read the same share."""
         context = self.cp.size if self.cp is not None else 1
         return self.control.rank // context, self.control.size // context
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size by mesh axis, outermost first; axes of one rank other than the data-parallel ones are left out."""
+        """Size by mesh axis, outermost first, without axes of one rank other than the data-parallel ones."""
         context = self.cp.size if self.cp is not None else 1
         found = {"dp_replicate": self.num_replicas, "dp_shard": self.reduce.size // context}
         others = {axis: comm.size for axis in ("pp", "cp", "tp") if (comm := getattr(self, axis)) is not None}
         return {axis: size for axis in AXES if (size := (found | others).get(axis)) is not None}
 
     def counts(self, held: Slice | None) -> bool:
-        """Whether this rank's copy of a parameter counts in sums over :attr:`across`: one of all equal copies does."""
+        """Whether this rank's copy of a parameter counts in sums over :attr:`across`: one of equal copies does."""
         if held is not None:
             return held.is_counted
         return self.tp is None or self.tp.rank == 0
 
     @property
     def across(self) -> tuple[Comm, ...]:
-        """The Comms along axes whose ranks hold different parameters of one model, innermost first."""
+        """The Comms along axes whose ranks store different parameters of one model, innermost first."""
         return tuple(comm for comm in (self.tp, self.pp) if comm is not None)
 
 
 def lay_out(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool = False) -> Comms:
-    """The Comms of ``rank`` on ``mesh``, each opened by ``open_axis``, in one order on all ranks."""
+    """Open the Comms of ``rank`` on ``mesh`` with ``open_axis``, in the same order on all ranks."""
     shard = mesh.shard_group(rank)
     gather, reduce = open_axis("dp_shard", "gather", shard), open_axis("dp_shard", "reduce", shard)
     replicate, control = None, gather
@@ -176,19 +176,19 @@ def _with_experts(comms: Comms, mesh: Mesh, rank: int, open_axis: OpenAxis) -> C
 
 # -- opening them over torch.distributed
 
-#: The name of a channel lists up to so many ranks.
+#: Maximum number of ranks that the name of a channel lists.
 _MAX_SHOWN = 8
 
-#: How many Comms this process has opened, by ranks on an axis and purpose. The ranks of a Comm open Comms among
-#: themselves in the same order, whatever other Comms each of them opens.
+#: Number of Comms that this process has opened, by ranks on an axis and purpose. It is the same on all ranks of a Comm,
+#: because these open their common Comms in the same order.
 _num_opened: Counter[tuple[str, str]] = Counter()
 
 
 def join_world(device: torch.device) -> dist.ProcessGroup:
-    """The default process group: the one that exists, or a new one as the environment describes it.
+    """Return the default process group; if there is none, make it as the environment describes.
 
     Collective:
-        All ranks must call where no group exists yet.
+        All ranks must call if no group exists yet.
     """
     if not dist.is_initialized():
         init_process_group(read_world(), device)
@@ -200,13 +200,12 @@ def join_world(device: torch.device) -> dist.ProcessGroup:
 def open_comms(
     device: torch.device, axis: str = "dp_shard", group: dist.ProcessGroup | None = None
 ) -> tuple[Comm, Comm]:
-    """The Comms for gathers and for reductions over ``group``, by default the world.
+    """Open the Comms for gathers and for reductions over ``group``, by default the world.
 
-    On NCCL each has a communicator of its own, so that a gather never queues behind a reduction; Comms of other models
-    over the same ranks share both. Their control messages go over Gloo, through a group of its own where ``group`` has
-    NCCL alone. On Gloo messages go from rank to rank and are told apart by
-    their tags: every Comm uses the group as it is. Where the group has no NCCL, tensors on a GPU go over Gloo by way of
-    host memory (``comm.staged``).
+    On NCCL each has a separate communicator, so that a gather never queues behind a reduction; Comms of other models
+    over the same ranks share both. Control messages use Gloo: a separate group if ``group`` has only NCCL. On Gloo,
+    messages are matched by rank and tag, so every Comm uses ``group`` itself. If the group has no NCCL, tensors on a
+    GPU are sent over Gloo through host memory (``comm.staged``).
 
     Collective:
         All ranks of the group must call, in the same order.
@@ -220,12 +219,12 @@ class Place:
     """Ranks to shard a model over."""
 
     mesh: Mesh
-    group: dist.ProcessGroup | None = None  # a process group that holds the ranks; ``None``: the world
+    group: dist.ProcessGroup | None = None  # a process group that includes the ranks; ``None``: the world
     ranks: Sequence[int] | None = None  # the ranks of the group that make up the mesh, ascending; ``None``: all
 
     @classmethod
     def of(cls, where: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device) -> Place:
-        """The ranks of a group, of a ``DeviceMesh`` (shard) or (replicate, shard), or of the world."""
+        """Return the ranks of a group, of a ``DeviceMesh`` (shard) or (replicate, shard), or of the world."""
         if not isinstance(where, dist.DeviceMesh):
             return cls(Mesh(dp_shard=(where or join_world(device)).size()), where)
         other = {"tp", "pp", "cp", "ep"}.intersection(where.mesh_dim_names or ())
@@ -250,14 +249,14 @@ class Place:
         """Open the Comms of the mesh.
 
         Collective:
-            On CUDA every axis connects its ranks: all ranks of the mesh must call, in the same order.
+            On CUDA this connects the ranks of every axis: all ranks of the mesh must call, in the same order.
         """
         open_axis = _Opener(device, self.group or join_world(device), self.ranks)
         rank = open_axis.ranks.index(open_axis.own)
         return lay_out(self.mesh, rank, open_axis.by_place, is_replicated=is_replicated)
 
     def open_samples(self, device: torch.device) -> Comm:
-        """Open one more Comm for one model, over the ranks along the data-parallel axes, which read different samples.
+        """Open one more Comm for a model, over the data-parallel ranks, which read different samples.
 
         Collective:
             As :meth:`open`.
@@ -272,24 +271,24 @@ class Transport:
     """The transport of tensors."""
 
     backend: str = "nccl"  # backend of the process groups for tensors on a GPU
-    calls: Any = dist  # their collectives, as ``torch.distributed`` has them
-    device: torch.device | None = None  # device of these tensors as the process groups know it; ``None``: the GPU
+    calls: Any = dist  # module with the collectives of ``torch.distributed``
+    device: torch.device | None = None  # device of these tensors for the process groups; ``None``: the GPU
     on_host: Callable[..., Comm] = GlooComm  # makes a Comm for host memory
 
 
-#: The one in use. ``shardwise.testing`` puts another one in its place.
+#: The transport in use. ``shardwise.testing`` replaces it.
 transport = Transport()
 
 
 class _Opener:
     """Opens Comms over some ranks of a process group.
 
-    What the host waits for (control messages, the watch's answers) goes over Gloo, whatever moves the tensors. A
-    message on the device would be waited for without a limit, and nothing could wake the host. Where the group has no
-    Gloo, the ranks open a group of Gloo beside it.
+    Messages for which the host waits (control messages, answers of the stall watch) use Gloo, whatever moves the
+    tensors. The host would wait for a message on the device without a limit, and could not be woken. If the group has
+    no Gloo, the ranks open an additional Gloo group.
 
     Collective:
-        Over a group without Gloo the first one for these ranks connects them: all of them must make one.
+        Over a group without Gloo, the first opener for these ranks connects them: all of them must make one.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
@@ -314,19 +313,19 @@ class _Opener:
             self._watch.limit_s = timeout_s_of(group, transport.device or device)
 
     def by_place(self, axis: str, purpose: str, places: Sequence[int]) -> Comm:
-        """A Comm over the ranks at these places of ``ranks``."""
+        """Open a Comm over the ranks at these indices of ``ranks``."""
         return self(axis, purpose, [self.ranks[place] for place in places])
 
     def __call__(self, axis: str, purpose: str, ranks: Sequence[int]) -> Comm:
-        """A Comm over ``ranks``."""
-        # Messages and the histories that the watch compares carry the channel's name: it is the same on all ranks of
-        # the Comm, and no other Comm of this process has it.
+        """Open a Comm over ``ranks``."""
+        # The channel's name is part of messages, and of the histories that the stall watch compares. It is the same on
+        # all ranks of the Comm, and unique in this process.
         world = dist.get_process_group_ranks(self._group)
         place = f"{axis}{_shown([world[rank] for rank in ranks])}"
         channel = f"{place}/{_num_opened[place, purpose]}/{purpose}"
         _num_opened[place, purpose] += 1
         if self._is_nccl:
-            from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
+            from shardwise.comm.nccl import NcclComm  # a build without CUDA can import the rest
 
             device = transport.device or self._device
             group = communicator(self._group, ranks, axis, purpose, device, backend=transport.backend)
@@ -362,7 +361,7 @@ def _is_moved_by_nccl(device: torch.device, backends: str) -> bool:
 
 
 def _shown(members: Sequence[int]) -> str:
-    """Ranks of the world in the name of a channel; nothing for all of them."""
+    """Ranks of the world for the name of a channel; empty if they are all ranks."""
     if len(members) == dist.get_world_size():
         return ""
     if len(members) <= _MAX_SHOWN:
@@ -372,16 +371,15 @@ def _shown(members: Sequence[int]) -> str:
 
 # -- communicators of NCCL
 #
-# Some ranks of a process group open an NCCL communicator by themselves, and all models of a process share it.
+# Some ranks of a process group open an NCCL communicator without the others, and all models of a process share it.
 #
-# torch's ``new_group`` cannot be used for them. Where the default group was given a ``device_id``, torch makes a group
-# by splitting the default group's communicator, which all its ranks must take part in, and ``new_group`` does not call
-# the others. And the name under which the members find each other counts the groups that a process holds already, which
-# differs between ranks of which only some have opened a group before. Here the name says who the members are and what
-# the communicator is for, and nothing is split.
+# torch's ``new_group`` cannot do this. If the default group has a ``device_id``, torch makes a group by splitting the
+# default group's communicator, in which all its ranks must take part. And the name by which the members find each other
+# includes the number of groups that a process has made, which differs between ranks if only some have opened a group
+# before. Here the name consists of the members and the purpose, and nothing is split.
 #
 # Models that communicate among the same ranks for the same purpose share a communicator, as those of FSDP2 do. The
-# number of communicators therefore does not grow with the number of models; they go with the process group.
+# number of communicators therefore does not grow with the number of models. They are freed with the process group.
 
 _Key = tuple[str, str, tuple[int, ...]]
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -398,9 +396,9 @@ def communicator(
     backend: str = "nccl",
     margin_s: float = watchdog.MARGIN_S,
 ) -> dist.ProcessGroup:
-    """The process group of these ranks of ``parent`` for one purpose on one axis.
+    """Return the process group of these ranks of ``parent`` for one purpose on one axis.
 
-    Collectives may take ``margin_s`` longer than those of ``parent``: ``comm.stall`` comes first and says why.
+    The time limit is ``margin_s`` longer than that of ``parent``, so that ``comm.stall`` reports the cause first.
 
     Collective:
         The first call for these ranks and this purpose connects them: all of them must call, in the same order. The
@@ -414,19 +412,19 @@ def communicator(
 
 
 def timeout_s_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The time limit of a collective of ``group``."""
+    """The time limit of a collective of ``group``, in seconds."""
     timeout: dt.timedelta = group._get_backend(device).options._timeout
     return timeout.total_seconds()
 
 
 def _control_group(parent: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """A group of Gloo over these ranks of a group that has none, with the same time limit."""
+    """Return a Gloo group over these ranks of a group without Gloo, with the same time limit."""
     with gloo_on_loopback() if _is_on_one_machine() else contextlib.nullcontext():
         return communicator(parent, ranks, "host", "control", device, backend="gloo", margin_s=0.0)
 
 
 def _is_on_one_machine() -> bool:
-    """Whether the environment says that all ranks are on this machine. A group may be made without any of it."""
+    """Whether the environment says that all ranks are on this machine; it may say nothing."""
     try:
         world = read_world()
     except ShardwiseError:
@@ -453,8 +451,8 @@ def _open(
                 parent.get_group_store(),
                 name,
                 timeout=dt.timedelta(seconds=timeout_s + margin_s),
-                # Connects now. Otherwise the first message between two ranks would connect these two alone, which
-                # blocks both hosts, and a ring of ranks that each send first would block for ever.
+                # Connects now. Otherwise the first message between two ranks would connect only these two, which
+                # blocks both hosts, and a ring of ranks that each send first would block forever.
                 device_id=device if device.type == "cuda" and backend == "nccl" else None,
                 group_desc=f"{axis}: {purpose}",
             )
@@ -464,7 +462,7 @@ def _open(
             "  See whether all of these ranks build the same model, and the first error among the ranks' logs."
         ) from error
     assert isinstance(group, dist.ProcessGroup)
-    # What new_group does beside.
+    # new_group records this too.
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     return group
 

@@ -1,33 +1,34 @@
-"""The one door to communication between ranks.
+"""Communication between ranks: all of it goes through a :class:`Comm`.
 
-Everything that moves between ranks goes through a :class:`Comm`. Its public methods are the same on every transport:
-each notes the collective (event, sequence number), answers at once where a rank is alone, and calls the transport's
-``_do_...`` method for the rest. Buffers are flat, contiguous, one-dimensional tensors, cut into ``size`` slices where a
-collective gathers or scatters; slice ``r`` belongs to rank ``r``. Slices are equal unless ``cuts`` (``size + 1``
-offsets, the same on every rank) says where they begin and end; slices may be empty.
+The public methods of a Comm are the same on every transport. Each records the collective (event, sequence number),
+returns at once if the Comm has a single rank, and otherwise calls the transport's ``_do_...`` method. Buffers are flat,
+contiguous, one-dimensional tensors, divided into ``size`` slices where a collective gathers or scatters; slice ``r``
+belongs to rank ``r``. Slices are equal unless ``cuts`` (``size + 1`` offsets, the same on every rank) says where they
+begin and end; slices may be empty.
 
 Sums run in rank order, element by element: ``((x0 + x1) + x2) + ...``, then one true division by ``divisor``. The
-result is therefore the same number on every rank and for every way of cutting the buffer (on NCCL the library chooses
-the order).
+result is therefore the same number on every rank and for every division of the buffer (on NCCL the library chooses the
+order).
 
 All ranks of a Comm must issue the same collectives in the same order. Each is stamped with a sequence number and the
-name of the unit that it serves, so that ranks that disagree are told apart instead of exchanging foreign data. Handles
-may be waited for in any order, but those of all-reduces in one order on all ranks: the second half of an all-reduce
-starts when its handle is waited for.
+name of the unit that it serves, so that a disagreement of ranks is detected before they exchange wrong data. Handles
+may be waited for in any order, except those of all-reduces, which need one order on all ranks: the second half of an
+all-reduce starts when its handle is waited for.
 
 Where Comms of several models share one communicator (NCCL), all their collectives must be issued in one order on all
-ranks: the communicator knows no models. ``comm.turns`` compares that order whenever another model takes its turn, and
-raises RankDisagreement. Messages between two ranks are not compared: both must send and receive them in one order.
+ranks, because the communicator does not distinguish models. ``comm.turns`` compares that order whenever another model
+issues a collective, and raises RankDisagreement. Messages between two ranks are not compared: both must send and
+receive them in one order.
 
 [Note: Agreed order]
-What ranks issue over all of their Comms follows one order: a sequence of all collectives and messages of which what
-each rank issues is a part (ADR 30). So ranks never wait in a circle, also where one queue holds all streams' work.
+There is one sequence of all collectives and messages over all Comms. Each rank issues a subsequence of it, in its order
+(ADR 30). So ranks never wait in a circle, even if one queue serves the work of all streams.
 
 [Note: Handles own their buffers]
-A handle keeps what it moves alive until it has been waited for. The caller may drop its own references to buffers and
-results; it must keep the handle, and wait for it. Without the handle's references the memory could be given to another
-tensor while it is still read or written: on NCCL the host is far ahead of the GPU, and CUDA's allocator does not know
-about the stream that communicates.
+A handle keeps the tensors that it moves alive until it has been waited for. The caller may drop its own references to
+buffers and results; it must keep the handle, and wait for it. Without the handle's references the memory could be given
+to another tensor while it is still read or written: on NCCL the host is far ahead of the GPU, and CUDA's allocator does
+not know about the communication stream.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class CollectiveEvent:
             ``receive``; of ``data_parallel`` also ``gather``, ``scatter`` and ``reduce``.
         axis: Mesh axis, for example ``dp_shard``; ``devices`` of ``data_parallel``.
         unit: Name of the unit (or purpose) that the collective serves.
-        dtype: Short dtype name of what travels.
-        sent_bytes: Bytes that this rank sends for it. NCCL does not report what it sends: there they are those of a
-            direct exchange. Of ``data_parallel``: bytes between the first replica and all others together, also where
+        dtype: Short dtype name of the elements sent.
+        sent_bytes: Bytes that this rank sends. NCCL does not report its bytes; for NCCL this is the number of a direct
+            exchange. For ``data_parallel``: bytes between the first replica and all others together, also where
             replicas share a device and nothing is copied.
     """
 
@@ -82,17 +83,17 @@ class Handle(ABC):
     def advance(self) -> bool:
         """Finish the phase under way and start the next one. Returns whether there was one to start.
 
-        A handle of one phase only may leave to :meth:`wait` what does not concern its result.
+        A handle with a single phase may wait only for its result here, and for its sends in :meth:`wait`.
         """
         return False
 
     def arrived(self) -> None:
-        """Wait for the result only: what is sent may still be read, and :meth:`wait` must be called some time."""
+        """Wait for the result only. Sent buffers may still be read, so :meth:`wait` must be called later."""
         self.wait()
 
 
 class Done(Handle):
-    """The handle of something that is finished already."""
+    """The handle of a collective that has already finished."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -102,7 +103,7 @@ DONE = Done()
 
 
 class Exchange(Handle):
-    """Messages in both directions, each under way by itself."""
+    """Independent messages in both directions."""
 
     __slots__ = ("_receives", "_sends")
 
@@ -151,17 +152,17 @@ class Chain(Handle):
 
 #: A buffer, the other rank, and the unit that the message serves.
 Message = tuple[Tensor, int, str]
-#: A message as transports get it: its stamp, the buffer, and the other rank.
+#: A message as transports receive it: its stamp, the buffer, and the other rank.
 Stamped = tuple[Issued, Tensor, int]
 #: Offsets at which the slices of a buffer begin and end; ``None``: they are equal.
 Cuts = Sequence[int] | None
 
 
 class Recorder:
-    """Makes an event of every exchange while somebody listens."""
+    """Records an event for every exchange inside :meth:`record`."""
 
     def __init__(self, axis: str) -> None:
-        self.axis = axis  # what the exchanges go along
+        self.axis = axis  # mesh axis of the exchanges
         self._listeners: list[list[CollectiveEvent]] = []
 
     @contextlib.contextmanager
@@ -176,7 +177,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Make no events inside the context: of what belongs to no step in particular."""
+        """Record no events inside the context, for communication that does not belong to a step."""
         listeners, self._listeners = self._listeners, []
         try:
             yield
@@ -201,10 +202,9 @@ class Comm(Recorder, ABC):
         channel: Name in messages about this Comm, the same on all its ranks; by default ``axis``.
 
     Attributes:
-        is_in_order: A collective begins when all that were issued before it are done, as on a stream. A receive then
-            holds up whatever is issued after it until its message has come. :meth:`exchange` is right on every
-            transport.
-        answers: There are peers. A dry run's Comm has none: what it receives is what was there.
+        is_in_order: Whether a collective begins only after all earlier ones have finished, as on a stream. A receive
+            then blocks later collectives until its message arrives. :meth:`exchange` is correct on every transport.
+        answers: Whether there are peers. A dry run's Comm has none: its receive buffers keep their content.
         waited_s: Seconds that the host has waited for messages; 0 where it does not wait (NCCL).
     """
 
@@ -218,19 +218,19 @@ class Comm(Recorder, ABC):
         self.size = size
         self.device = device
         self.channel = channel or axis
-        #: A rank that is alone answers at once, unless its collectives must stay in the order of a stream.
+        #: Whether collectives return at once: there is one rank, and they need not stay in the order of a stream.
         self._is_alone = size == 1
         self._num_issued: dict[str, int] = {}
         self._divisors: dict[tuple[float, torch.dtype], Tensor] = {}
 
     @property
     def device_type(self) -> str:
-        """Type of the device of the buffers; in a dry run, of the device that the run stands in for."""
+        """Type of the device of the buffers; in a dry run, of the simulated device."""
         return self.device.type
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the receive buffers that this Comm keeps and that are free now."""
+        """Bytes of the unused receive buffers that this Comm keeps."""
         return 0
 
     # -- collectives
@@ -239,7 +239,7 @@ class Comm(Recorder, ABC):
         """Fill every slice of ``buffer`` with its owner's content, in place.
 
         Collective:
-            Sends this rank's slice to each of the others: ``(size-1)/size * buffer bytes`` where slices are equal.
+            Sends this rank's slice to every other rank: ``(size-1)/size * buffer bytes`` if slices are equal.
         """
         rank, numel = self.rank, buffer.numel()
         own = numel // self.size if cuts is None else cuts[rank + 1] - cuts[rank]
@@ -269,8 +269,8 @@ class Comm(Recorder, ABC):
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """Sum ``buffer`` over the ranks and divide by ``divisor``, in place or into ``out``. Any number of elements.
 
-        With ``out``, which must not overlap it, ``buffer`` stays as it is; it must not be written before the handle has
-        been waited for. Two ranks over Gloo then have no second half to start, and receive where the sum will be.
+        With ``out``, which must not overlap it, ``buffer`` is unchanged; it must not be written before the handle has
+        been waited for. On two ranks over Gloo the collective then has one phase, and receives directly into ``out``.
 
         Collective:
             Sends ``2 (size-1)/size * buffer bytes`` per rank where ``size`` divides the number of elements; slices
@@ -281,23 +281,23 @@ class Comm(Recorder, ABC):
         issued = self._start("all_reduce", unit, buffer, numel, numel - own + own * (size - 1))
         if self._is_alone:
             self._divide(buffer, buffer if out is None else out, divisor)
-            # In as many phases as elsewhere: a world of one does what others do.
+            # A world of one has as many phases as others.
             return DONE if self.is_in_order else Chain(DONE, Done)
         return self._do_all_reduce(issued, buffer, out, divisor)
 
     def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Cuts = None, out_cuts: Cuts = None) -> Handle:
         """Send slice ``r`` of ``buffer`` to rank ``r``, and put what rank ``s`` sent into slot ``s`` of ``out``.
 
-        ``out`` has ``size`` slots, each as large as this rank's slice of a peer's ``buffer``; ``out_cuts`` says where
-        they begin and end where ranks cut in different ways (``cuts`` is then each rank's own). This rank's own slice
-        is not moved: its slot of ``out`` may hold anything afterwards.
+        ``out`` has ``size`` slots, each as large as this rank's slice of a peer's ``buffer``. If ``cuts`` differs
+        between ranks, ``out_cuts`` says where the slots begin and end. This rank's own slice is not moved: its slot of
+        ``out`` is undefined afterwards.
 
         Collective:
             Sends each other rank its slice: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
         rank, numel = self.rank, buffer.numel()
         own = numel // self.size if cuts is None else cuts[rank + 1] - cuts[rank]
-        # Where each rank has its own cuts no number of elements is the same on all of them.
+        # If ranks have different cuts, their numbers of elements differ: 0 makes the stamps equal.
         issued = self._start("all_to_all", unit, buffer, numel if out_cuts is None else 0, numel - own)
         if self._is_alone:
             return DONE
@@ -320,8 +320,8 @@ class Comm(Recorder, ABC):
     def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
         """Send ``buffer`` to rank ``to``, which must :meth:`receive` as many elements of the same dtype.
 
-        Messages from one rank to another arrive in the order in which they were sent, whatever else is under way. The
-        buffer must not be written before the handle has been waited for.
+        Messages from one rank to another arrive in the order in which they were sent. The buffer must not be written
+        before the handle has been waited for.
 
         Collective:
             These two ranks only. Sends the buffer.
@@ -329,7 +329,7 @@ class Comm(Recorder, ABC):
         return self._do_send(self._start_send(buffer, to, unit), buffer, to)
 
     def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
-        """Fill ``buffer`` with what rank ``source`` sends. ``unit`` must be the one that the sender names.
+        """Fill ``buffer`` with a message of rank ``source``. ``unit`` must be the same as in the sender's call.
 
         Collective:
             These two ranks only. Sends nothing.
@@ -339,35 +339,35 @@ class Comm(Recorder, ABC):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
         """:meth:`send` and :meth:`receive` several messages as one collective, in which none waits for another.
 
-        This is the way to send to ranks that send too: on a transport that works in order, ranks that all receive first
-        (or all send first) would wait for each other for ever.
+        Use it to send to ranks that send too: on a transport that works in order, ranks that all receive first (or all
+        send first) would wait for each other forever.
 
         Returns:
             One handle for all.
 
         Collective:
-            This rank and those that it names, which must call too. Sends ``sends``.
+            This rank and the ranks of the messages, which must call too. Sends ``sends``.
         """
         outgoing = [(self._start_send(buffer, to, unit), buffer, to) for buffer, to, unit in sends]
         incoming = [(self._start_receive(buffer, peer, unit), buffer, peer) for buffer, peer, unit in receives]
         return self._do_exchange(outgoing, incoming)
 
-    # -- around them
+    # -- combinations
 
     def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
         """Issue a collective of this Comm on the result of another's.
 
         Args:
-            first: The other one, under way. Its result is what ``then`` moves, without a computation in between.
-            then: Issues the collective: on a transport with streams at once, behind ``first``, while the host goes on;
-                else when the returned handle advances.
-            arrived: Is called when ``first`` has been waited for, as the returned handle advances.
+            first: The other collective, under way. ``then`` moves its result, without a computation in between.
+            then: Issues the collective. On a transport with streams it is called at once and enqueued after ``first``;
+                otherwise it is called when the returned handle advances.
+            arrived: Called when ``first`` has been waited for, as the returned handle advances.
 
         Returns:
             A handle of both, of which ``first`` is one phase.
 
         Collective:
-            Whatever ``then`` issues.
+            The collective that ``then`` issues.
         """
 
         def go_on() -> Handle:
@@ -378,7 +378,7 @@ class Comm(Recorder, ABC):
 
     @property
     def host(self) -> Comm:
-        """A Comm over the same ranks for small messages in host memory that the host waits for; else this Comm."""
+        """A Comm over the same ranks for small messages in host memory, for which the host waits."""
         return self
 
     def barrier(self) -> None:
@@ -386,7 +386,7 @@ class Comm(Recorder, ABC):
         value = torch.zeros(1, dtype=torch.int64, device=self.host.device)
         self.host.all_reduce(value, unit="barrier").wait()
 
-    # -- what transports share
+    # -- shared by transports
 
     def _start(
         self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, way: str | None = None
@@ -412,15 +412,16 @@ class Comm(Recorder, ABC):
         return self._start("receive", unit, buffer, buffer.numel(), 0, way=f"{source}>{self.rank}")
 
     def _slices(self, buffer: Tensor, cuts: Cuts) -> Sequence[Tensor]:
-        """The slices of ``buffer``, as views."""
+        """Return the slices of ``buffer``, as views."""
         if cuts is None:
             return buffer.view(self.size, -1).unbind(0)
         return [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
 
     def _divide(self, total: Tensor, out: Tensor, divisor: float) -> None:
-        """``out = total / divisor``, a true division: CUDA multiplies by the reciprocal of a Python number.
+        """Write ``total / divisor`` to ``out``, by true division.
 
-        There the divisor is a tensor of at least fp32: bf16 has no 257, and fp16 no 2049.
+        CUDA would multiply by the reciprocal of a Python number, so there the divisor is a tensor. It is at least fp32,
+        because bf16 cannot represent 257, nor fp16 2049.
         """
         if divisor == 1:
             if out.data_ptr() != total.data_ptr():
@@ -434,7 +435,7 @@ class Comm(Recorder, ABC):
             self._divisors[key] = torch.full((1,), divisor, dtype=key[1], device=total.device)
         torch.div(total, self._divisors[key], out=out)
 
-    # -- what each transport does. Arguments are those of the public method, after the stamp.
+    # -- implemented by each transport. Arguments are those of the public method, after the stamp.
 
     @abstractmethod
     def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle: ...
@@ -463,7 +464,7 @@ class Comm(Recorder, ABC):
 
 
 class Wrapper(Comm):
-    """A Comm that gives the work to another Comm, which stamps and records it."""
+    """A Comm that delegates to another Comm, which stamps and records collectives."""
 
     def __init__(self, inner: Comm, device: torch.device | None = None) -> None:
         super().__init__(inner.axis, inner.rank, inner.size, device or inner.device, inner.channel)

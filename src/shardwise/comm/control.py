@@ -1,8 +1,7 @@
-"""Small control messages: JSON, status codes, and the one check that ranks agree.
+"""Small control messages: JSON, status codes, and the check that ranks agree.
 
-They go over :attr:`Comm.host`: Gloo and host memory, also where NCCL moves the tensors. So a rank that waits for one
-waits on the host, where the time limit holds and ``comm.stall`` can wake it. Nothing is pickled: a peer can send data,
-never code.
+They use :attr:`Comm.host`: Gloo and host memory, also where NCCL moves the tensors. So a rank waits for them on the
+host, where the time limit applies and ``comm.stall`` can wake it. Nothing is pickled: a peer can send data, never code.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from shardwise.comm.base import Comm
 from shardwise.spec import errors
 from shardwise.spec.errors import RankDisagreement, ShardwiseError
 
-#: Axes whose ranks compute one model together: messages say along which of them a rank is counted.
+#: Axes whose ranks compute one model together; error messages name the axis along which a rank is numbered.
 _INNER_AXES = {"tp", "pp", "cp", "ep"}
 
 
 def agree(comm: Comm, code: int) -> list[int]:
-    """Every rank's ``code``, in rank order, on every rank.
+    """Return every rank's ``code``, in rank order, on every rank.
 
     Collective:
         One all-gather of eight bytes per rank. All ranks must call.
@@ -33,10 +32,10 @@ def agree(comm: Comm, code: int) -> list[int]:
 
 
 def agree_row(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[list[int]]:
-    """Every rank's ``row`` of integers, in rank order, on every rank.
+    """Return every rank's ``row`` of integers, in rank order, on every rank.
 
     Collective:
-        One all-gather of eight bytes for each integer per rank. All ranks must call.
+        One all-gather of eight bytes per integer and rank. All ranks must call.
     """
     comm = comm.host
     buffer = torch.zeros(comm.size, len(row), dtype=torch.int64)
@@ -47,11 +46,11 @@ def agree_row(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[
 
 
 def agree_highest(comm: Comm, row: Sequence[int], *, unit: str = "control") -> list[int]:
-    """The highest of each integer of ``row`` over the ranks, on every rank.
+    """Return the highest of each integer of ``row`` over the ranks, on every rank.
 
     Collective:
-        Eight bytes for each integer to the ranks 1, 2, 4, ... places on: ``log2(size)`` messages per rank, rounded up,
-        where :func:`agree_row` sends ``size - 1``. All ranks must call.
+        Eight bytes per integer to the ranks at distance 1, 2, 4, ...: ``log2(size)`` messages per rank, rounded up,
+        compared with ``size - 1`` of :func:`agree_row`. All ranks must call.
     """
     comm, distance = comm.host, 1
     highest = torch.tensor(row, dtype=torch.int64, device=comm.device)
@@ -64,7 +63,7 @@ def agree_highest(comm: Comm, row: Sequence[int], *, unit: str = "control") -> l
 
 
 def all_gather_json(comm: Comm, value: Any) -> list[Any]:
-    """Every rank's ``value`` (anything that JSON can hold), in rank order, on every rank.
+    """Return every rank's ``value`` (any JSON value), in rank order, on every rank.
 
     Collective:
         Two all-gathers: the lengths, then texts padded to the longest. All ranks must call.
@@ -81,7 +80,7 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
 
 
 def gather_json(comm: Comm, value: Any) -> list[Any]:
-    """Every rank's ``value`` (anything that JSON can hold), in rank order, on rank 0; ``[]`` elsewhere.
+    """Return every rank's ``value`` (any JSON value), in rank order, on rank 0; ``[]`` on other ranks.
 
     Collective:
         Two messages from every other rank to rank 0: the length, then the text. All ranks must call.
@@ -100,7 +99,7 @@ def gather_json(comm: Comm, value: Any) -> list[Any]:
 
 
 def broadcast_json(comm: Comm, value: Any) -> Any:
-    """The ``value`` of rank 0 (anything that JSON can hold), on every rank.
+    """Return the ``value`` of rank 0 (any JSON value) on every rank.
 
     Collective:
         Two broadcasts: the length, then the text. All ranks must call.
@@ -116,7 +115,7 @@ def broadcast_json(comm: Comm, value: Any) -> Any:
 
 
 def scatter_json(comm: Comm, values: Sequence[Any]) -> Any:
-    """This rank's one of the ``values`` on rank 0, of which there is one for each rank; not read on other ranks.
+    """Return this rank's value of rank 0's ``values``, one for each rank; other ranks' ``values`` are not read.
 
     Collective:
         Two messages from rank 0 to every other rank: the length, then the text. All ranks must call.
@@ -152,11 +151,11 @@ def _decoded(text: Tensor) -> Any:
     return json.loads(text.cpu().numpy().tobytes())
 
 
-# -- what all ranks must have alike
+# -- checks that ranks agree
 
 
 def digest_text(text: str | bytes) -> int:
-    """A number of 56 bits for a text, for :func:`check_same`."""
+    """Return a 56-bit digest of a text, for :func:`check_same`."""
     data = text.encode() if isinstance(text, str) else text
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
 
@@ -170,11 +169,11 @@ def check_same(
     show: Callable[[], Any] | None = None,
     error: type[ShardwiseError] = RankDisagreement,
 ) -> None:
-    """Raise on every rank unless ``value`` is the same on all.
+    """Raise on every rank unless ``value`` is the same on all. Arguments as :func:`refuse_different`.
 
     Collective:
-        An all-gather of eight bytes per rank; where the ranks disagree and ``show`` is given, one of JSON. All ranks
-        must call.
+        An all-gather of eight bytes per rank; if the ranks disagree and ``show`` is given, one of JSON. All ranks must
+        call.
     """
     refuse_different(comm, agree(comm, value), what, advice, show=show, error=error)
 
@@ -188,20 +187,20 @@ def refuse_different(
     show: Callable[[], Any] | None = None,
     error: type[ShardwiseError] = RankDisagreement,
 ) -> None:
-    """Raise unless all ``values`` are equal. Every check that ranks agree ends here, with one form of message.
+    """Raise unless all ``values`` are equal. Every check that ranks agree uses this form of message.
 
     The message is ``WHAT: rank 0 has A, rank 1 has B.`` and, on the next line, the advice.
 
     Args:
-        comm: The ranks.
+        comm: Comm over the ranks.
         values: Every rank's value, in rank order, known to all ranks.
-        what: What the ranks do or hold differently, the subject first.
-        advice: What to do about it.
-        show: This rank's value for people; of a list the first entry that the other rank lacks is shown.
+        what: The difference between the ranks, as a sentence with its subject first.
+        advice: Advice to the user.
+        show: Returns this rank's value in readable form. Of a list, the first entry that the other rank lacks is shown.
         error: Class of the error.
 
     Collective:
-        None where the values are equal, or ``show`` is ``None``; else an all-gather of JSON.
+        None if the values are equal, or ``show`` is ``None``; otherwise an all-gather of JSON.
     """
     odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if odd is None:
@@ -216,7 +215,7 @@ def refuse_different(
 
 
 def _apart(here: Any, there: Any) -> tuple[Any, Any]:
-    """The first entries of two lists that the other one lacks; other values unchanged."""
+    """Return the first entry of each list that the other one lacks; values that are no lists are unchanged."""
     if not isinstance(here, list):
         return here, there
     first, second = ((next((entry for entry in a if entry not in b), None)) for a, b in ((here, there), (there, here)))
@@ -226,7 +225,7 @@ def _apart(here: Any, there: Any) -> tuple[Any, Any]:
 
 
 def fail_together(comm: Comm, error: ShardwiseError | None) -> None:
-    """Raise on every rank what one of them met before it could act with the others.
+    """Raise on every rank the error of the first rank that has one; ``None``: this rank has none.
 
     Collective:
         An all-gather of JSON. All ranks must call.

@@ -1,11 +1,12 @@
-"""Digests of tensors, computed on their device: two numbers of 64 bits that tell contents apart.
+"""Digests of tensors, computed on their device: two numbers of 64 bits that detect different contents.
 
-The bytes are read as words of 64 bits, in rows of ``ROW_WORDS``. A row gives two sums modulo 2**64: of its words, each
-times an odd random number of its place, and of the upper halves of its words, likewise. (In a product modulo 2**64 only
-what the lower half of a word holds meets all bits of the factor.) The sums are words in turn, until one row is left.
+The bytes are read as words of 64 bits, in rows of ``ROW_WORDS``. A row is reduced to two sums modulo 2**64: the sum of
+its words, each times an odd random factor of its position, and the same sum of the upper halves of its words. (In a
+product modulo 2**64 only the lower half of a word is multiplied by all bits of the factor.) The sums are reduced in the
+same way, until one row is left.
 
-Integer sums are exact in every order, so that a digest is the same on every device. One changed bit changes it for
-certain in its row; other contents, permuted ones too, have the same digest with a probability of about 2**-32.
+Integer sums are exact in every order, so that a digest is the same on every device. A single changed bit always changes
+the sums of its row. Different contents, also permuted ones, have the same digest with a probability of about 2**-32.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from shardwise.comm.dtype import memory_order
 from shardwise.spec.layout import is_dense
 
 ROW_WORDS = 1 << 14
-#: Rows at a time: what a processor's cache holds; on other devices few launches, and 32 MB of products.
+#: Rows per operation: on a CPU they fit into the cache; other devices need few launches, and 32 MB of products.
 _ROWS_ON_CPU, _ROWS_ON_DEVICE = 4, 256
-_LAST_LEVEL = 8  # of the sums of tensors
+_LAST_LEVEL = 8  # level of the sums over tensors
 
 
 def digest_of(tensors: Sequence[Tensor]) -> Tensor:
-    """As :meth:`Digester.of`, once."""
+    """Compute one digest, as :meth:`Digester.of`."""
     return Digester().of(tensors)
 
 
 class Digester:
-    """Makes digests. It holds the random numbers, 128 KiB for each level and device."""
+    """Computes digests. Stores the random factors, 128 KiB for each level and device."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-        """Two int64 numbers that tell the contents, dtypes and sizes of ``tensors`` apart.
+        """Compute two int64 numbers from the contents, dtypes and sizes of ``tensors``.
 
         Args:
             tensors: The tensors; their order matters.
-            device: Device of the result; by default that of the tensors, so that no host waits.
+            device: Device of the result; by default that of the tensors, so that the host does not wait.
         """
         held = [tensor.detach() for tensor in tensors if tensor.numel()]
         header = hashlib.blake2b(repr([(tensor.dtype, tensor.numel()) for tensor in held]).encode(), digest_size=8)
@@ -71,7 +72,7 @@ class Digester:
 
 
 def _words(tensor: Tensor) -> Iterator[Tensor]:
-    """The memory of a tensor in pieces of whole rows, in order; what is left at the end is filled with zeros."""
+    """Yield the memory of a tensor as words, in pieces of full rows; the last word is padded with zeros."""
     data = memory_order(tensor if is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()).view(torch.uint8)
     is_aligned = data.storage_offset() % 8 == 0
     rows = _ROWS_ON_CPU if data.device.type == "cpu" else _ROWS_ON_DEVICE
@@ -87,7 +88,7 @@ def _words(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _products(rows: Tensor, factors: Tensor) -> Tensor:
-    """``rows @ factors`` modulo 2**64; CUDA has no products of integer matrices."""
+    """Compute ``rows @ factors`` modulo 2**64; CUDA has no integer matrix product."""
     return torch.mv(rows, factors) if rows.device.type == "cpu" else (rows * factors).sum(dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Short dtype names (``spec.precision``) to ``torch.dtype`` and back; a tensor in the order of its memory."""
+"""Conversion of short dtype names (``spec.precision``) to ``torch.dtype`` and back; flat views in memory order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def memory_order(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as a flat view, in the order in which they lie in memory."""
+    """Return a flat view of a dense tensor, in the order of its memory."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -46,7 +46,7 @@ def memory_order(tensor: Tensor) -> Tensor:
 
 
 def copy_shared(source: Extent, content: Tensor, target: Extent, into: Tensor) -> None:
-    """Copy the elements that two ranges of one tensor share, between the flat tensors that hold them."""
+    """Copy the elements that two extents of one tensor share, between the flat tensors that store the extents."""
     for block in shared(source, target):
         there = content.as_strided(block.shape, block.source_stride, content.storage_offset() + block.source)
         into.as_strided(block.shape, block.target_stride, into.storage_offset() + block.target).copy_(there)

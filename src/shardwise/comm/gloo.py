@@ -1,10 +1,10 @@
-"""Collectives over Gloo, point to point.
+"""Collectives over Gloo, by point-to-point messages.
 
-c10d's own Gloo reduce-scatter clones its input and all-reduces the whole of it, and its all-gather fills a full-size
-temporary. Here every rank sends each peer exactly the slice that the peer needs, straight out of the flat buffer, and
-receives straight into it (gather), or into where the sum will be and a reused scratch (reduce). Sums run in rank order,
-so that the result is the same number whatever the strategy, and the same that one process gets by adding up the ranks'
-contributions in order.
+c10d's Gloo reduce-scatter clones its input and all-reduces all of it, and its all-gather fills a full-size temporary.
+Here every rank sends each peer exactly the slice that the peer needs, directly out of the flat buffer. A gather
+receives directly into the buffer; a reduction receives into the memory of the sum and a reused scratch buffer. Sums run
+in rank order, so that the result is the same number under every strategy, and the same that one process gets by adding
+up the ranks' contributions in order.
 
 A direct exchange was measured faster than a ring at 2, 4 and 8 ranks.
 """
@@ -60,9 +60,9 @@ class GlooComm(Comm):
         self._scratch = Scratch()
         # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
-        # Destroying what torch made for a message (a ``Work``) waits until Gloo's thread has let go of it. Right after
-        # the wait that thread has yet to get a processor again: this was a third of the time of a sum of 4 KiB. Those
-        # of the last receives and the last sends are therefore kept until the next ones have been waited for.
+        # Destroying torch's ``Work`` of a message waits until Gloo's thread has released it. Right after the wait, that
+        # thread is not scheduled yet: this took a third of the time of a sum of 4 KiB. So the ``Work`` objects of the
+        # last receives and sends are kept until the next ones have been waited for.
         self.kept: deque[tuple[dist.Work, ...]] = deque(maxlen=2)
 
     @property
@@ -78,7 +78,7 @@ class GlooComm(Comm):
 
     def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
         if out is not None and self.size == 2:
-            # As many bytes as by halves, and half the waiting.
+            # The same number of bytes as with two halves, and one wait instead of two.
             return self._reduce(issued, [buffer, buffer], out, divisor)
         numel = buffer.numel()
         cuts = [index * numel // self.size for index in range(self.size + 1)]
@@ -117,10 +117,10 @@ class GlooComm(Comm):
     # -- the exchange itself
 
     def _exchange(self, issued: Issued, phase: int = 0) -> _Exchange:
-        """The messages of a collective, under a tag that no other collective shares.
+        """Make the exchange of a collective, with a tag that no other collective shares.
 
-        The tag is made of the sequence number and a hash of (kind, unit, elements, dtype). Messages of ranks that
-        disagree therefore never pair up: they wait, and the watch tells the ranks.
+        The tag is made of the sequence number and a hash of (channel, kind, unit, elements, dtype). Messages of ranks
+        that disagree therefore never match: they wait, and the stall watch reports it.
         """
         key = (issued.channel, issued.kind, issued.unit, issued.numel, issued.dtype)
         code = self._hashes.get(key)
@@ -131,7 +131,7 @@ class GlooComm(Comm):
         return _Exchange(self, issued, tag)
 
     def _spread(self, exchange: _Exchange, slices: Sequence[Tensor]) -> _Exchange:
-        """Send this rank's slice to every other, and receive theirs."""
+        """Send this rank's slice to every other rank, and receive theirs."""
         for peer in self._peers:
             exchange.receive(slices[peer], peer)
         for peer in self._peers:
@@ -140,7 +140,7 @@ class GlooComm(Comm):
 
     def _reduce(self, issued: Issued, slices: Sequence[Tensor], out: Tensor, divisor: float) -> Handle:
         own = slices[self.rank]
-        places = [out] if is_apart(out, own) else []  # of the peers' slices: the first goes to where the sum will be
+        places = [out] if is_apart(out, own) else []  # receive buffers; the first slice goes to the memory of the sum
         num_more = self.size - 1 - len(places)
         scratch = self._scratch.take(own.numel() * num_more, own.dtype, own.device) if num_more else None
         if scratch is not None:
@@ -163,7 +163,7 @@ class GlooComm(Comm):
 
 
 class _Exchange(Handle):
-    """Messages under way; ``on_received`` runs once, when everything has arrived."""
+    """Messages under way; ``on_received`` is called once, when all have arrived."""
 
     __slots__ = ("_comm", "_receives", "_sends", "_tag", "issued", "messages", "on_received")
 
@@ -180,7 +180,7 @@ class _Exchange(Handle):
         self._begin("receive", self._comm.group.recv, tensor.data, peer, self._receives)
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        with torch_private.without_function_modes():  # selective recomputation may keep it: nobody writes to it
+        with torch_private.without_function_modes():  # selective recomputation would count .data as a write
             alias = tensor.data
         self._begin("send", self._comm.group.send, alias, peer, self._sends)
 
@@ -192,9 +192,9 @@ class _Exchange(Handle):
         peer: int,
         under_way: list[tuple[dist.Work, Tensor]],
     ) -> None:
-        """``alias`` has a count of writes of its own (``.data``): it is written to after the wait."""
+        """Start a message of ``alias``: ``.data``, whose version counter is separate, because it is emptied later."""
         if not alias.numel():
-            return  # both sides know
+            return  # the peer skips it too
         place = self._comm.ranks[peer]
         self.messages.append((kind, place, self._tag, alias.nbytes))
         try:
@@ -235,13 +235,13 @@ class _Exchange(Handle):
         if watch is not None:
             watch.left()
         for _, alias in messages:
-            if torch.is_inference_mode_enabled() or not alias.is_inference():  # torch would not let it
-                alias.set_()  # pyrefly: ignore[no-matching-overload] - what is kept has no memory
+            if torch.is_inference_mode_enabled() or not alias.is_inference():  # else torch forbids it
+                alias.set_()  # pyrefly: ignore[no-matching-overload] - the kept ``Work`` must not keep memory
         self._comm.kept.append(tuple(work for work, _ in messages))
         messages.clear()
 
     def _range(self) -> AbstractContextManager[Any]:
-        """A range of the profile for the wait: ``shardwise::arrive [all_gather blocks.3]``; none without a profiler."""
+        """Mark the wait in a profile: ``shardwise::arrive [all_gather blocks.3]``; nothing without a profiler."""
         if not profiler._is_profiler_enabled:
             return _NOTHING
         return record_function(f"shardwise::arrive [{self.issued.kind} {self.issued.unit}]")
@@ -254,10 +254,10 @@ class _Exchange(Handle):
 
 
 def _unrecorded(begin: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """``begin``, without a range of its own in a profile.
+    """Wrap ``begin`` so that the message has no range in a profile.
 
-    torch ends the range of a message at its wait. Where the profile has ended before, as it has for what a failed
-    forward left under way, that writes into memory that the profiler has freed (torch 2.13; valgrind shows it).
+    torch ends the range of a message at its wait. If the profile has ended before, as for messages that a failed
+    forward left under way, torch writes into memory that the profiler has freed (torch 2.13; valgrind shows it).
     """
 
     def begin_unrecorded(*args: object) -> dist.Work:
@@ -271,9 +271,9 @@ def _unrecorded(begin: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
 
 
 def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: float, *, own: int) -> None:
-    """``out = (((terms[0] + terms[1]) + ...) / divisor``, chunk by chunk.
+    """Write ``((terms[0] + terms[1]) + ...) / divisor`` to ``out``, chunk by chunk.
 
-    ``out`` may be any one of the terms. Term ``own`` is only read, where it is not ``out``.
+    ``out`` may be any one of the terms. Term ``own`` is only read, unless it is ``out``.
     """
     if len(terms) == 2 and divisor == 1:
         torch.add(terms[0], terms[1], out=out)
@@ -283,7 +283,7 @@ def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: float, *, own: 
         stop = min(start + CHUNK_NUMEL, numel)
         target = out[start:stop]
         total = terms[0][start:stop]
-        # The running sum must not overwrite a term that has yet to be added, which ``out`` may be.
+        # ``out`` may be a term that has yet to be added, so the running sum is kept in another term.
         running = terms[1 if own == 0 else 0][start:stop]
         for index in range(1, len(terms)):
             is_last = index == len(terms) - 1
@@ -293,17 +293,17 @@ def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: float, *, own: 
 
 
 class Scratch:
-    """The receive buffers of one Comm that are free, by dtype, smallest first.
+    """The unused receive buffers of one Comm, by dtype, smallest first.
 
-    A buffer serves every sum that it is large enough for. As reductions follow one another, one buffer per dtype is
-    left, as large as the largest sum (``spec.memory.footprint`` counts on that).
+    A buffer serves every sum that it is large enough for. After several reductions one buffer per dtype is left, as
+    large as the largest sum (``spec.memory.footprint`` relies on this).
     """
 
     def __init__(self) -> None:
         self._free: dict[torch.dtype, list[Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The smallest free buffer of at least ``numel`` elements; else a new one, in the place of the largest."""
+        """Return the smallest unused buffer of at least ``numel`` elements, or a new one in place of the largest."""
         free = self._free.setdefault(dtype, [])
         index = bisect.bisect_left(free, numel, key=Tensor.numel)
         if index < len(free):
@@ -313,22 +313,22 @@ class Scratch:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer that :meth:`take` gave out."""
+        """Take back a buffer of :meth:`take`."""
         bisect.insort(self._free[buffer.dtype], buffer, key=Tensor.numel)
 
     @property
     def free(self) -> list[Tensor]:
-        """The buffers that are free now."""
+        """The unused buffers."""
         return [buffer for buffers in self._free.values() for buffer in buffers]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of those."""
+        """Bytes of the unused buffers."""
         return sum(buffer.nbytes for buffer in self.free)
 
 
 def is_apart(out: Tensor, own: Tensor) -> bool:
-    """A sum goes to ``out``, which is not this rank's own term: a peer's slice can be received there."""
+    """Whether ``out`` is other memory than this rank's own term, so that a peer's slice can be received there."""
     return _place(out) != _place(own)
 
 

@@ -1,7 +1,7 @@
-"""Collectives over NCCL, in place on the flat buffers, on a stream of their own.
+"""Collectives over NCCL, in place on the flat buffers, on a separate stream.
 
-A collective is ordered after everything that the compute stream had been given when it was issued, and ``wait`` makes
-the compute stream wait for it: the host never does. A handle keeps its tensors until then, so no ``record_stream`` is
+A collective starts after everything that was enqueued on the compute stream when it was issued. ``wait`` makes the
+compute stream wait for it; the host never waits. A handle keeps its tensors until then, so no ``record_stream`` is
 needed.
 """
 
@@ -46,13 +46,13 @@ class NcclComm(Comm):
         self._take_turn = take_turn
         self._group = group
         self._stream = stream or torch.cuda.Stream(device, priority=-1)
-        self._calls = calls  # torch.distributed's, or what a test has in its place
+        self._calls = calls  # torch.distributed, or a replacement in tests
         # torch 2.13 renamed the in-place calls and deprecates the old names.
         self._gather = getattr(calls, "all_gather_single", None) or calls.all_gather_into_tensor
         self._reduce_scatter = getattr(calls, "reduce_scatter_single", None) or calls.reduce_scatter_tensor
 
     def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
-        """Unequal slices go as one group of broadcasts, which torch makes of a list."""
+        """As :meth:`Comm.all_gather`; for unequal slices torch issues one NCCL group of broadcasts."""
         with self._on_stream(issued, buffer) as handle:
             slices = self._slices(buffer, cuts)
             if cuts is None:
@@ -62,7 +62,7 @@ class NcclComm(Comm):
         return handle
 
     def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
-        """Unequal slices go as one group of reductions, which torch makes of a list."""
+        """As :meth:`Comm.reduce_scatter`; for unequal slices torch issues one NCCL group of reductions."""
         op, rest = self._op(divisor, buffer.dtype)
         with self._on_stream(issued, buffer, out) as handle:
             if cuts is None:
@@ -81,7 +81,7 @@ class NcclComm(Comm):
         return handle
 
     def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle:
-        """As one group of sends and receives."""
+        """As :meth:`Comm.all_to_all`, in one NCCL group of sends and receives."""
         with self._on_stream(issued, buffer, out) as handle:
             slices, slots = self._slices(buffer, cuts), self._slices(out, out_cuts)
             self._calls.all_to_all(list(slots), list(slices), group=self._group)
@@ -93,7 +93,7 @@ class NcclComm(Comm):
         return handle
 
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
-        """NCCL tells messages apart by their order alone."""
+        """As :meth:`Comm.send`; NCCL matches messages only by their order."""
         with self._on_stream(issued, buffer) as handle:
             self._calls.send(buffer, group=self._group, group_dst=to)
         return handle
@@ -104,7 +104,7 @@ class NcclComm(Comm):
         return handle
 
     def _do_exchange(self, sends: Sequence[Stamped], receives: Sequence[Stamped]) -> Handle:
-        """One group of NCCL's, whose sends and receives begin together."""
+        """As :meth:`Comm.exchange`, in one NCCL group, whose sends and receives start together."""
         stamped = [*sends, *receives]
         newest = stamped[-1][0] if stamped else None
         with self._on_stream(newest, *(buffer for _, buffer, _ in stamped)) as handle:
@@ -120,8 +120,8 @@ class NcclComm(Comm):
         return handle
 
     def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
-        """As :meth:`Comm.follow`: this Comm's stream waits for the other one's, and the compute stream for neither."""
-        if not isinstance(first, _StreamHandle):  # what it brings has yet to be added up on the compute stream
+        """As :meth:`Comm.follow`: this Comm's stream waits for the other Comm's, without the compute stream."""
+        if not isinstance(first, _StreamHandle):  # its result is computed on the compute stream after the wait
             return super().follow(first, then, arrived)
         with torch.cuda.stream(self._stream):
             first.hold_up(self._stream)
@@ -140,7 +140,7 @@ class NcclComm(Comm):
 
     @contextlib.contextmanager
     def record(self, events: list[CollectiveEvent] | None = None) -> Iterator[list[CollectiveEvent]]:
-        """As :meth:`Comm.record`, with what goes through host memory."""
+        """As :meth:`Comm.record`, including collectives of :attr:`host`."""
         with super().record(events) as found, contextlib.ExitStack() as stack:
             if self._host is not None:
                 stack.enter_context(self._host.record(found))
@@ -157,13 +157,13 @@ class NcclComm(Comm):
     @contextlib.contextmanager
     def _on_stream(self, issued: Issued | None, *moved: Tensor | None) -> Iterator[_StreamHandle]:
         handle = _StreamHandle(self._stream, moved)
-        if issued is not None:  # before the call: NCCL connects ranks in it, and the host waits there for a peer
+        if issued is not None:  # before the call, in which NCCL may connect ranks and block the host
             self._ledger.follow(issued, handle.is_done)
         with handle:
             yield handle
 
     def _op(self, divisor: float, dtype: torch.dtype) -> tuple[Any, float]:
-        """NCCL's operation for a sum that is divided, and what is left to divide it by."""
+        """Return NCCL's operation for a sum divided by ``divisor``, and the divisor that remains to be applied."""
         way = way_of_sum(divisor, self.size, dtype)
         if way is Sum.PLAIN:
             return self._calls.ReduceOp.SUM, divisor
@@ -181,17 +181,17 @@ class Sum(StrEnum):
 
 
 def way_of_sum(divisor: float, size: int, dtype: torch.dtype) -> Sum:
-    """The way for NCCL to compute a sum divided by ``divisor``, without a kernel of its own for the division.
+    """Choose how NCCL computes a sum divided by ``divisor``, without a separate kernel for the division if possible.
 
-    Where the divisor is a power of two NCCL multiplies every term by its reciprocal as it reads it: this is exact, so
-    the result has the same bits. Any other divisor needs a true division of the sum (x/3 is not x * (1/3)).
+    If the divisor is a power of two, NCCL multiplies every term by its reciprocal as it reads the term. This is exact,
+    so the result is bitwise the same. Any other divisor needs a true division of the sum (x/3 is not x * (1/3)).
 
     Args:
-        divisor: Of the sum.
-        size: Ranks of the Comm.
-        dtype: Of the buffer. In fp16, whose exponents are few, scaled terms could underflow; whole numbers have no
-            reciprocal. torch hands NCCL the factor as a float, which is wrong for bf16: there the average alone is
-            right, where the divisor is the number of ranks.
+        divisor: Divisor of the sum.
+        size: Number of ranks of the Comm.
+        dtype: Dtype of the buffer. In fp16, with few exponent bits, scaled terms could underflow. Integers have no
+            reciprocal. torch passes the factor to NCCL as a float, which is wrong for bf16: there only the average is
+            correct, which needs the divisor to be the number of ranks.
     """
     if divisor == 1 or math.frexp(divisor)[0] != 0.5 or dtype not in {torch.float32, torch.float64, torch.bfloat16}:
         return Sum.PLAIN
@@ -201,13 +201,13 @@ def way_of_sum(divisor: float, size: int, dtype: torch.dtype) -> Sum:
 
 
 class _StreamHandle(Handle):
-    """Work on the communication stream; also the context in which it is enqueued."""
+    """Handle of work on the communication stream; also the context in which it is enqueued."""
 
     def __init__(self, stream: torch.cuda.Stream, moved: tuple[Tensor | None, ...]) -> None:
         self._stream = stream
         self._moved = moved  # the allocator does not know that this stream uses them
         self._event: Any = None  # torch annotates record_event with its private base class
-        self._recorded: Any = None  # the same, also after the wait
+        self._recorded: Any = None  # the same event, kept after the wait
         self._is_issued = False
         self._context: torch.cuda.StreamContext | None = None
 
@@ -224,16 +224,16 @@ class _StreamHandle(Handle):
         self._is_issued = True
 
     def is_done(self) -> bool:
-        """Whether the device has done it. Any thread may ask."""
+        """Whether the device has completed the work. Any thread may call."""
         return self._is_issued and self._recorded.query()
 
     def wait(self) -> None:
         if self._event is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
             self._event = None
-            self._moved = ()  # whatever gets their memory now is used behind the wait
+            self._moved = ()  # later users of their memory run after the wait on the compute stream
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
-        """Make another stream wait. The tensors are still kept for the compute stream's sake."""
+        """Make another stream wait. The tensors are kept until the compute stream waits too."""
         if self._event is not None:
             stream.wait_event(self._event)

@@ -1,4 +1,4 @@
-"""A Comm with no peers: it records what a rank would send, and moves nothing."""
+"""A Comm without peers, which records the collectives of a rank and moves nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardwise.spec.errors import CommError
 
 
 class RecordComm(Comm):
-    """Stands for rank ``rank`` of ``size`` on the axis, for dry runs and expected traces.
+    """Simulates rank ``rank`` of ``size`` on the axis, for dry runs and expected traces.
 
-    Slices to be received keep the content that they had; sums are this rank's contribution alone. With ``receives`` it
-    holds the buffers into which sums over Gloo receive, as ``GlooComm`` does.
+    Receive buffers keep their content; sums are this rank's contribution alone. With ``receives`` it allocates the
+    receive buffers of sums as ``GlooComm`` does.
     """
 
     answers = False
@@ -36,7 +36,7 @@ class RecordComm(Comm):
 
     @property
     def device_type(self) -> str:
-        """As :attr:`Comm.device_type`: sums that receive are those of the CPU."""
+        """As :attr:`Comm.device_type`; on meta, a Comm with receive buffers simulates the CPU."""
         if self.device.type != "meta":
             return self.device.type
         return "cpu" if self._receives else "cuda"
@@ -49,7 +49,7 @@ class RecordComm(Comm):
     def _start(
         self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, way: str | None = None
     ) -> Issued:
-        """As :meth:`Comm._start`, without a stamp: the stall watch must not take it for a collective between ranks."""
+        """As :meth:`Comm._start`, but not in the history: the stall watch must not count it as a real collective."""
         del way
         if self._listeners:
             self._note(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
@@ -68,7 +68,7 @@ class RecordComm(Comm):
         own = (self.rank + 1) * buffer.numel() // self.size - self.rank * buffer.numel() // self.size
         if out is not None:
             out.copy_(buffer)
-        # With Gloo it has a second phase, which finishes one reduction later.
+        # Over Gloo an all-reduce has a second phase, which finishes one reduction later.
         reduced = self._reduce(buffer, buffer[:own], (buffer if out is None else out)[:own])
         return Chain(reduced, Done) if self._receives else reduced
 
@@ -90,7 +90,7 @@ class RecordComm(Comm):
         return buffer[start:stop]
 
     def _reduce(self, buffer: Tensor, own: Tensor, out: Tensor) -> Handle:
-        """Hold what is sent, and what the peers' slices would be received into, until the handle is waited for."""
+        """Keep the sent buffer and the receive buffers of the peers' slices until the handle is waited for."""
         num_received = self.size - 1 - is_apart(out, own)
         if not self._receives or num_received < 1:
             return _Under(buffer)
@@ -99,7 +99,7 @@ class RecordComm(Comm):
 
 
 class _Under(Handle):
-    """Holds what is sent, as a message under way does."""
+    """A simulated message under way, which keeps the sent buffer alive."""
 
     def __init__(self, sent: Tensor, finish: Callable[[], Any] | None = None) -> None:
         self._sent: Tensor | None = sent

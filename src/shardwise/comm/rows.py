@@ -1,4 +1,4 @@
-"""Rows that ranks exchange in numbers that depend on values: tokens of experts, rows of a spread embedding."""
+"""Exchange of rows whose number depends on data: tokens of experts, rows of a row-sharded embedding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.comm.base import Comm
 
 
 def exchange_counts(counts: Tensor, comm: Comm, unit: str) -> Tensor:
-    """Exchange counts: returns those that every rank counted for this one, (ranks, counts of each).
+    """Exchange counts; returns the counts that every rank has for this one, (ranks, counts of each).
 
     Collective:
         All-to-all of 8 bytes per count for another rank. All ranks must call; the host does not wait for the values.
@@ -26,14 +26,14 @@ def exchange_counts(counts: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, cuts: Sequence[int], out_cuts: Sequence[int], comm: Comm, unit: str) -> Tensor:
-    """The rows that the ranks have for this one, in the order of ranks.
+    """Exchange rows; returns the rows that every rank has for this one, in rank order.
 
     Args:
-        rows: In the order of the ranks that they go to; of any width, or without one.
-        cuts: Where the rows for each rank begin, and the end.
-        out_cuts: Where the rows from each rank begin, and the end.
-        comm: The axis.
-        unit: Path of the module, in traces.
+        rows: Rows in the order of their destination ranks, (rows, ...).
+        cuts: Offsets of the rows for each rank, and the end.
+        out_cuts: Offsets of the rows from each rank, and the end.
+        comm: Comm of the axis.
+        unit: Path of the module, for traces.
 
     Collective:
         All-to-all of the rows for other ranks. All ranks must call.

@@ -1,11 +1,11 @@
-"""Collectives for tensors on a GPU over a transport for host memory: a process group of Gloo, and no NCCL.
+"""Collectives for tensors on a GPU over a transport for host memory: Gloo without NCCL.
 
-Several ranks can so share one GPU, which NCCL refuses, and machines without NCCL can train on theirs. What is sent is
-copied to pinned host memory when a collective is issued, and what has arrived is copied back when it is waited for.
-Sums are those of :class:`~shardwise.comm.gloo.GlooComm`: on the host, in rank order, the same bits as on the CPU.
+So several ranks can share one GPU, which NCCL refuses, and machines without NCCL can train on GPUs. Sent data is copied
+to pinned host memory when a collective is issued, and received data is copied back when it is waited for. Sums are
+those of :class:`~shardwise.comm.gloo.GlooComm`: on the host, in rank order, bitwise as on the CPU.
 
-Host memory is allocated for each collective. For CUDA it comes from torch's caching host allocator, which keeps what is
-freed, and hands it out again only when the copies that were enqueued from or to it are done.
+Host memory is allocated for each collective. For CUDA it comes from torch's caching host allocator, which reuses freed
+memory only after the copies that were enqueued from or to it have finished.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from shardwise.comm.base import Comm, Cuts, Handle, Stamped, Wrapper
 from shardwise.comm.stall import Issued
 
-#: Where a received part goes, and where it lies on the host.
+#: Target on the device and source on the host of a received part.
 _Delivery = tuple[Tensor, Tensor]
 
 
 class StagedComm(Wrapper):
-    """A Comm for tensors of ``device`` that moves them by another Comm for host memory.
+    """A Comm for tensors of ``device`` that moves them through a Comm for host memory.
 
-    The host waits at every collective that sends until the compute stream has come to it: this is a way to train where
-    there is no other, not a fast one.
+    At every collective that sends, the host waits for the compute stream. So this is slow: use it only where there is
+    no other transport.
     """
 
     def __init__(self, inner: Comm, device: torch.device) -> None:
@@ -87,23 +87,20 @@ class StagedComm(Wrapper):
         return host
 
     def _send(self, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Copy to the host, and wait: the transport reads the memory, not a stream."""
+        """Copy to the host, and wait, because the transport reads the memory without regard to streams."""
         for host, tensor in pairs:
             host.copy_(tensor, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def _of_others(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[_Delivery]:
-        """The slices that are not this rank's, which stay as they are."""
+        """Return the pairs of slices that belong to other ranks."""
         pairs = enumerate(zip(targets, sources, strict=True))
         return [pair for rank, pair in pairs if rank != self.rank and pair[0].numel()]
 
 
 class _Staged(Handle):
-    """A collective under way on the host, and what is to be copied to the device when it is done.
-
-    What was sent from the device has been copied; the other handle keeps the copy alive.
-    """
+    """A collective under way on the host, with the copies to the device that follow it."""
 
     __slots__ = ("_deliveries", "_inner")
 
@@ -122,7 +119,7 @@ class _Staged(Handle):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Enqueue the copies on the current stream; whatever is enqueued there afterwards may read the result."""
+        """Enqueue the copies on the current stream; work enqueued there afterwards may read the result."""
         for target, source in self._deliveries:
             target.view(-1).copy_(source, non_blocking=True)
         self._deliveries = []

@@ -1,27 +1,27 @@
-"""Telling ranks that disagree apart from ranks that are slow.
+"""The stall watch: detects ranks that disagree about their collectives, and distinguishes them from slow ranks.
 
-Ranks that issue different collectives wait for messages that never come (``comm.gloo`` gives every collective a tag of
-its own). A thread in each process notices a wait that lasts, and publishes in the store that the ranks share what this
-rank has issued. One of the stalled ranks compares for all, so that requests to the store grow with the ranks, not with
-their square. Two ranks disagree for certain if they issued different collectives at the same place of one Comm's
-sequence; so do ranks in a ring of which each waits for a collective that the next one has not issued.
+Ranks that issue different collectives wait for messages that never come (``comm.gloo`` gives every collective a
+different tag). A thread in each process detects a long wait, and publishes this rank's collectives in the store that
+the ranks share. One of the stalled ranks compares for all, so that requests to the store grow with the number of ranks,
+not with its square. Two ranks certainly disagree if they issued different collectives at the same place of one Comm's
+sequence. So do ranks in a ring of which each waits for a collective that the next one has not issued.
 
 The rank that finds a disagreement writes it into the store as the verdict, and for each rank the open messages of its
-peers. Each rank then answers these with dummies, which wakes the peers' main threads; all of them read the verdict and
-raise RankDisagreement. Nothing is sent while no wait lasts.
+peers. Each rank then answers these with dummies, which wakes the peers' main threads. All of them read the verdict and
+raise RankDisagreement. While no wait is long, nothing is sent.
 
 On a device (:class:`Ledger`) the host does not wait, or waits where nothing can wake it. There a collective is overdue
 if the device has completed neither it nor any other collective for a while. The ranks compare as above, with one
-exception: their hosts go on, so a ring of waits proves a disagreement only after the time limit. Any other wait that
+exception: their hosts continue, so a ring of waits proves a disagreement only after the time limit. Any other wait that
 lasts until then is a time-out. The next collective that this rank issues raises the verdict. A host that issues none,
-because it waits for the device, cannot be woken: the process prints the verdict and its stack, and ends with the
+because it waits for the device, cannot be woken: the process prints the verdict and its stack, and exits with the
 error's exit code.
 
-A rank that had fewer batches than the others ends, or waits in a collective of torch's own (a barrier after the loop),
-while the others wait for it here. A process therefore notes in the store that it ends without an error, and its thread
-checks whether the main thread is inside torch.distributed.
+A rank that had fewer batches than the others exits, or waits in a collective of torch.distributed (a barrier after the
+loop), while the others wait for it here. A process therefore records in the store that it exits without an error, and
+its thread checks whether the main thread is inside torch.distributed.
 
-Ranks that agree and make no progress all the same are found by ``launch.hang``, which also sees what is no collective.
+``launch.hang`` detects ranks that agree but make no progress, also outside of collectives.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
 
 class Waited(Protocol):
-    """A collective that the main thread waits for, as the watch sees it."""
+    """A collective for which the main thread waits, as the watch sees it."""
 
     issued: Issued
     messages: list[tuple[str, int, int, int]]  # direction, peer in the group, tag and bytes of each of its messages
 
 
-# -- what this process has issued: plain objects that any thread may read
+# -- collectives that this process has issued: plain objects that any thread may read
 
 
 @dataclass(slots=True)
@@ -66,21 +66,21 @@ class Issued:
     """The stamp of one collective of one Comm."""
 
     channel: str  # name of the Comm
-    sequence: int  # place in the order of that Comm's collectives, from 0
+    sequence: int  # number of the collective on that Comm, from 0
     kind: str  # kind of collective; ``message`` for both ends of a message
-    unit: str  # unit that the collective serves
+    unit: str  # name of the unit that the collective serves
     numel: int  # elements of the buffer, the same on all ranks of the collective
-    dtype: torch.dtype  # their dtype, the same on all ranks too
+    dtype: torch.dtype  # dtype of the buffer, the same on all ranks
     issued_at_s: float = field(default_factory=time.monotonic)  # time on ``time.monotonic``
 
     def __str__(self) -> str:
         return f"{self.channel} #{self.sequence} {self.kind}({self.unit}, {self.numel} elements)"
 
 
-#: The newest collectives of this process, oldest first. The host may be some hundreds ahead of the device.
+#: The newest collectives of this process, oldest first. The host may be hundreds of collectives ahead of the device.
 history: deque[Issued] = deque(maxlen=1024)
 
-#: Sequence number of the newest collective, by channel. Unlike the history it holds every channel.
+#: Sequence number of the newest collective, by channel. Unlike the history it includes every channel.
 newest: dict[str, int] = {}
 
 
@@ -89,12 +89,12 @@ def num_issued() -> int:
     return sum(newest.values()) + len(newest)
 
 
-#: The collective that some thread is waiting for at the moment.
+#: The collective for which a thread is waiting now.
 waiting: Issued | None = None
 
 
 def last_collective() -> str:
-    """One line: the last collective, and whether this process is waiting for one."""
+    """Describe in one line the last collective, and whether this process is waiting for one."""
     if waiting is not None:
         return f"waiting in {waiting} for {time.monotonic() - waiting.issued_at_s:.1f} s"
     if history:
@@ -102,14 +102,14 @@ def last_collective() -> str:
     return "no collective yet"
 
 
-#: Collectives of one Comm. Where older ones are stuck, so are those that came after them.
+#: Number of collectives under way that a ledger keeps. If an older one is stuck, so are these.
 _MAX_UNDER_WAY = 256
 
 
 class Ledger:
-    """The work that one Comm has given to a device and that the device has not done yet.
+    """The collectives of one Comm that are enqueued on a device and not completed.
 
-    The host goes on while the device waits for a peer. The watch reads ledgers to find out that the device is stuck.
+    The host continues while the device waits for a peer. The watch reads ledgers to detect that the device is stuck.
     """
 
     def __init__(self, peers: Sequence[int], watch: StallWatch | None) -> None:
@@ -120,19 +120,19 @@ class Ledger:
             watch.follow(self)
 
     def check(self) -> None:
-        """Raise what the watch has found: an earlier collective will not end."""
+        """Raise the verdict of the watch, if there is one: an earlier collective will not end."""
         if self._watch is not None:
             self._watch.check()
 
     def follow(self, issued: Issued, is_done: Callable[[], bool]) -> None:
-        """Note a collective that was issued; ``is_done`` asks the device for it, without waiting."""
+        """Add a collective that was issued; ``is_done`` asks the device without waiting."""
         if self._watch is not None:
             self._under_way.append((issued, is_done))
 
     def oldest(self, before_s: float) -> Issued | None:
-        """The oldest collective that the device has not done, of those issued before ``before_s``.
+        """Return the oldest collective that the device has not completed, of those issued before ``before_s``.
 
-        Later ones are not asked about: asking disturbs a capture of CUDA graphs.
+        The device is not asked about later ones, because asking disturbs a capture of CUDA graphs.
         """
         while self._under_way:
             issued, is_done = self._under_way[0]
@@ -147,7 +147,7 @@ class Ledger:
 def _is_done(ask: Callable[[], bool]) -> bool:
     try:
         return ask()
-    except RuntimeError:  # the event belongs to a captured graph, or the device has failed, which others will say
+    except RuntimeError:  # the event belongs to a captured graph, or the device has failed, which is reported elsewhere
         return True
 
 
@@ -157,18 +157,18 @@ def _is_done(ask: Callable[[], bool]) -> bool:
 STALL_S = 3.0
 #: Interval at which the thread checks for stalled waits.
 INTERVAL_S = 0.5
-#: Interval at which a rank that waits for nothing checks whether a peer asks for its status.
+#: Interval at which a rank that is not waiting checks whether a peer asks for its status.
 IDLE_INTERVAL_S = 4.0
 
-#: Longest wait for the thread at the end of the process: the thread may be inside a store that is gone.
+#: Longest wait for the thread at the end of the process, because the thread may be blocked in a store that is gone.
 _END_S = 5.0
-#: How long a rank whose peer is gone waits for the peer's note that it has ended.
+#: Time that a rank whose peer is gone waits for the peer's note that it has exited.
 LAST_WORD_S = 2.0
 
-#: How long after a verdict on the device a process whose host issues nothing is left alive.
+#: Time after a verdict on the device until a process whose host issues no collective is killed.
 GRACE_S = 10.0
 
-#: Number of newest collectives that are published, and of those around the overdue one.
+#: Number of the newest collectives that are published, and of collectives around the overdue one.
 _MAX_PUBLISHED = 64
 
 _KEY = "shardwise/stall"
@@ -200,26 +200,26 @@ class StallWatch:
         self._kept: list[Any] = []
         self._idle_since = 0.0
         self._elsewhere: tuple[int, str, float] | None = (
-            None  # frame inside torch.distributed, name of the function, since when
+            None  # frame inside torch.distributed, name of the function, time of its first sight
         )
         self.verdict: CommError | None = None  # the disagreement or time-out, once one was found
-        self.limit_s = math.inf  # how long a device may wait for its peers
+        self.limit_s = math.inf  # time that a device may wait for its peers
         self._ledgers: list[weakref.ref[Ledger]] = []
         self._overdue: tuple[Issued, Sequence[int], float] | None = None  # a collective, its peers, overdue since
-        self._is_told = False  # the main thread has raised the verdict
+        self._is_told = False  # whether the main thread has raised the verdict
         self._verdict_since = math.inf
-        self._claim = "", -math.inf  # who compares, by the store, and since when that has not changed
+        self._claim = "", -math.inf  # the store's entry for the comparing rank, and the time of its last change
         self._last_asked: bytes | None = None  # the request for which this rank last published
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
         self._thread.start()
-        # A thread that is inside the store while the interpreter goes away aborts the process ("terminate called
-        # without an active exception"): it is ended before, where nobody destroyed the group.
+        # A thread that is inside the store while the interpreter exits aborts the process ("terminate called without
+        # an active exception"). So the thread is ended first, even if the group was not destroyed.
         atexit.register(_end, weakref.ref(self))
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> StallWatch:
-        """The one watch of ``group`` in this process."""
+        """Return the watch of ``group`` in this process, one for each group."""
         watch = cls._of_group.get(group)
         if watch is None:
             watch = cls._of_group[group] = cls(group)
@@ -228,9 +228,9 @@ class StallWatch:
     # -- called by the main thread
 
     def end(self) -> None:
-        """Watch no longer, and note in the store that this process ends, if it does so without an error.
+        """Stop watching, and record in the store that this process exits, if it does so without an error.
 
-        Workers of our launcher leave an exit note instead (``launch.exit_codes``).
+        Workers of our launcher write an exit note instead (``launch.exit_codes``).
         """
         if getattr(sys, "last_value", None) is None and not os.environ.get(LOG_DIR):
             with contextlib.suppress(Exception):
@@ -250,27 +250,27 @@ class StallWatch:
 
     @property
     def is_stuck(self) -> bool:
-        """The device waits for a peer that will not come: a wait for the device would not end."""
+        """Whether the device waits for a peer that will not come, so that a wait for the device would not end."""
         return self.verdict is not None and self._overdue is not None
 
     def entered(self, exchange: Waited) -> None:
-        """The main thread is about to wait for ``exchange``."""
+        """Record that the main thread is about to wait for ``exchange``; raises the verdict, if there is one."""
         self.check()
         self._waiting = (exchange, time.monotonic())
 
     def left(self) -> None:
-        """The wait is over."""
+        """Record that the wait is over; raises the verdict, if there is one."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and _is_stalled(waiting):
             self._read_verdict()
         if waiting is not None and self.verdict is not None:
-            # What it sends may be under way. Gloo would stop in the middle of a message whose memory is gone, and with
-            # that all that is behind it on the connection, such as the answer for which the peer waits.
+            # Its sends may be under way. If their memory were freed, Gloo would stop in the middle of a message, and
+            # later messages on the connection would not be sent, such as the answer for which the peer waits.
             self._kept.append(waiting)
         self.check()
 
     def failure(self, what: str, message: str) -> CommError:
-        """The error for a wait that torch ended with ``message``."""
+        """Return the error for a wait that torch ended with ``message``; ``what`` describes the collective."""
         self._waiting = None
         with contextlib.suppress(Exception):
             self._read_verdict()
@@ -294,12 +294,12 @@ class StallWatch:
         )
 
     def overdue_text(self) -> str | None:
-        """The collective that the device has been in for too long; ``None`` where there is none."""
+        """Describe the overdue collective of the device; ``None`` if there is none."""
         overdue = self._overdue
         return overdue and f"the device has been in {overdue[0]} for {time.monotonic() - overdue[2]:.1f} s"
 
     def describe(self) -> str:
-        """One line per rank: what it last published."""
+        """Describe what each rank last published, in one line per rank."""
         lines = []
         for rank in range(self._size):
             status = self._status_of(rank)
@@ -308,10 +308,10 @@ class StallWatch:
         return "\n".join(lines)
 
     def _ended_rank(self) -> int | None:
-        """A rank that has noted its end, or ``None`` if there is none within ``LAST_WORD_S``."""
+        """Return a rank that has recorded its exit, or ``None`` if there is none within ``LAST_WORD_S``."""
         deadline = time.monotonic() + LAST_WORD_S
         directory = os.environ.get(LOG_DIR)
-        has_notes = directory and str(self._size) == os.environ.get("WORLD_SIZE")  # they are by rank of the world
+        has_notes = directory and str(self._size) == os.environ.get("WORLD_SIZE")  # notes are by rank of the world
         while time.monotonic() < deadline:
             if self._store.check(["ended"]):
                 return int(self._store.get("ended"))
@@ -327,7 +327,7 @@ class StallWatch:
         while self._group() is not None and not self._ends.wait(INTERVAL_S):
             try:
                 self._look()
-            except Exception:  # noqa: BLE001 - the store goes away when the job ends; there is nobody to tell
+            except Exception:  # noqa: BLE001 - the store is gone at the end of the job, and nothing can be reported
                 return
 
     def _look(self) -> None:
@@ -339,7 +339,7 @@ class StallWatch:
             if now - self._idle_since > IDLE_INTERVAL_S:
                 self._idle_since = now
                 self._publish_if_asked()
-                if self.verdict is not None:  # a peer may wait for this rank, which is elsewhere
+                if self.verdict is not None:  # a peer may wait for this rank, which is not in a collective
                     self._answer()
             return
         self._publish()
@@ -354,7 +354,7 @@ class StallWatch:
                 self._leave(self.verdict)
 
     def _publish_if_asked(self) -> None:
-        """Publish for a stalled peer. The peer asks at each interval, so publishing ends when it goes on."""
+        """Publish for a stalled peer. The peer asks at each interval, so publishing stops when the peer continues."""
         asked = self._store.get("ask") if self._store.check(["ask"]) else None
         if asked != self._last_asked:
             self._last_asked = asked
@@ -362,7 +362,7 @@ class StallWatch:
             self._read_verdict()
 
     def _look_at_device(self, now: float) -> None:
-        """Find the overdue collective, and since when the device has not gone past it."""
+        """Find the overdue collective, and the time since which the device has not completed it."""
         ledgers = [ledger for held in list(self._ledgers) if (ledger := held()) is not None]
         found = [(issued, ledger.peers) for ledger in ledgers if (issued := ledger.oldest(now - STALL_S)) is not None]
         if not found:
@@ -373,7 +373,7 @@ class StallWatch:
             self._overdue = issued, peers, now
 
     def _leave(self, verdict: CommError) -> None:
-        """End the process: its main thread waits for a device that will never be done."""
+        """Exit the process, because its main thread waits for a device that will never finish."""
         text = f"{type(verdict).__name__}: {verdict}"
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -397,17 +397,17 @@ class StallWatch:
             "last": last,
             "waits_for": waits_for,
             "late": None if overdue is None or time.monotonic() - overdue[2] < self.limit_s else str(overdue[0]),
-            "is_blocked": waiting is not None,  # else the host may go on
+            "is_blocked": waiting is not None,  # otherwise the host may continue
             "issued": _published(list(history), None if overdue is None else overdue[0]),
             "newest": dict(newest),
             "peers": peers,
-            # Only stalled waits are answered: ``left`` reads the verdict after a stall only.
+            # Only stalled waits are answered, because ``left`` reads the verdict only after a stall.
             "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
         }
         self._store.set(f"rank-{self._rank}", json.dumps(status))
 
     def _torch_collective(self) -> str | None:
-        """The collective of torch.distributed over all ranks in which the main thread has been for ``STALL_S``."""
+        """Name of the torch.distributed collective in which the main thread has been for ``STALL_S``, or ``None``."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         found = None
         while frame is not None:
@@ -435,7 +435,7 @@ class StallWatch:
             self.verdict = (CommTimeout if kind == CommTimeout.__name__ else RankDisagreement)(text)
 
     def _has_turn(self, now: float) -> bool:
-        """Whether this rank is the one that compares: the first that stalls, or another once it has gone on."""
+        """Whether this rank compares: the first rank that stalls does, or another one once the first continues."""
         claim, since = self._claim
         own = f"{self._rank} {now}"
         is_free = now - since >= 2 * INTERVAL_S
@@ -447,7 +447,7 @@ class StallWatch:
         return said == own
 
     def _compare(self) -> None:
-        """Look for a verdict in what all ranks have published, and tell each rank which messages to answer."""
+        """Look for a verdict in the published statuses, and write for each rank which messages to answer."""
         statuses = {rank: status for rank in range(self._size) if (status := self._status_of(rank))}
         if self.verdict is None:
             self._judge(statuses)
@@ -461,7 +461,7 @@ class StallWatch:
             self._store.set(f"asked-{peer}", json.dumps(messages))
 
     def _judge(self, statuses: Mapping[int, dict[str, Any]]) -> None:
-        """Derive a verdict, if these prove one."""
+        """Set a verdict, if the statuses prove one."""
         late = next((status["late"] for status in statuses.values() if status["late"]), None)
         is_late = late is not None
         blocked = {rank: status for rank, status in statuses.items() if is_late or status["is_blocked"]}
@@ -484,14 +484,14 @@ class StallWatch:
         self.verdict = verdict
 
     def tell(self, verdict: CommError) -> None:
-        """Tell all ranks what this one raises. They look for it when they wait, or are asked for their status."""
+        """Publish an error of this rank as the verdict. Other ranks read it when they wait, or are asked to publish."""
         with contextlib.suppress(Exception):
             self._is_told = True
             self._find(verdict)
             self._store.set("ask", f"{self._rank} {verdict}")
 
     def _answer(self) -> None:
-        """Complete the open messages of the peers with dummies, so that their main threads wake up."""
+        """Complete open messages of the peers with dummy messages, so that their main threads wake up."""
         group = self._group()
         if group is None:
             return
@@ -509,7 +509,7 @@ class StallWatch:
 
 
 def where() -> tuple[str, bool]:
-    """The collective that this process is in, or the last one; and whether the host or the device waits in it."""
+    """Describe the present or last collective of this process; and whether the host or the device waits in it."""
     text, is_waiting = last_collective(), waiting is not None
     for watch in list(StallWatch._of_group.values()):
         overdue = watch.overdue_text()
@@ -519,18 +519,18 @@ def where() -> tuple[str, bool]:
 
 
 def is_any_stuck() -> bool:
-    """Whether a device of this process waits for a peer that will not come."""
+    """Whether a device of this process is stuck (:attr:`StallWatch.is_stuck`)."""
     return any(watch.is_stuck for watch in list(StallWatch._of_group.values()))
 
 
-hold_group_while(is_any_stuck)  # torch would wait for the device
+hold_group_while(is_any_stuck)  # destroying the group would wait for the device
 
 
 def _end(watch_ref: weakref.ref[StallWatch]) -> None:
     watch = watch_ref()
     if watch is not None:
         watch.end()
-        if watch.is_stuck and watch.verdict is not None:  # torch would wait for the device
+        if watch.is_stuck and watch.verdict is not None:  # a normal exit would wait for the device
             _flush()
             os._exit(watch.verdict.exit_code)
 
@@ -542,7 +542,7 @@ def _flush() -> None:
 
 
 def _published(history: Sequence[Issued], overdue: Issued | None) -> list[list[Any]]:
-    """Rows of the newest collectives, and of those around the overdue one, which the host may be far ahead of."""
+    """Return the newest collectives as rows, and those around the overdue one, because the host may be far ahead."""
     shown = list(history[-_MAX_PUBLISHED:])
     if overdue is not None:
         place = next((place for place, issued in enumerate(history) if issued is overdue), 0)
@@ -556,7 +556,7 @@ def _is_stalled(waiting: tuple[Waited, float]) -> bool:
 
 
 def _as_row(issued: Issued) -> list[Any]:
-    """A collective as JSON."""
+    """Return a collective as a JSON list."""
     return [issued.channel, issued.sequence, issued.kind, issued.unit, issued.numel, dtype_name(issued.dtype)]
 
 
@@ -565,16 +565,16 @@ def _described(kind: str, unit: str, numel: int, dtype: str) -> str:
 
 
 def _line(status: Mapping[str, Any]) -> str:
-    """The line of the program where a rank waits; empty if it does not, or only in files of torch and ours."""
+    """Describe the line of the user's program where a rank waits; empty if there is none."""
     return f", at {status['line']}" if status["line"] else ""
 
 
-#: Folders whose lines are not the user's: those of this package and of torch.
+#: Folders whose code is not the user's: those of this package and of torch.
 _NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<frozen")
 
 
 def _user_line() -> str | None:
-    """The innermost line of the main thread that is neither in this package nor in torch: ``train.py:31``."""
+    """Return the innermost line of the main thread outside this package and torch: ``train.py:31``."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -585,7 +585,7 @@ def _user_line() -> str | None:
 
 
 def _conflict(statuses: Mapping[int, dict[str, Any]]) -> str | None:
-    """Two ranks have issued different collectives at the same place of one Comm's sequence."""
+    """Describe different collectives that ranks issued at the same place of one Comm's sequence; ``None``: no such."""
     issued: dict[tuple[str, int], dict[int, tuple[str, str, int, str]]] = {}
     for rank, status in statuses.items():
         for channel, sequence, *what in status["issued"]:
@@ -600,9 +600,9 @@ def _conflict(statuses: Mapping[int, dict[str, Any]]) -> str | None:
 
 
 def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
-    """Ranks wait in a ring, each in a collective that the next has not issued, and cannot issue while it waits.
+    """Describe a ring of ranks, each waiting in a collective that the next has not issued; ``None``: no such.
 
-    What was published at different times proves it all the same: none of the ring can have gone on since.
+    The statuses may be of different times and prove it nevertheless: no rank of the ring can have continued since.
     """
     needs = {
         rank: [peer for peer in status["peers"] if peer in statuses and _lacks(statuses[peer], status["waits_for"])]
@@ -619,7 +619,7 @@ def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
 
 
 def _absence(blocked: Mapping[int, dict[str, Any]], statuses: Mapping[int, dict[str, Any]]) -> str | None:
-    """A rank waits for a peer that waits, inside torch.distributed, for all ranks."""
+    """Describe a rank that waits for a peer inside a torch.distributed collective of all ranks; ``None``: no such."""
     for rank, status in blocked.items():
         for peer in status["peers"]:
             other = statuses.get(peer)
@@ -638,10 +638,10 @@ def _has_issued(status: Mapping[str, Any], wanted: Sequence[Any]) -> bool:
 
 
 def _ring(needs: Mapping[int, Sequence[int]]) -> list[int] | None:
-    """Ranks in a ring of needs, in ascending order; ``None`` where there is no ring."""
+    """Return the ranks of a cycle in ``needs``, in ascending order; ``None`` if there is none."""
     for start in needs:
         paths, seen = [[start]], {start}
-        for path in paths:  # grows while it is walked through: the shortest come first
+        for path in paths:  # breadth first: the list grows during the loop
             for peer in needs.get(path[-1], ()):
                 if peer == start:
                     return sorted(path)

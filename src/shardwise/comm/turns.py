@@ -1,9 +1,9 @@
-"""The order in which the Comms of several models use one communicator, compared between ranks.
+"""Comparison between ranks of the order in which Comms of several models use one communicator.
 
-NCCL tells collectives apart by their order alone. Models over the same ranks share a communicator for each purpose
-(``comm.axes``), so ranks that stepped two models in different orders would exchange foreign data without an error.
-Collectives are therefore numbered by communicator, and the ranks compare what they have issued whenever another model
-than the last one is about to use it. A communicator of one model compares nothing.
+NCCL matches collectives only by their order. Models over the same ranks share a communicator for each purpose
+(``comm.axes``), so ranks that run two models in different orders would exchange wrong data without an error.
+Collectives are therefore numbered by communicator, and the ranks compare their issued collectives whenever another
+model than the last one is about to use it. A communicator of a single model compares nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.comm.stall import Issued
 from shardwise.spec.errors import RankDisagreement
 
-#: Bytes that a rank tells the next one: a digest, and the collective in words.
+#: Bytes of the message from a rank to the next one: a digest, and a description of the collective.
 _NUM_BYTES = 256
 
 
@@ -24,22 +24,22 @@ class Turns:
     """The operations that this process has issued on one communicator."""
 
     def __init__(self) -> None:
-        self.num_comms = 0  # Comms that were opened on the communicator, in all: the same number on every rank
-        self.num_issued: dict[str, int] = {}  # collectives and messages, by channel
-        #: On which all of them run: torch has no more than 32 streams to give.
+        self.num_comms = 0  # Comms opened on the communicator so far: the same number on every rank
+        self.num_issued: dict[str, int] = {}  # number of collectives and messages, by channel
+        #: The stream of all of them; torch has only 32 streams.
         self.stream: torch.cuda.Stream | None = None
-        self._user: str | None = None  # that has issued last
-        self._digest = 0  # of all collectives since there is a second Comm
+        self._user: str | None = None  # the Comm that issued the last collective
+        self._digest = 0  # digest of all collectives since the second Comm was opened
 
     def take(self, user: str, host: GlooComm, issued: Issued) -> None:
-        """Note that the Comm ``user`` is about to issue a collective.
+        """Record that the Comm ``user`` is about to issue a collective.
 
         Raises:
             RankDisagreement: Ranks use the communicator in different orders.
 
         Collective:
-            Nothing, but where another Comm has issued last: over ``host`` 256 bytes from each rank to the next one,
-            for which the next one's host waits.
+            If another Comm issued the last collective: 256 bytes over ``host`` from each rank to the next one, whose
+            host waits. Otherwise none.
         """
         if self.num_comms < 2:
             return  # every rank's second Comm is opened after the same collectives
