@@ -1,4 +1,4 @@
-"""Will it fit, how fast will it be, which plan: answered before anything is launched, without torch."""
+"""Predicts memory and time of a training and recommends a plan, before any process is launched. No torch."""
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload

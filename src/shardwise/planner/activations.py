@@ -1,7 +1,7 @@
-"""Bytes that a unit's forward leaves for backward, and what passes by while it computes, for one microbatch.
+"""Bytes that a unit saves for backward, and bytes that it needs while backward computes, for one microbatch.
 
-What autograd keeps is the table of ``cost.part``. Here is what our engine and torch's choice of kernels add: attention
-that no fused kernel takes, the exchange of keys and values around a ring, and what backward makes on its way.
+``cost.part`` counts what autograd saves. This module adds the effects of our engine and of torch's choice of kernels:
+attention without a fused kernel, the exchange of keys and values in a ring, and temporary tensors of backward.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Saved:
     """Bytes of one unit and one microbatch.
 
     Attributes:
-        kept: From its forward to its backward.
-        whole: The same where nothing is recomputed; while a unit is recomputed it has these.
-        passing: What its backward adds when it needs most.
-        output: Its output.
-        terms: From the input pass of a split backward to its weight pass.
+        kept: Bytes stored from forward to backward.
+        whole: The same without recomputation; a unit also stores these while it is recomputed.
+        passing: Temporary bytes at the peak of backward.
+        output: Bytes of the output.
+        terms: Bytes stored from the input pass of a split backward to its weight pass.
     """
 
     kept: float
@@ -35,7 +35,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The facts outside of a unit's work that decide about its activations.
+    """Facts outside of a unit's work on which its activations depend.
 
     Attributes:
         family: The model's family.
@@ -45,7 +45,7 @@ class Around:
         tp: Tensor-parallel ranks.
         cp: Context-parallel ranks.
         routes_tokens: Mixtures send tokens to the ranks that have their experts.
-        is_adapted: Frozen layers have adapters beside them.
+        is_adapted: Frozen layers have adapters.
         chunks_loss: The loss is computed for a part of the positions at a time.
     """
 
@@ -76,7 +76,7 @@ class Around:
 
     @property
     def stream(self) -> float:
-        """Bytes of the residual stream of all positions of this rank."""
+        """Bytes of the residual stream at all positions of this rank."""
         return self.item * self.tokens * self.hidden
 
 
@@ -85,8 +85,8 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
 
     Args:
         unit: The block's work.
-        block: The block; ``None``: the unit was traced, and everything that it keeps is known.
-        around: How it computes.
+        block: The block; ``None``: the unit was traced, so everything that it saves is known.
+        around: Facts of the model, plan and workload.
         recompute: ``"none"``, ``"selective"`` (outputs of products and attention are kept) or ``"full"``.
     """
     if block is None:
@@ -104,10 +104,10 @@ def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: 
 
 
 def weight_terms(unit: UnitWork, around: Around) -> float:
-    """Bytes from which a split backward computes weights' gradients later: linear layers' inputs and their gradients.
+    """Bytes that a split backward stores for its weight pass: inputs of linear layers and gradients of their outputs.
 
-    Products of one kind side by side (keys and values, gate and up) have one input; stacked experts are no layers. In
-    the dense form of our GPT every expert sees every token.
+    Equal products side by side (keys and values, gate and up) share one input. Stacked experts are not linear layers.
+    In the dense form of our GPT's mixture every expert processes every token.
     """
     numel, is_dense = 0.0, not around.routes_tokens
     for each in unit.products:
@@ -119,10 +119,10 @@ def weight_terms(unit: UnitWork, around: Around) -> float:
 
 
 def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float]:
-    """The tensors saved in addition where no kernel fuses attention, and the outputs of products among them.
+    """Bytes saved in addition if no kernel fuses attention, and the part of them that are outputs of products.
 
-    In fp32 no fused kernel of torch takes fewer heads of keys than of queries: scores are kept, and keys and values are
-    repeated. Families for which transformers has no kernel at all keep theirs in ``unit`` already.
+    In fp32 no fused kernel of torch accepts fewer heads of keys than of queries, so scores are saved, and keys and
+    values are repeated. For families without any fused kernel in transformers, ``unit`` already counts the scores.
     """
     attention = block.attention
     if attention.plain or around.item != 4 or attention.kv_heads == attention.heads:
@@ -133,10 +133,10 @@ def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
 
 
 def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float, float]:
-    """The additions of a feed-forward to outputs of products and to what is saved, and its needs at once in backward.
+    """Bytes that a feed-forward adds to outputs of products, to saved tensors, and to the peak of backward.
 
-    The last projection and its adapter each give a gradient of their input, which are then added. Experts run one after
-    another. In the dense form of our GPT every one of them sees every token.
+    The last projection and its adapter each compute a gradient of their input, before the two are added. Experts run
+    one after another. In the dense form of our GPT's mixture every expert processes every token.
     """
     feed = block.feed_forward
     if not isinstance(feed, Experts):
@@ -151,7 +151,7 @@ def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float
 
 
 def _ring(unit: UnitWork, block: Block, around: Around) -> float:
-    """The memory of ring attention in backward: blocks of keys and values that travel, and sums in fp32."""
+    """Bytes of ring attention in backward: blocks of keys and values that are sent and received, and sums in fp32."""
     item, wide = around.item, 4
     q = around.tokens * unit.attention[0].width
     kv = around.tokens * max(block.attention.kv_heads / around.tp, 1) * block.attention.head_dim
@@ -164,7 +164,7 @@ class HeadSaved:
     """Bytes of the head and the loss.
 
     Attributes:
-        kept: What the last norm saves, and the head's input.
+        kept: Tensors that the last norm saves, and the head's input.
         forward: Logits while the loss is computed.
         backward: Logits and their gradients while the loss's backward runs.
     """
@@ -175,17 +175,18 @@ class HeadSaved:
 
 
 def head_saved(unit: UnitWork, around: Around) -> HeadSaved:
-    """The head: logits in the products' dtype, then in fp32, and what the cross entropy keeps of them in fp32.
+    """Bytes of the head: logits in the products' dtype and in fp32, and the log-softmax of the cross entropy in fp32.
 
-    Its backward has the log-softmax, its gradient and the gradient of the logits; over ``tp`` the softmax, its gradient
-    and that in the products' dtype.
+    Backward has the log-softmax, its gradient and the gradient of the logits; over ``tp`` the softmax, its gradient,
+    and that gradient in the products' dtype.
     """
     item = around.item
     logits = unit.inner_bytes / item
     kept = sum(part.saved_bytes for part in unit.parts if part.name != "loss")
     kept += around.stream - unit.stream_bytes  # gathered over tp
     if around.chunks_loss:
-        # Logits of a part take about what hidden states do; gradients of these and of the weight wait for backward.
+        # The logits of a chunk are about as large as the hidden states. Gradients of hidden states and of the weight
+        # are computed in forward and stored until backward.
         hidden = around.tokens * around.hidden
         held = item * (hidden + logits / around.tokens * around.hidden)
         return HeadSaved(kept, (item + 8) * hidden + held, held)

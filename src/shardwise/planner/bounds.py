@@ -1,6 +1,6 @@
-"""The bytes that a candidate holds at least, in closed form, by which the search leaves out what cannot fit.
+"""A lower bound of a candidate's memory, in closed form, by which the search drops candidates that cannot fit.
 
-A bound that is too low costs time; one that is too high loses plans. So it counts only what every estimate counts.
+A bound that is too low costs time; a bound that is too high loses plans. So it counts only what every estimate counts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shardwise.spec.shape import Experts, ModelShape
 
 
 class MemoryBound:
-    """Bytes that the fullest rank holds at least: those of a rank with the average share of the stages.
+    """A lower bound of the fullest rank's bytes: the bytes of a rank with the average share of the stages.
 
-    Masters, gradients, optimizer state, parameters in the products' dtype where they are whole for some time, the live
-    unit where they are not, and most of what blocks keep for backward, of as many microbatches as a pipeline's first
-    rank holds.
+    It counts masters, gradients, optimizer state, parameters in the products' dtype (all if they are gathered at the
+    same time, otherwise the live unit), and most of the activations of the microbatches that a pipeline's first rank
+    stores.
     """
 
     def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ class MemoryBound:
         self._held: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def __call__(self, candidate: Candidate) -> float:
-        """The bound."""
+        """The lower bound in bytes."""
         block, inputs = self._live(candidate)
         row = PRESETS[candidate.strategy]
         unit = (
@@ -61,7 +61,7 @@ class MemoryBound:
         held = state + whole + unit + inputs
         if candidate.accumulation > (1 if candidate.layout.pp == 1 else candidate.layout.pp * candidate.virtual_stages):
             held += gradient
-        else:  # no sums of earlier microbatches are there while most activations are
+        else:  # no sums of earlier microbatches exist at the peak of activations
             held = max(held, state + gradient + whole * (not row.shards_parameters))
         if not self._is_gpu:
             return held
@@ -71,7 +71,7 @@ class MemoryBound:
         return self._is_on_host or candidate.offload != "none"
 
     def _frozen(self, candidate: Candidate) -> float:
-        """Bytes of the blocks' frozen parameters, of which adapters train none."""
+        """Bytes of the blocks' parameters if only adapters are trained."""
         layout, row = candidate.layout, PRESETS[candidate.strategy]
         count = self._shape.num_parameters - self._shape.embedding - self._shape.head
         count /= layout.tp * layout.pp * layout.ep
@@ -104,7 +104,7 @@ class MemoryBound:
         )
 
     def _live(self, candidate: Candidate) -> tuple[float, float]:
-        """Parameters of the largest layer, which may be a unit, and bytes that a rank's blocks keep for backward."""
+        """Parameters of the largest layer, which may be a unit, and bytes of activations that a rank's blocks store."""
         layout, recompute = candidate.layout, candidate.recompute
         kind = recompute if isinstance(recompute, str) else "full"
         key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch, kind
@@ -122,19 +122,19 @@ class MemoryBound:
         return block, _CERTAIN * kept * held * flight
 
 
-#: Of the bytes that work counts as kept, the part that every way of computing keeps.
+#: Fraction of the saved bytes in ``cost.work`` that is saved in every case.
 _CERTAIN = 0.75
 
 
 def is_whole(candidate: Candidate) -> bool:
-    """Whether all parameters of a rank's stages are gathered at some time."""
+    """Whether all parameters of a rank's stages are gathered at the same time."""
     row = PRESETS[candidate.strategy]
     stays = candidate.layout.pp > 1 and not candidate.releases_units
     return row.keeps_gathered or not row.shards_parameters or stays
 
 
 def degrees_of(layout: Layout) -> ParallelPlan:
-    """A plan with the degrees that say what a unit of one rank computes."""
+    """A plan with the degrees that determine the computation of a unit on one rank."""
     return ParallelPlan(
         strategy="ddp",
         dp_shard=max(1, layout.ep // layout.cp),

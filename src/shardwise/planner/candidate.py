@@ -1,4 +1,4 @@
-"""One way to run a step that the search may try, as light as a tuple; plans and workloads are made of the good ones."""
+"""Candidates of the search: tuples, because there are many; only good ones are converted to plans and workloads."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from shardwise.spec.text import did_you_mean
 
 RECOMPUTE = ("none", "selective", "full")
 
-#: What is kept in host memory: nothing; masters, gradients and optimizer state; shards of parameters too.
+#: Data in host memory: nothing; masters, gradients and optimizer state; these and shards of parameters.
 OFFLOADS = ("none", "optimizer", "cpu")
 
-#: What can be fixed besides fields of the plan.
+#: Names that can be fixed in addition to fields of the plan.
 WORKLOAD_FIELDS = ("micro_batch", "recompute", "accumulation_steps", "in_backward", "schedule")
 
 
 class Candidate(NamedTuple):
-    """A layout, and how a step runs on it. Plainer values come first in each field's order.
+    """One way to run a step: a layout, and choices of strategy, schedule, microbatches and memory saving.
 
     Attributes:
         layout: Degrees of every axis.
         strategy: A preset.
-        schedule: Of the pipeline; ``""`` without one.
-        virtual_stages: Stages of each rank of it.
+        schedule: Schedule of the pipeline; ``""`` without one.
+        virtual_stages: Stages of each rank of the pipeline.
         micro_batch: Sequences of a forward.
         accumulation: Microbatches of a step.
         offload: One of ``OFFLOADS``.
         recompute: ``"none"``, ``"selective"``, ``"full"``, or a number of blocks.
         in_backward: Units are updated inside backward.
         releases_units: A pipeline releases units after each use, instead of keeping them for the step.
-        offloads_activations: What forward leaves for backward is kept on the host.
-        gathers_late: Units are gathered when they are needed, none ahead.
+        offloads_activations: Saved activations are kept on the host between forward and backward.
+        gathers_late: Units are gathered when they are needed, without prefetch.
         chunks_loss: The loss is computed for a part of the positions at a time.
     """
 
@@ -62,7 +62,7 @@ class Candidate(NamedTuple):
     chunks_loss: bool = False
 
     def plan(self, workload: Workload, fixed: Mapping[str, Any]) -> ParallelPlan:
-        """The plan as users write it, with every degree filled in."""
+        """The ``ParallelPlan`` of this candidate, with every degree filled in."""
         layout, values = self.layout, {name: fixed[name] for name in fixed if name in plan_fields()}
         values |= {name: getattr(layout, name) for name in Layout.__slots__}
         values |= {"strategy": self.strategy, "compile": workload.compile or bool(fixed.get("compile", False))}
@@ -95,7 +95,7 @@ class Candidate(NamedTuple):
 
 
 def kind_of(plan: ParallelPlan | Candidate) -> str:
-    """The axis besides data parallelism with more than one rank, or ``several``; without any, the strategy."""
+    """The model-parallel axis with more than one rank, ``several`` if there are more, or the strategy if none."""
     axes = plan.layout if isinstance(plan, Candidate) else plan
     found = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(axes, axis) > 1]
     if not found:
@@ -107,9 +107,9 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Normalize the fixed values to one spelling.
 
     Raises:
-        ConfigError: A name is not known.
-        PlacementError: The strategy is not.
-        PlanError: Recomputation is none that there is.
+        ConfigError: A name is not known, or a number of recomputed blocks is fixed.
+        PlacementError: The strategy is not known.
+        PlanError: The recomputation is not known.
     """
     known = [*plan_fields(), *WORKLOAD_FIELDS]
     for name in fixed:
@@ -121,7 +121,7 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
         held["strategy"] = canonical_name(strategy)
     if held.get("activation_checkpointing") in RECOMPUTE:
         held.setdefault("recompute", held.pop("activation_checkpointing"))
-    elif "activation_checkpointing" in held:  # a policy of modules' names: what it saves depends on the modules
+    elif "activation_checkpointing" in held:  # a policy by modules: its savings depend on the modules
         held.setdefault("recompute", "full")
     if isinstance(wanted := held.get("recompute", "none"), int):
         raise ConfigError(
@@ -140,10 +140,10 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def microbatches(layout: Layout, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-    """Sequences of a forward and forwards of a step, whose product is what a data-parallel rank trains.
+    """Pairs (sequences of a forward, forwards of a step); their product is the batch of a data-parallel rank.
 
-    Unless one is fixed, sequences of a forward are a power of two, or all; a pipeline has one for each rank at least,
-    as far as there are as many.
+    Unless one of both is fixed, the sequences of a forward are a power of two, or all. A pipeline has at least as many
+    microbatches as ranks, if there are enough sequences.
     """
     samples = workload.global_batch // layout.data_parallel_size
     is_open = "micro_batch" not in fixed and "accumulation_steps" not in fixed
@@ -158,7 +158,7 @@ def microbatches(layout: Layout, workload: Workload, fixed: Mapping[str, Any]) -
 
 
 def bases(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Every way to run a step that the engine accepts, as far as it does not trade time for memory."""
+    """Every candidate that the engine accepts and that does not trade time for memory."""
     for layout in layouts(shape, cluster, workload, fixed):
         named = strategies(layout, fixed)
         for micro, count in microbatches(layout, workload, fixed):
@@ -196,13 +196,14 @@ def _ways(
     can_update: bool,
     can_release: bool,
 ) -> tuple[tuple[str, str | int, bool, bool], ...]:
-    """Values of ``offload``, ``recompute``, ``in_backward`` and ``releases_units``, as :func:`savings` orders them."""
+    """Values of ``offload``, ``recompute``, ``in_backward`` and ``releases_units``, in the order of :func:`savings`."""
     values = recompute or [r for r in RECOMPUTE if not (is_compiled and r == "selective")]
     kept = [o for o in OFFLOADS if shards or o != "optimizer"] if offloads else ["none"]
     kept = ["cpu"] if must_offload and offloads else kept
     found = []
     for offload in kept:
-        # On the host it saves no memory of the device, and costs clipping: taken where it is asked for.
+        # With states on the host, an update inside backward saves no device memory and forbids clipping, so it is
+        # tried only if it is fixed.
         may_update = can_update and (in_backward is not None or (offload == "none" and offloads))
         updates = [u for u in ((False, True) if may_update else (False,)) if in_backward in {None, u}]
         releases = (False, True) if can_release else (False,)
@@ -222,7 +223,7 @@ _LEVELS: dict[object, int] = {"none": 0, "optimizer": 1, "cpu": 2, "selective": 
 
 
 def saves_less(a: Candidate, b: Candidate) -> bool:
-    """Whether ``a`` saves no more memory than ``b`` in any respect, where both are of one base."""
+    """Whether ``a`` saves no more memory than ``b`` in any field; both have the same base."""
     return (
         _LEVELS[a.offload] <= _LEVELS[b.offload]
         and _LEVELS.get(a.recompute, 1) <= _LEVELS.get(b.recompute, 1)

@@ -1,4 +1,4 @@
-"""The estimate of one plan, and the list that a search returns, as users print them."""
+"""The estimate of a plan, and the list of plans that a search returns."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class Estimate(Shown, Planned):
     Attributes:
         shape: The model.
         plan: The plan, with every degree filled in.
-        cluster: Where it runs.
-        workload: What it trains.
+        cluster: The GPUs and their links.
+        workload: The batch and settings of a step.
         memory: Bytes of the fullest rank.
         time: Seconds of a step.
-        software: Whose speed of kernels and overlap is assumed (``cost.software``).
+        software: Software whose speed of kernels and overlap is assumed (``cost.software``).
     """
 
     def page(self) -> Page:
-        """The table of the plan, its memory, and what bounds its time."""
+        """The table of the plan, its memory, and what limits its time."""
         return Plans([self]).page()
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One row: what the table has, in bytes and seconds."""
+        """One row with the values of the table, in bytes and seconds."""
         plain = {key: value for key, value in self.to_dict().items() if not isinstance(value, dict)}
         return [plain | {"device_bytes": self.memory.device_bytes, "host_bytes": self.memory.host_bytes}]
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan's fields, memory and time, as ``shardwise plan --json`` has them."""
+        """The plan's fields, memory and time, in the form of ``shardwise plan --json``."""
         return screen.plan_as_json(self)
 
     def __repr__(self) -> str:
@@ -79,32 +79,32 @@ def estimate(
 ) -> Estimate:
     """Memory and time of a step.
 
-    Recomputation and compiling may be said by the plan or by the workload; the result has them in both.
+    Recomputation and compiling may be set in the plan or in the workload; the result has them in both.
 
     Args:
         shape: The model.
-        plan: How it is distributed over the cluster's GPUs.
+        plan: The distribution over the cluster's GPUs.
         cluster: The GPUs and their links.
-        workload: What a step trains.
-        software: Whose speed of kernels and overlap is assumed: a name of ``cost.software``; by default today's
+        workload: The batch and settings of a step.
+        software: Software whose speed of kernels and overlap is assumed, a name of ``cost.software``; by default
             PyTorch with this library.
 
     Raises:
-        PlanError: The plan cannot run on so many GPUs, or with such a batch.
-        MeshError: Its degrees do not make the cluster's GPUs.
+        PlanError: The plan cannot run on this number of GPUs, or with this batch.
+        MeshError: The product of the plan's degrees is not the number of GPUs.
         ConfigError: The model has fewer blocks than are to be recomputed.
     """
     return Estimate.of(shape, plan, cluster, workload, software)
 
 
 def check_positions(shape: ModelShape, tokens: int, given: str, option: str) -> None:
-    """Refuse sequences that have no position; rotary and relative ones go on beyond what the model was trained with.
+    """Refuse sequences longer than the learned positions; rotary and relative positions have no such limit.
 
     Args:
         shape: The model.
         tokens: Tokens of a sequence.
-        given: Their number as it was given.
-        option: What it is set with.
+        given: The setting with its value, for the message.
+        option: The setting's name up to its value, for the advice.
 
     Raises:
         ConfigError: The model has fewer learned positions.
@@ -122,13 +122,13 @@ MOST_MICROBATCHES = 32
 
 
 def simulated(made: Estimate) -> SimulatedStep | SimulatedPipeline:
-    """The step of an estimate; of a pipeline with many microbatches the first :data:`MOST_MICROBATCHES`."""
+    """The simulated step of an estimate; a pipeline has at most :data:`MOST_MICROBATCHES` microbatches."""
     step = timing(made.shape, made.plan, made.cluster, made.workload, made.software)
     return step.step() if made.plan.pp == 1 else step.pipeline(MOST_MICROBATCHES)
 
 
 class Span(NamedTuple):
-    """Something that a stream does from one moment to another, in seconds."""
+    """An operation on a stream with its start and end, in seconds."""
 
     stream: str
     begin_s: float
@@ -137,7 +137,7 @@ class Span(NamedTuple):
 
 
 def simulated_spans(step: SimulatedStep) -> tuple[list[Span], str]:
-    """The spans of a step's last microbatch and the optimizer, and a sentence that says which microbatch that is."""
+    """The spans of a step's last microbatch and the optimizer, and a caption that names the microbatch."""
     timeline, _ = step.microbatches[-1]
     found = [
         Span(span.task.stream, span.begin_s, span.end_s, span.task.label)

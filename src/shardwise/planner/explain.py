@@ -1,6 +1,6 @@
-"""A plan in words: what it is called, what bounds its time, what its memory leaves room for, and what would help.
+"""A plan in words: its title, the limits of its time, use of its free memory, and helpful changes.
 
-What a sentence says would happen has been tried: the changed plan, network or batch was estimated.
+Every sentence about a change is based on an estimate of the changed plan, network or batch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardwise.spec.granularity import round_up
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import Experts, ModelShape
 
-#: Waiting that takes less than this share of a step is not worth a sentence.
+#: Smallest share of a step that gets a sentence.
 _NOTABLE = 0.03
 
-#: Error of the prediction, over the measurement, that 8 of 10 unseen rows stay within, by the regime of the run. Rows
-#: are published ones, each predicted by constants that were fitted without its source (``python -m bench.fit --loso``);
-#: a test holds the figures against them. A regime that is not here has fewer than eight published rows.
+#: Relative error of the predicted time that 8 of 10 unseen runs do not exceed, by the regime of the run. Runs are
+#: published ones, each predicted by constants that were fitted without its source (``python -m bench.fit --loso``); a
+#: test compares the figures with them. Other regimes have fewer than eight published runs.
 BANDS = {
     "dense, one node": 0.24,
     "dense, many nodes": 0.20,
@@ -35,7 +35,7 @@ _LONG, _LITTLE = 16384, 2048
 
 
 def regime(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload) -> str:
-    """The kind of a run, by what decides its error.
+    """The kind of a run, by the properties that determine the error of its prediction.
 
     Little work is fewer than 2,048 tokens of a microbatch on a GPU, and long context more than 16,384 tokens.
     """
@@ -53,25 +53,25 @@ def regime(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Wo
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes in the unit of GPUs' memories: ``61.2 GiB``."""
+    """Bytes as text in GiB or MiB: ``61.2 GiB``."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 or not num_bytes else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def seconds(time_s: float) -> str:
-    """A time for people: ``850 ms``, ``9.24 s``, ``142 s``."""
+    """A time as text: ``850 ms``, ``9.24 s``, ``142 s``."""
     if time_s < 1:
         return f"{1000 * time_s:.3g} ms"
     return f"{time_s:.3g} s" if time_s < 100 else f"{time_s:,.0f} s"
 
 
 def title(made: Planned) -> str:
-    """A plan in a few words: its strategy and the degrees above 1, ``hsdp 4x8 tp2 pp4 zb-v``.
+    """A plan in a few words: its strategy and the degrees above 1, such as ``hsdp 4x8 tp2 pp4 zb-v``.
 
-    ``4x8`` are four groups of eight ranks, of ``dp_shard`` and ``cp``, that share parameters.
+    ``4x8`` means four groups, each sharding parameters over eight ranks of ``dp_shard`` and ``cp``.
     """
     plan = made.plan
     axes = [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "cp", "ep", "pp") if getattr(plan, axis) > 1]
-    # Without data parallelism ddp says nothing.
+    # Without data parallelism the title omits ddp.
     is_alone = plan.dp_replicate * plan.dp_shard * plan.cp == 1 and plan.strategy == "ddp"
     words = ([] if axes else ["one GPU"]) if is_alone else [str(plan.strategy)]
     if plan.dp_replicate > 1:
@@ -96,12 +96,12 @@ def title(made: Planned) -> str:
     return " ".join(words)
 
 
-#: Plans of a table that fit, at most; the slowest are left out.
+#: Most rows of a table; the slowest plans are left out.
 _MOST_ROWS = 12
 
 
 def table_rows(plans: Sequence[Made]) -> list[Made]:
-    """The plans of a table: the recommended one, the fastest, and the best of each kind, as the search ordered them."""
+    """The plans of a table: the recommended one, the fastest, and the best of each kind, in the search's order."""
     fastest = fastest_of(plans)
     seen: set[str] = set()
     rows: list[Made] = []
@@ -112,20 +112,20 @@ def table_rows(plans: Sequence[Made]) -> list[Made]:
         seen.add(kind)
     fitting = [made for made in rows if made.fits]
     others = [made for made in rows if not made.fits]
-    if fitting:  # of what does not fit, the strategies of data parallelism alone
+    if fitting:  # of plans that do not fit, only those with data parallelism alone are shown
         others = [made for made in others if kind_of(made.plan) == str(made.plan.strategy)]
     return fitting[:_MOST_ROWS] + others[: max(_MOST_ROWS - len(fitting), _MOST_ROWS // 2)]
 
 
 def misfits(rows: Sequence[Planned]) -> str:
-    """The rows of a table that do not fit, and what they need, in one sentence; "" where all fit."""
+    """A sentence with the rows of a table that do not fit, and their memory; empty if all fit."""
     held = [(title(made), made.memory.device_bytes / GIB) for made in rows if not made.fits]
     shown = [f"{name} {size:,.{size < 100:d}f}" for name, size in held]
     return f"Too much for a GPU, with all memory saved, in GiB: {', '.join(shown)}." if shown else ""
 
 
 def recommendation(plans: Sequence[Planned]) -> str:
-    """Why the first plan of a search is recommended, beside the fastest."""
+    """Why the first plan of a search is recommended, compared with the fastest."""
     first, fastest = plans[0], fastest_of(plans)
     if first is fastest:
         return "Plan 1 is the fastest by prediction."
@@ -148,7 +148,7 @@ def _words(made: Planned) -> list[str]:
     return [*words, recomputed, f"microbatches of {made.workload.micro_batch}"]
 
 
-#: How the categories of a step's time are called in a sentence.
+#: Names of the categories of a step's time in sentences.
 TIME_WORDS = {
     "compute": "computing",
     "exposed gather": "waiting for all-gathers of parameters",
@@ -164,7 +164,7 @@ TIME_WORDS = {
 
 
 def why(made: Planned) -> list[str]:
-    """The bounds of the plan's time, what would shorten it, how far it is known, and what memory leaves room for."""
+    """Sentences on the largest parts of the step time, changes that would shorten it, its error, and free memory."""
     return [
         time_in_words(made),
         *left_out(made),
@@ -177,7 +177,7 @@ def why(made: Planned) -> list[str]:
 
 
 def left_out(made: Planned) -> Iterator[str]:
-    """Plans that people may miss: other axes, where the engine has none for the model; data parallelism alone."""
+    """Explain missing plans: axes that the engine does not support for the model, or data parallelism alone."""
     batch, gpus = made.workload.global_batch, made.cluster.num_gpus
     if gpus > 1 and support_of(made.shape) is DATA_PARALLEL_ONLY:
         kind = f"{made.shape.family} models" if made.shape.family else "this model"
@@ -190,7 +190,7 @@ def left_out(made: Planned) -> Iterator[str]:
 
 
 def trust(made: Planned) -> str:
-    """The error to expect of the predicted time, by published runs of the same kind."""
+    """The expected error of the predicted time, from published runs of the same kind."""
     kind = regime(made.shape, made.plan, made.cluster, made.workload)
     if made.cluster.device.measured is not None:
         return "Times are put together from what `shardwise calibrate` measured on this machine."
@@ -200,7 +200,7 @@ def trust(made: Planned) -> str:
 
 
 def _assumed_network(made: Planned) -> Iterator[str]:
-    """The assumption about a network that nobody stated, and the step time with half of it."""
+    """The assumption about a network that was not given, and the step time with half its bandwidth."""
     cluster = made.cluster
     measured = cluster.device.measured
     if measured is not None and cluster.num_gpus > max(measured.num_ranks, cluster.gpus_per_node):
@@ -231,7 +231,7 @@ def time_in_words(made: Planned) -> str:
 
 
 def _remedies_of_time(made: Planned) -> Iterator[str]:
-    """The changes that would shorten the largest waiting."""
+    """A change that would shorten the longest wait."""
     waits = {name: spent for name, spent in made.time.by_category.items() if name != "compute"}
     if not waits:
         return
@@ -274,9 +274,9 @@ def _remedies_of_time(made: Planned) -> Iterator[str]:
 
 
 def odd_sizes(made: Planned) -> Iterator[str]:
-    """A vocabulary, or a traced layer's width, that is no multiple of 64 on each rank of tp, where that costs time.
+    """Advice if a vocabulary, or a traced layer's width, is not a multiple of 64 on each rank of tp, and costs time.
 
-    In fp32 nobody has measured what it costs, and nothing is said.
+    There is none for fp32, because its cost has not been measured.
     """
     if made.workload.precision == "fp32":
         return
@@ -298,12 +298,12 @@ def odd_sizes(made: Planned) -> Iterator[str]:
 
 
 def may_compile(plan: ParallelPlan) -> bool:
-    """Whether units may be compiled: they would break at every collective inside them."""
+    """Whether units may be compiled: no collective is inside them, at which a compiled unit would break."""
     return plan.tp == plan.cp == plan.ep == 1
 
 
 def headroom(made: Planned) -> Iterator[str]:
-    """The next steps for which the free memory is too small: a larger microbatch, less recomputation, no offloading."""
+    """The memory in use, and the memory that a larger microbatch or a step without recomputation would need."""
     capacity, used = made.cluster.device.memory_bytes, made.memory.device_bytes
     if not made.fits:
         return
@@ -318,7 +318,7 @@ def headroom(made: Planned) -> Iterator[str]:
 
 
 def _in_8_bit(made: Planned) -> Iterator[str]:
-    """Moments in 8 bit and the smallest microbatches in place of the host's memory."""
+    """Suggest moments in 8 bit and the smallest microbatches instead of offloading to the host."""
     plan = dataclasses.replace(made.plan, offload_policy="none")
     workload = dataclasses.replace(made.workload, optimizer="adamw8bit", micro_batch=1)
     other = made.again(plan=plan, workload=workload)
@@ -330,7 +330,7 @@ def _in_8_bit(made: Planned) -> Iterator[str]:
 
 
 def _next_steps(made: Planned) -> list[tuple[str, Planned]]:
-    """Plans that would come next if there were more memory, and how they are called."""
+    """Plans that need more memory and save time, each with a description."""
     found = []
     workload = made.workload
     samples = workload.global_batch // (made.plan.dp_replicate * made.plan.dp_shard)

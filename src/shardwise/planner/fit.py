@@ -1,4 +1,4 @@
-"""Changes that make a model fit, and the largest model that fits: found by trying, not by rules."""
+"""Changes that make a model fit, and the largest model that fits; both are found by trial, not by rules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardwise.planner.memory import estimate_memory
 from shardwise.planner.planned import Largest, Remedy, needed_bytes, usable_bytes
 from shardwise.spec.shape import Attention, Block, Experts, Mlp, ModelShape
 
-#: GPUs that are tried at most: twice those of the largest published run (Llama 3, 16,384).
+#: Most GPUs to try: twice the number of the largest published run (Llama 3, 16,384).
 MOST_GPUS = 1 << 15
 
-#: Layouts that are tried before a cluster counts as too small.
+#: Layouts to try before a cluster is considered too small.
 _MOST_TRIED = 400
 
 
@@ -29,10 +29,10 @@ def first_fit(
     fixed: Mapping[str, Any],
     needed: dict[Candidate, float] | None = None,
 ) -> Estimate | None:
-    """A plan that fits with memory to spare, or ``None``.
+    """A plan that fits and is not tight, or ``None``.
 
-    The candidates that hold the least are tried first, with all memory saved. ``needed`` keeps their bytes for further
-    calls that differ in the GPU alone.
+    The smallest candidates are tried first, with all memory savings. ``needed`` caches their bytes for later calls that
+    differ only in the GPU.
     """
     needed = {} if needed is None else needed
     held, capacity = check_fixed(fixed), usable_bytes(cluster)
@@ -55,10 +55,10 @@ def first_fit(
 
 
 def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> list[Remedy]:
-    """Find changes that make a model fit which does not: each change alone, as far as it takes.
+    """Find single changes after which a model fits that did not fit.
 
-    What the search may choose by itself (recomputation, offloading, ``tp``, the microbatch) is tried where it was fixed
-    to something else; besides, moments in 8 bit, more GPUs, GPUs with more memory, and shorter sequences.
+    Changes are: each fixed value left open (recomputation, offloading, ``tp``, the microbatch), moments in 8 bit, more
+    GPUs, GPUs with more memory, and shorter sequences.
     """
     found = []
     for name, value in fixed.items():
@@ -75,7 +75,7 @@ def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
 
 
 def _more_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Remedy | None:
-    """The fewest GPUs, in whole nodes, with which a plan fits; each rank trains as many sequences as before."""
+    """The least multiple of the cluster's GPUs with which a plan fits, for an equal multiple of the global batch."""
 
     def attempt(times: int) -> Estimate | None:
         larger = dataclasses.replace(cluster, num_gpus=times * cluster.num_gpus)
@@ -97,7 +97,7 @@ def _more_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: M
 
 
 def _other_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Remedy | None:
-    """The GPU of the table with the least memory that suffices."""
+    """The GPU of the table with the least memory that is sufficient."""
     larger = [gpu for gpu in gpus().values() if gpu.memory_bytes > cluster.device.memory_bytes]
     needed: dict[Candidate, float] = {}
     for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
@@ -108,7 +108,7 @@ def _other_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: 
 
 
 def _shorter(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Remedy | None:
-    """The longest sequence, a half, a quarter, ..., with which a plan fits."""
+    """The longest of a half, a quarter, ... of the sequence with which a plan fits."""
     tokens = workload.seq_len // 2
     while tokens >= 128:
         made = first_fit(shape, cluster, dataclasses.replace(workload, seq_len=tokens), fixed)
@@ -122,7 +122,7 @@ def _shorter(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
 
 
 def scaled(shape: ModelShape, width: int) -> ModelShape:
-    """A model of the same proportions with ``width`` heads of the same size, and as many more layers as heads."""
+    """A model with ``width`` heads of the same size; layers and widths grow by the same factor as heads."""
     ((_, block), *_) = shape.stacks
     heads = block.attention.heads
     grow = width / heads
@@ -167,7 +167,7 @@ def _multiple(value: float, unit: int) -> int:
     return max(unit, round(value / unit) * unit)
 
 
-#: What may be saved, by what it is called: which candidates it allows.
+#: Named limits of memory saving, each a predicate of the permitted candidates.
 SAVINGS: dict[str, Callable[[Candidate], bool]] = {
     "nothing recomputed": lambda c: c.recompute == "none" and c.offload == "none" and not c.in_backward,
     "recomputed": lambda c: c.offload == "none" and not c.in_backward,
@@ -178,9 +178,9 @@ SAVINGS: dict[str, Callable[[Candidate], bool]] = {
 def largest(
     shape: ModelShape, cluster: Cluster, workload: Workload, strategies: tuple[str, ...], fixed: Mapping[str, Any]
 ) -> Iterator[Largest]:
-    """For each strategy and each saving the largest model of the shape's proportions that fits; heads are counted up.
+    """For each strategy and each entry of ``SAVINGS``, the largest model of the shape's proportions that fits.
 
-    Data parallelism alone, unless other degrees are fixed.
+    Plans have data parallelism alone, unless other degrees are fixed.
     """
     alone = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, **check_fixed(fixed)}
     for strategy in strategies:

@@ -1,7 +1,7 @@
 """The plans that ``train`` and ``sw.parallelize`` accept for a model on a cluster, without building the model.
 
-What depends on the model's class is a table by family, found by applying plans to models of transformers on meta
-tensors; a test repeats that for every family.
+The degrees that a model's class supports are a table by family, found by applying plans to models of transformers on
+meta tensors; a test repeats that for every family.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Support:
     """The degrees that a family of models supports.
 
     Attributes:
-        tp: Styles are known for its layers.
-        sequence_parallel: So is what lies between them.
-        cp: A ring computes its attention.
-        pp: Its blocks are one chain.
-        ep: Its mixtures are known.
+        tp: Styles of tensor parallelism are known for the layers.
+        sequence_parallel: Styles are also known for the modules between these layers.
+        cp: Ring attention can compute the attention.
+        pp: The blocks are one chain.
+        ep: The mixtures of experts are known.
     """
 
     tp: bool = True
@@ -35,8 +35,8 @@ class Support:
     ep: bool = False
 
 
-#: By family. GPT-2 and OPT of transformers have dropout by default, with which ``cp`` is refused; Gemma 2, Gemma 3 and
-#: gpt-oss have windows in some layers.
+#: Support by family. GPT-2 and OPT of transformers have dropout by default, with which ``cp`` is refused; Gemma 2,
+#: Gemma 3 and gpt-oss have attention windows in some layers.
 SUPPORT: dict[str, Support] = {
     "gpt": Support(sequence_parallel=True, ep=True),
     "gpt2": Support(sequence_parallel=True, cp=False),
@@ -63,7 +63,7 @@ SUPPORT: dict[str, Support] = {
     "vit": Support(sequence_parallel=True, cp=False, pp=False),
 }
 
-#: What is known of a model that was traced, or whose family is not in the table.
+#: Support of a traced model, and of a family that is not in the table.
 DATA_PARALLEL_ONLY = Support(tp=False, cp=False, pp=False)
 
 
@@ -116,7 +116,7 @@ def _is_divisible(shape: ModelShape, place: int, t: int) -> bool:
 
 
 def expert_degrees(shape: ModelShape, shard_size: int) -> list[int]:
-    """Degrees of ``ep`` that divide every mixture's experts, and the ranks that share parameters."""
+    """Degrees of ``ep`` that divide every mixture's experts and ``shard_size``, the ranks of a shard group."""
     counts = [block.feed_forward.count for _, block in shape.stacks if isinstance(block.feed_forward, Experts)]
     if not counts or not support_of(shape).ep:
         return [1]
@@ -124,17 +124,17 @@ def expert_degrees(shape: ModelShape, shard_size: int) -> list[int]:
 
 
 def has_window(shape: ModelShape) -> bool:
-    """Whether a layer's attention sees a window only."""
+    """Whether a layer's attention is limited to a window."""
     return any(block.attention.window is not None for _, block in shape.stacks)
 
 
-#: Tokens of a sequence that a rank of ``cp`` has at least, unless ``cp`` is fixed: with fewer the ring's messages take
-#: longer than the attention that could hide them. Published recipes divide from 8,192 tokens on (Megatron-Bridge).
+#: Least tokens of a sequence on a rank of ``cp``, unless ``cp`` is fixed. With fewer, the ring's messages take longer
+#: than the attention that could hide them. Published recipes use ``cp`` from 8,192 tokens (Megatron-Bridge).
 LEAST_TOKENS = 4096
 
 
 def context_degrees(shape: ModelShape, world: int, seq_len: int, *, least_tokens: int = 2) -> list[int]:
-    """Degrees of ``cp``: two parts of a sequence for each rank, as the ring divides it, and at least so many tokens."""
+    """Degrees of ``cp`` that leave each rank ``least_tokens``, and at least two, because the ring needs two chunks."""
     if not support_of(shape).cp or has_window(shape):
         return [1]
     return [c for c in divisors(world) if c == 1 or seq_len >= max(least_tokens, 2) * c]
@@ -145,11 +145,11 @@ def _is_power(number: int) -> bool:
 
 
 def stage_degrees(shape: ModelShape, world: int) -> list[int]:
-    """Degrees of ``pp``: a block for each rank at least."""
+    """Degrees of ``pp`` that leave each rank at least one block."""
     return [p for p in divisors(world) if p == 1 or (support_of(shape).pp and p <= shape.num_layers)]
 
 
-#: Axes that divide the head or what it is given: a loss in chunks has all of both.
+#: Axes that divide the head or its input, which a loss in chunks does not permit.
 _OF_THE_HEAD = ("tp", "pp", "cp")
 
 #: Families that cap or scale logits between the head and the loss.
@@ -157,7 +157,7 @@ _SCALED_LOGITS = frozenset({"gemma2", "granite"})
 
 
 def can_chunk(shape: ModelShape, layout: Layout) -> bool:
-    """Whether the loss can be computed in chunks (``sw.chunk_cross_entropy``): the head is a whole linear layer."""
+    """Whether the loss can be computed in chunks (``sw.chunk_cross_entropy``), which needs an undivided linear head."""
     if not shape.vocab or shape.family in _SCALED_LOGITS or any(getattr(layout, axis) > 1 for axis in _OF_THE_HEAD):
         return False
     return not (shape.is_pooled or shape.head_dense or shape.num_encoder_blocks)
@@ -166,9 +166,9 @@ def can_chunk(shape: ModelShape, layout: Layout) -> bool:
 def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> Iterator[Layout]:
     """Every way to divide the cluster's GPUs over the axes.
 
-    A value in ``fixed`` is the only one of its axis. Where nothing is fixed, ``tp`` and ``ep`` stay inside a node,
-    ``cp`` is a power of two and leaves each rank :data:`LEAST_TOKENS`, ``pp`` is a power of two or divides the layers,
-    and ranks that share parameters are all of them, or without a pipeline one, two, four, ... whole nodes.
+    A value in ``fixed`` is the only one for its axis. Other axes have limits: ``tp`` and ``ep`` stay inside a node,
+    ``cp`` is a power of two and leaves each rank :data:`LEAST_TOKENS`, and ``pp`` is a power of two or divides the
+    layers. Parameters are sharded over all data-parallel ranks or, without a pipeline, over 1, 2, 4, ... full nodes.
     """
     if workload.compile or fixed.get("compile"):
         fixed = {"tp": 1, "cp": 1, "ep": 1, **fixed}  # a compiled unit would break at every collective
@@ -189,13 +189,13 @@ def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapp
 
 
 def _are_groups_fixed(fixed: Mapping[str, object]) -> bool:
-    """Whether something fixed asks for groups of data-parallel ranks: their size, or a strategy that is about them."""
+    """Whether a fixed value concerns groups of data-parallel ranks: their number or size, or a hybrid strategy."""
     strategy = PRESETS.get(str(fixed.get("strategy")))
     return "dp_replicate" in fixed or "dp_shard" in fixed or (strategy is not None and strategy.is_hybrid)
 
 
 def _replicas(cluster: Cluster, fixed: Mapping[str, object], data: int, ranks: int) -> Iterator[int]:
-    """Groups into which ``data`` ranks may be divided, each of them ``ranks`` GPUs."""
+    """Numbers of groups into which ``data`` data-parallel ranks, of ``ranks`` GPUs each, may be divided."""
     node = min(cluster.gpus_per_node, cluster.num_gpus)
     is_open = not _are_groups_fixed(fixed)
     for replicate in _chosen(fixed, "dp_replicate", divisors(data)):
@@ -207,7 +207,7 @@ def _replicas(cluster: Cluster, fixed: Mapping[str, object], data: int, ranks: i
 
 
 def why_none(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> list[str]:
-    """The fixed values that no plan can have together, in words; empty where each could be had alone."""
+    """Reasons, as text, why fixed values are impossible; empty if each value is possible alone."""
     world, support = cluster.num_gpus, support_of(shape)
     possible = {
         "tp": tensor_degrees(shape, world),
@@ -244,7 +244,7 @@ def why_none(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Map
 def _model_parallel(
     shape: ModelShape, cluster: Cluster, seq_len: int, fixed: Mapping[str, object]
 ) -> Iterator[tuple[int, int, int]]:
-    """``pp``, ``tp`` and ``cp`` whose product divides the world."""
+    """Triples of ``pp``, ``tp`` and ``cp`` whose product divides the world."""
     world, node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
     for p in _chosen(fixed, "pp", stage_degrees(shape, world)):
         rest = world // p
@@ -269,7 +269,7 @@ def _chosen(fixed: Mapping[str, object], name: str, values: Sequence[int]) -> Se
 def _sequence_choices(
     shape: ModelShape, workload: Workload, fixed: Mapping[str, object], *, t: int, c: int, e: int
 ) -> list[bool]:
-    """Whether positions are divided over ``tp`` too: where that is possible, as it sends no more and holds less."""
+    """Values of ``sequence_parallel``: true wherever possible, because it sends no more bytes and needs less memory."""
     can = t > 1 and e == 1 and support_of(shape).sequence_parallel and (c > 1 or workload.seq_len % t == 0)
     wanted = fixed.get("sequence_parallel")
     if wanted is None:
@@ -277,15 +277,15 @@ def _sequence_choices(
     return [bool(wanted)] if can or not wanted else []
 
 
-#: Strategies that are searched, plainest first. ``data_parallel`` is one process; another name for a row is no plan.
+#: Strategies to search, the simplest first. ``data_parallel`` is left out because it is a single process.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hybrid_shard_grad_op", "hsdp")
 
 
 def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
-    """The strategies that mean something of their own on a layout, or the one that is fixed.
+    """The strategies that differ from each other on a layout, or the fixed one.
 
-    One rank shards nothing, but ``zero3`` brings it one unit at a time from the host. With ``dp_replicate`` above 1
-    sharded parameters are ``hsdp``'s; ``ddp`` has one group.
+    A single rank shards nothing, but with ``zero3`` it can fetch one unit at a time from the host. If ``dp_replicate``
+    is above 1, only hybrid strategies shard parameters, and ``ddp``, which needs no groups, is left out.
     """
     wanted = fixed.get("strategy")
     is_alone = layout.dp_shard * layout.cp == 1
@@ -298,7 +298,7 @@ def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
     elif layout.dp_replicate > 1:
         found += ["zero1", "zero2"]
     if wanted is None:
-        # A pipeline keeps units gathered for the whole step under zero3 too, and sums of gradients under zero2.
+        # In a pipeline zero3 also keeps units gathered for the step, and zero2 also has full sums of gradients.
         left_out = ("zero2", *(n for n in STRATEGIES if PRESETS[n].keeps_gathered)) if layout.pp > 1 else ()
         return [n for n in STRATEGIES if n in found and n not in left_out]
     is_told = "dp_replicate" in fixed or "dp_shard" in fixed or (is_alone and layout.dp_replicate == 1)
@@ -306,9 +306,9 @@ def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
 
 
 def schedules(shape: ModelShape, pp: int, num_microbatches: int, fixed: Mapping[str, object]) -> list[tuple[str, int]]:
-    """Schedules, with the stages of each rank, that run so many microbatches.
+    """Schedules that can run ``num_microbatches``, with the stages of each rank.
 
-    Left out unless it is fixed is ``gpipe``, which takes the time of ``1f1b`` and holds more.
+    ``gpipe`` is left out unless it is fixed, because it is as fast as ``1f1b`` and needs more memory.
     """
     wanted = fixed.get("schedule")
     if pp == 1:

@@ -1,4 +1,4 @@
-"""Bytes that the fullest rank holds, by category, over the timeline of a step."""
+"""Memory of the fullest rank, by category, over the timeline of a step."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ from shardwise.spec.shape import Block, ModelShape
 
 _MIB = 1 << 20
 
-#: The CUDA context with the kernels of torch, cuBLAS and NCCL loaded: nvidia-smi of a process with an empty torch
-#: context and kernels loaded shows 0.5 GiB (A100, H100) and more with NCCL's and cuBLAS's kernels; planner.md gives 0.5
-#: to 1.6 GiB.
+#: The CUDA context with the kernels of torch, cuBLAS and NCCL. For a process with an empty torch context and loaded
+#: kernels nvidia-smi shows 0.5 GiB (A100, H100), and more with NCCL's and cuBLAS's kernels; planner.md gives 0.5 to 1.6
+#: GiB.
 CONTEXT = 800 * _MIB
 
-#: One NCCL communicator: its channels have buffers of 4 MiB in each direction (NCCL_BUFFSIZE,
-#: docs.nvidia.com/deeplearning/nccl, environment variables), 16 to 32 channels.
+#: One NCCL communicator: 16 to 32 channels with buffers of 4 MiB in each direction (NCCL_BUFFSIZE,
+#: docs.nvidia.com/deeplearning/nccl, environment variables).
 COMMUNICATOR = 200 * _MIB
 
-#: cuBLAS, inside torch's allocator: 32 MiB on Hopper and 8 MiB elsewhere for each handle and stream
+#: cuBLAS workspaces, inside torch's allocator: 32 MiB on Hopper and 8 MiB elsewhere for each handle and stream
 #: (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); two streams compute.
 WORKSPACE = 64 * _MIB
 
-#: Share of the allocated bytes that torch's allocator reserves besides: the median of reserved over allocated of the
-#: nanotron rows of bench/data/published.csv (1.01 to 1.07).
+#: Bytes that torch's allocator reserves in addition to allocated bytes, as a share of these: the median of the nanotron
+#: rows of bench/data/published.csv (reserved over allocated is 1.01 to 1.07).
 FRAGMENTS = 0.016
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
-    """The changes of the prediction for another framework, whose published measurements are predicted by its rules.
-
-    Each is predicted with what its framework is known to keep (``bench/accounting.py``).
+    """Memory rules of another framework, by which its published measurements are predicted (``bench/accounting.py``).
 
     Attributes:
-        states: What a rank holds of a stage, as :func:`planner.states.states`, and what the optimizer's step holds
-            besides; ``None``: ours, from the engine's footprint.
-        is_fused: Element-wise operations are fused, so that autograd keeps what Korthikanti et al. count.
-        keeps_scores: Attention is not one kernel: the scores of every pair are kept.
-        regathers: With sequence parallelism inputs of products are gathered again in backward, not kept.
-        drops_products: Share of the outputs of products that selective recomputation does not keep.
-        logit_bytes: Bytes for each logit at the worst moment of the loss; ``None``: ours.
-        embedding_blocks: Blocks that the embedding, and the head, count as where stages of a pipeline are divided;
-            ``None``: they count as their products do.
-        divide: Which blocks each stage of a pipeline has; ``None``: stages are balanced, as ours.
-        fragments: Share of the bytes of tensors that the allocator holds besides; ``None``: as :data:`FRAGMENTS` says.
-        unused_logit_bytes: Bytes for each logit that the allocator holds and no tensor of the loss fits in.
-        keeps_reduced: Reduced gradients lie in memory of a stream of their own, which activations cannot use.
-        bucket_bytes: Buffers that gradients are reduced through.
-        source: What says so.
+        states: Function that returns a stage's memory on a rank, like :func:`planner.states.states`, and additional
+            bytes of the optimizer's step; ``None``: our engine's footprint.
+        is_fused: Element-wise operations are fused, so that autograd saves the tensors that Korthikanti et al. count.
+        keeps_scores: Attention is not one kernel: the scores of every pair are saved.
+        regathers: With sequence parallelism inputs of products are gathered again in backward instead of saved.
+        drops_products: Share of the outputs of products that selective recomputation does not save.
+        logit_bytes: Bytes for each logit at the peak of the loss; ``None``: as in our engine.
+        embedding_blocks: Number of blocks as which the embedding, and the head, are counted when stages of a pipeline
+            are divided; ``None``: they are counted by their products.
+        divide: Function that assigns blocks to the stages of a pipeline; ``None``: stages are balanced, as in our
+            engine.
+        fragments: Additional share of allocated bytes that the allocator reserves; ``None``: :data:`FRAGMENTS`.
+        unused_logit_bytes: Bytes for each logit that the allocator reserves, but no tensor of the loss can use.
+        keeps_reduced: Reduced gradients are in memory of a separate stream, which activations cannot use.
+        bucket_bytes: Bytes of the buffers in which gradients are reduced.
+        source: Reference for these rules.
     """
 
     states: Callable[[Parameters, Runs, Rules], tuple[States, float]] | None = None
@@ -76,7 +75,7 @@ class Accounting:
     source: str = ""
 
 
-#: Our engine.
+#: The rules of our engine.
 OURS = Accounting(source="spec.memory.footprint")
 
 
@@ -85,15 +84,15 @@ class MemoryEstimate:
     """Bytes of the fullest rank at the peak of a step.
 
     Attributes:
-        allocated_bytes: Tensors.
-        reserved_bytes: What torch's allocator holds: tensors, workspaces, rounding and fragments.
-        device_bytes: What the device shows as used: reserved, the context, communicators.
-        by_category: Allocated bytes at the peak by what they are: ``parameters``, ``gradients``, ``optimizer``,
-            ``gathered``, ``reduce``, ``activations``, ``logits``; they add up to ``allocated_bytes``.
-        host_bytes: Bytes of host memory that offloading takes for this rank.
+        allocated_bytes: Bytes of tensors.
+        reserved_bytes: Bytes that torch's allocator reserves: tensors, workspaces, rounding and fragments.
+        device_bytes: Used memory of the device: reserved bytes, the context, communicators.
+        by_category: Allocated bytes at the peak by category: ``parameters``, ``gradients``, ``optimizer``,
+            ``gathered``, ``reduce``, ``activations``, ``logits``; their sum is ``allocated_bytes``.
+        host_bytes: Bytes of host memory that offloading needs for this rank.
         timeline: Moments of a step in order, each with its bytes by category.
-        first_step_bytes: Allocated bytes at the peak of the first step, before whose end there is no optimizer state.
-        peak: The moment of the peak.
+        first_step_bytes: Allocated bytes at the peak of the first step. Optimizer state exists only at its end.
+        peak: Name of the moment of the peak.
         stage: Coordinate on ``pp`` of the fullest rank.
     """
 
@@ -111,22 +110,14 @@ class MemoryEstimate:
 def estimate_memory(
     shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload, *, accounting: Accounting = OURS
 ) -> MemoryEstimate:
-    """Bytes of the fullest rank of a resolved plan.
-
-    Args:
-        shape: The model.
-        plan: The plan, with every degree filled in.
-        cluster: Where it runs.
-        workload: What it trains.
-        accounting: How the framework holds it, where that is not ours.
-    """
+    """Memory of the fullest rank under a plan with every degree filled in, by the rules of ``accounting``."""
     return memory_on(cluster.device.device_type, shape, plan, workload, accounting=accounting)
 
 
 def memory_on(
     device_type: str, shape: ModelShape, plan: ParallelPlan, workload: Workload, *, accounting: Accounting = OURS
 ) -> MemoryEstimate:
-    """As :func:`estimate_memory`, of which the type of the device is all that the bytes depend on."""
+    """The same as :func:`estimate_memory`, from the device's type, the only relevant property of the cluster."""
     if accounting.is_fused:
         workload = replace(workload, compile=True)
     inputs = _Inputs(shape, plan, workload, accounting, _rules(plan, workload, device_type))
@@ -190,7 +181,7 @@ def _accumulation(plan: ParallelPlan, workload: Workload) -> str | None:
 
 
 def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
-    """The pipeline ranks of which one holds most: the first, the second, and the last."""
+    """The pipeline ranks that may be the fullest: the first, the second, and the last."""
     shape, plan, workload, accounting, _ = inputs
     blocks = units[1:-1]
     costs = tuple(unit.num_parameters for unit in blocks)
@@ -255,10 +246,10 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], inputs: _Inputs) -> Rank
 
 
 def _before(embedding: UnitWork, shape: ModelShape) -> dict[str, float]:
-    """Activations of what runs before the first unit: of an embedding next to none, of a traced model perhaps all.
+    """Activations of modules before the first unit: nearly none for an embedding, perhaps all for a traced model.
 
-    Their backward begins with everything that is kept and one gradient of the size of the largest tensor. At this
-    tensor itself there are the tensor and two gradients of its size.
+    Backward of these modules begins with all saved tensors and one gradient of the size of the largest tensor. When
+    backward reaches this tensor, the tensor and two gradients of its size exist.
     """
     if shape.stacks:
         return {}
@@ -266,12 +257,12 @@ def _before(embedding: UnitWork, shape: ModelShape) -> dict[str, float]:
     return {"before_bytes": saved, "passing_bytes": max(largest, 3 * largest - saved)}
 
 
-#: Bytes that ``sw.Muon`` holds at once, at most, for each element of a matrix that a rank updates: its rounded update,
-#: and what is sent, received and put together of it, in 16 bit each.
+#: Peak bytes of ``sw.Muon``'s step for each element of a matrix that a rank updates: the rounded update, the send and
+#: receive buffers, and the assembled matrix, in 16 bit each.
 _MUON_BYTES = 8
 
 
-#: Classes of linear layers. Where a plan makes units of them, a block is gathered and reduced a layer at a time.
+#: Classes of linear layers. If a plan makes them units, a block is gathered and reduced layer by layer.
 _LAYERS = frozenset({"Linear", "Conv1D"})
 
 
@@ -283,7 +274,7 @@ def has_layers(plan: ParallelPlan) -> bool:
 
 
 def _by_layer(unit: Unit, work: UnitWork, inputs: _Inputs) -> Unit:
-    """The unit of a block with what its largest layer has at a time, where layers are units and are released."""
+    """A block's unit with the bytes of its largest layer, if linear layers are units and are released."""
     rules = inputs.rules
     if not (rules.reshards and has_layers(inputs.plan)):
         return unit
@@ -293,11 +284,11 @@ def _by_layer(unit: Unit, work: UnitWork, inputs: _Inputs) -> Unit:
 
 
 def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inputs, around: Around) -> Iterator[Part]:
-    """The rank's units, those that are recomputed apart from those that are not."""
+    """The rank's units; recomputed or offloaded units are in different parts than others."""
     recompute = inputs.workload.recompute
     left = -(-recompute // inputs.plan.pp) if isinstance(recompute, int) else 0
     units = iter(found.units)
-    blocks = [block for _, block in inputs.shape.stacks] or [None] * len(works)  # a traced model has units alone
+    blocks = [block for _, block in inputs.shape.stacks] or [None] * len(works)  # a traced model has no blocks
     for block, work, count in zip(blocks, works, stage.blocks, strict=True):
         done = 0
         while done < count:
@@ -332,12 +323,12 @@ def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, 
     policy = inputs.plan.pipeline_policy
     if policy is None or not policy.is_split:
         return Saved(kept, saved.whole + more, saved.passing, saved.output)
-    terms, passing = weight_terms(unit, around), saved.passing + unit.inner_bytes / 2  # the last layer's input stays
+    terms, passing = weight_terms(unit, around), saved.passing + unit.inner_bytes / 2  # with the last layer's input
     return Saved(kept, saved.whole + more, passing, saved.output, terms)
 
 
 def _merged(saved: Saved, blocks: int) -> Saved:
-    """The tensors that a merged unit saves; one block of it computes at a time."""
+    """The saved bytes of a merged unit, whose blocks compute one after another."""
     if blocks == 1:
         return saved
     whole = saved.whole + (blocks - 1) * max(saved.kept, saved.terms)

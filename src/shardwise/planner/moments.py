@@ -1,7 +1,7 @@
 """The memory of a rank at those moments of a step among which its peak is.
 
-Between these moments the bytes held change in equal parts, one for each of several equal units. So the most is held at
-one of the first two or last two units of a run, or where reductions of most units behind are under way.
+Memory changes by the same amount with each unit of a run of equal units. So the peak is at one of the first two or last
+two units of a run, or at the first unit at which the largest number of earlier reductions is running.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardwise.planner.activations import HeadSaved, Saved
 from shardwise.planner.stage import Stage
 from shardwise.planner.states import Rules, States, Unit
 
-#: What bytes are counted as, in the order in which they are shown.
+#: Categories of memory, in the order in which they are shown.
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits")
 
 Bytes = dict[str, float]
@@ -21,13 +21,13 @@ Bytes = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Equal units of a rank that come one after another, with what one microbatch leaves in each.
+    """Equal consecutive units of a rank, with the activations of one microbatch in each.
 
     Attributes:
-        unit: One of them.
-        count: How many they are.
-        saved: What one microbatch leaves in one.
-        is_away: What forward leaves for backward is kept on the host.
+        unit: One of the units.
+        count: Number of units.
+        saved: Activations of one microbatch in one unit.
+        is_away: Activations are kept on the host from forward to backward.
     """
 
     unit: Unit
@@ -42,7 +42,7 @@ class Part:
 
     @property
     def beside(self) -> float:
-        """Bytes that are on their way to the host or from it while a unit computes: those of its neighbour."""
+        """Bytes of a neighbour's activations, which are copied to the host or back while a unit computes."""
         return self.saved.kept if self.is_away else 0.0
 
 
@@ -51,16 +51,16 @@ class Rank:
     """The memory and work of one rank.
 
     Attributes:
-        stage: Which units it has.
-        states: What it keeps of them.
+        stage: The rank's units.
+        states: Memory of the units between and during steps.
         parts: The units in the order of forward.
         head: The head and the loss; ``None``: another rank has them.
-        rules: How units are held.
-        is_constant: What is gathered, gradient buffers and gradients stay allocated, as in another framework.
+        rules: The engine's settings.
+        is_constant: Gathered parameters, gradient buffers and gradients stay allocated, as in some other frameworks.
         num_microbatches: Microbatches of a step.
-        update_bytes: What the optimizer holds besides while it updates.
-        before_bytes: What one microbatch leaves of what runs before the first unit.
-        passing_bytes: What the backward of that adds when it needs most.
+        update_bytes: Additional bytes during the optimizer's step.
+        before_bytes: Activations of one microbatch in modules before the first unit.
+        passing_bytes: Temporary bytes at the peak of these modules' backward.
     """
 
     stage: Stage
@@ -82,7 +82,7 @@ class Rank:
             yield from self._split()
         elif self.stage.held < self.num_microbatches:
             yield from self.backward(held=self.stage.held, has_sums=True, is_middle=self.num_microbatches > 2)
-        else:  # all forwards come first: with most activations there are no sums yet
+        else:  # all forwards come first: at the peak of activations there are no sums yet
             yield from self.backward(held=self.stage.held, has_sums=False)
             if self.num_microbatches > 2:
                 second = self.backward(held=self.stage.held - 1, has_sums=True, is_middle=True)
@@ -95,12 +95,12 @@ class Rank:
 
     @property
     def away_bytes(self) -> float:
-        """Bytes of activations on the host, of as many microbatches as the rank holds."""
+        """Bytes of activations on the host, of all microbatches that the rank stores at the same time."""
         held = 1 if self.rules.accumulation is None else self.stage.held
         return held * sum(part.count * part.beside for part in self.parts)
 
     def _split(self) -> Iterator[tuple[str, Bytes]]:
-        """Backwards in two passes: the first leaves what the second takes, which alone makes the units' gradients."""
+        """Moments of a split backward: the input pass stores terms, from which the weight pass computes gradients."""
         terms = sum(part.count * part.saved.terms for part in self.parts)
         output = self.parts[-1].saved.output if self.parts else 0.0
         saved = self.before_bytes + sum(part.count * part.kept for part in self.parts)
@@ -127,14 +127,14 @@ class Rank:
     def backward(  # noqa: PLR0915 - a step from its beginning to its end
         self, *, held: float, has_sums: bool, is_middle: bool = False, others: float = 0.0
     ) -> Iterator[tuple[str, Bytes]]:
-        """A forward and its backward, with ``held`` microbatches at the beginning of the backward.
+        """Moments of a forward and its backward.
 
         Args:
-            held: Microbatches, this one included.
-            has_sums: Earlier microbatches have left their gradients.
-            is_middle: It is neither the first nor the last. A pipeline that keeps its units gathered then adds up the
-                gradients of a stage when the backward of all of it is over.
-            others: Bytes of activations that others hold all the while.
+            held: Microbatches with stored activations when the backward begins, this one included.
+            has_sums: Gradients of earlier microbatches exist.
+            is_middle: The microbatch is neither the first nor the last. A pipeline that keeps its units gathered then
+                adds up the gradients of a stage after the stage's backward.
+            others: Bytes of other activations, which exist at all of these moments.
         """
         parts, root, rules = self.parts, self.states.root, self.rules
         shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
@@ -143,16 +143,16 @@ class Rank:
         saved = self.before_bytes + sum(part.count * part.kept for part in parts)
         saved += self.head.kept if self.head else 0.0
         sent = self.stage.num_stages * parts[-1].saved.output if held > 1 and parts else 0.0
-        # Of offloaded units the last one of the newest forward is still on the device.
+        # The last offloaded unit of the newest forward is still on the device.
         others += (held - 1) * (saved + sent) + (parts[-1].beside if sent and is_pipeline else 0.0)
         place = sum(part.count for part in parts)
-        of_stage = -(-place // self.stage.num_stages) / max(place, 1)  # the part of the blocks that one stage has
+        of_stage = -(-place // self.stage.num_stages) / max(place, 1)  # the share of the blocks in one stage
         terms, most_terms = 0.0, of_stage * sum(part.count * part.saved.terms for part in parts)
-        if has_sums and parts and (sent or self.stage.passes):  # a message of each direction is under way
+        if has_sums and parts and (sent or self.stage.passes):  # one message in each direction is being sent
             others += 2 * parts[-1].saved.output * (1 if sent else self.stage.num_stages)
         every = self._over_units("gathered") - root.gathered
         inner = self._over_units("inner")
-        # Sums of earlier microbatches: in buffers of their own, in pooled ones, or in .grad.
+        # Sums of earlier microbatches: in separate buffers, in pooled buffers, or in .grad.
         done, pooled = self._over_units("stays"), 0.0
         if has_sums:
             done = self._over_units("sums") + self._over_units("waits")
@@ -160,7 +160,7 @@ class Rank:
             pooled = self._over_units("buffer") if way == "unsharded" else 0.0
 
         def kept(unit: Unit, count: int) -> tuple[float, float]:
-            """Gradients, and pooled buffers, that ``count`` units leave when their backward is over."""
+            """Bytes of gradients, and of pooled buffers, of ``count`` units after their backward."""
             if has_sums:
                 shard = unit.shard if way == "defer_replicate" else 0
                 return count * shard, 0.0
@@ -178,7 +178,7 @@ class Rank:
         if self.head is not None:
             logits = max(self.head.forward, self.head.backward)
             yield "loss", self._moment(live, done, pooled, saved + others + beside, logits)
-            waiting = root.gradients / (2 if self.stage.has_embedding else 1)  # the head's; the embedding's come last
+            waiting = root.gradients / (2 if self.stage.has_embedding else 1)  # the head's, without the embedding's
         below = saved - (self.head.kept if self.head else 0.0) + others
         num_behind = 0
         before, after = self._under_way(is_added=has_sums and way == "sharded")
@@ -190,14 +190,14 @@ class Rank:
                 {i for i in (part.count - 1, part.count - 2, part.count - 1 - before, 1, 0) if 0 <= i < part.count},
                 reverse=True,
             ):
-                behind = part.count - 1 - index  # units of this part whose backward is over
+                behind = part.count - 1 - index  # units of this part whose backward has ended
                 ahead = unit if index else following
                 prefetched = 0.0
                 if ahead is not None and shards:
                     prefetched = ahead.gathered * min(rules.prefetch[1], place + index)
-                left = below - behind * part.kept  # of this unit and those before it
+                left = below - behind * part.kept  # activations of this unit and those before it
                 left += max(min(terms + behind * part.saved.terms, most_terms - part.saved.terms), 0.0)
-                left += beside - part.kept  # now without this one's own, but with what comes back for the next
+                left += beside - part.kept  # without this unit's, but with those copied back for the next unit
                 gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))
                 gradients += max(min(late + behind * unit.gradients, most_late - unit.gradients), 0.0)
                 name = f"backward of block {place + index}"
@@ -211,7 +211,7 @@ class Rank:
                     f"{name}, its end",
                     self._moment(gathered, gradients + unit.gradients, buffers + under_way, end + 2 * output),
                 )
-                # The earlier reductions are over, or but for some, before this unit takes its buffer.
+                # Earlier reductions, except the newest, have ended before this unit's buffer is allocated.
                 still -= 0.0 if is_pipeline else unit.gathered
                 gathered = root.gathered + (prefetched if shards else still) + inner
                 under_way = min(after, num_behind + behind) * unit.buffer
@@ -240,10 +240,9 @@ class Rank:
         yield "backward of the root", self._moment(gathered, gradients, pooled + buffer, others)
 
     def _under_way(self, *, is_added: bool) -> tuple[int, int]:
-        """Buffers of units behind, before a unit takes one of its own, and after that (``spec.memory.footprint``).
+        """Buffers of earlier units in use, before and after a unit's buffer is allocated (``spec.memory.footprint``).
 
-        Args:
-            is_added: ``.grad`` holds the sum of earlier microbatches.
+        ``is_added``: ``.grad`` contains the sum of earlier microbatches.
         """
         rules = self.rules
         if rules.accumulation == "unsharded":
@@ -251,10 +250,10 @@ class Rank:
         if not rules.is_replicated:
             return max(rules.num_gradient_buffers - 1, 1), max(rules.num_gradient_buffers - 2, 0)
         stays = rules.accumulation != "defer_replicate" and (is_added or rules.reduces_apart)
-        return (2, 1) if stays else (1, 0)  # the sum over dp_replicate is made in the buffer, or in memory of its own
+        return (2, 1) if stays else (1, 0)  # the sum over dp_replicate is computed in the buffer, or in other memory
 
     def _before_units(self, gradients: float, pooled: float, others: float) -> Iterator[tuple[str, Bytes]]:
-        """The beginning of the backward of what runs before the first unit, where that leaves something."""
+        """The beginning of the backward of modules before the first unit, if they have activations."""
         if self.passing_bytes:
             activations = others + self.before_bytes + self.passing_bytes
             moment = self._moment(self.states.root.gathered, gradients, pooled, activations)

@@ -1,4 +1,4 @@
-"""One plan on one cluster with its memory and time, as plain data that can be estimated again with changes."""
+"""A plan on a cluster with its memory and time, as plain data that can be estimated again with changes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
-#: Share of a device's memory that a recommended plan leaves free: 8 of 10 predicted peaks of published runs that
-#: nothing was fitted on are wrong by no more (6.9%, `make validate`). A plan with less to spare is tight and may run
-#: out; one that needs no more than this share too much may run.
+#: Share of a device's memory that a recommended plan leaves free. For 8 of 10 published runs that were not used for
+#: fitting, the predicted peak is wrong by no more (6.9%, `make validate`). A plan that leaves less is tight and may run
+#: out of memory; a plan that exceeds the memory by no more than this share may still run.
 MARGIN = 0.07
 
-#: Memory of a node's host that offloading may take: today's nodes of eight GPUs have 1 to 2 TiB.
+#: Memory of a node's host that offloading may use: nodes of eight GPUs have 1 to 2 TiB.
 HOST_BYTES = 2 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """As :class:`planner.estimate.Estimate`, which adds what people read."""
+    """The data of :class:`planner.estimate.Estimate`, which adds its display."""
 
     shape: ModelShape
     plan: ParallelPlan
@@ -41,7 +41,7 @@ class Planned:
     def of(
         cls, shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload, software: str = "pytorch"
     ) -> Self:
-        """As :func:`planner.estimate.estimate`."""
+        """See :func:`planner.estimate.estimate`."""
         if isinstance(workload.recompute, int) and workload.recompute > shape.num_layers:
             raise ConfigError(
                 f"recompute={workload.recompute}: {shape.name} has {shape.num_layers} blocks.\n"
@@ -68,13 +68,13 @@ class Planned:
         )
 
     def again(self, **changes: Any) -> Self:
-        """The estimate with some fields replaced."""
+        """Estimate again, with some fields replaced."""
         held = dataclasses.replace(self, **changes)
         return self.of(held.shape, held.plan, held.cluster, held.workload, held.software)
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank's device memory suffices, and :data:`HOST_BYTES` of each node."""
+        """Whether the fullest rank fits in its device's memory, and offloading in :data:`HOST_BYTES` of each node."""
         return needed_bytes(self.memory, self.cluster) <= self.cluster.device.memory_bytes
 
     @property
@@ -84,7 +84,7 @@ class Planned:
 
     @property
     def reason(self) -> str:
-        """Why the plan does not fit, or what a step of it spends its time on, in one sentence without a full stop."""
+        """Why the plan does not fit, or the largest parts of its step time, as a sentence without a full stop."""
         if self.fits:
             parts = sorted(self.time.by_category.items(), key=lambda item: -item[1])
             shown = [f"{name} {spent / self.step_time_s:.0%}" for name, spent in parts if spent > 0][:3]
@@ -105,22 +105,22 @@ class Planned:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of one step, from the second one on."""
+        """Seconds of one step, except the first."""
         return self.time.step_time_s
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Tokens that a GPU trains in a second."""
+        """Tokens per second on each GPU."""
         return self.workload.global_batch * self.workload.seq_len / self.step_time_s / self.cluster.num_gpus
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Model TFLOP/s of a GPU: operations that the model needs, full attention and head included, over time."""
+        """Model TFLOP/s of a GPU: FLOPs that the model needs, full attention and head included, over time."""
         return self.time.model_flops / self.step_time_s / self.cluster.num_gpus / 1e12
 
     @property
     def mfu(self) -> float | None:
-        """Share of the dense peak of the products' dtype; ``None`` where that is not known, or passed by TF32's."""
+        """Share of the dense peak of the products' dtype; ``None`` if that is unknown, or exceeded by use of TF32."""
         peak = self.cluster.device.peaks.get(self.workload.precision)
         share = self.tflops_per_gpu * 1e12 / peak if peak else None
         return None if share is None or share > 1 else share
@@ -128,7 +128,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change with which the model fits, and a plan that shows it."""
+    """A change that makes the model fit, and a plan that fits with it."""
 
     change: str
     plan: Planned
@@ -147,19 +147,19 @@ Made = TypeVar("Made", bound=Planned)
 
 
 def fastest_of(plans: Sequence[Made]) -> Made:
-    """The fastest of a search's plans among those that it could have recommended."""
+    """The fastest plan of a search among those that fit as well as the recommended one."""
     alike = [made for made in plans if (made.fits, made.is_tight) == (plans[0].fits, plans[0].is_tight)]
     return min(alike, key=lambda made: made.step_time_s)
 
 
 def needed_bytes(memory: MemoryEstimate, cluster: Cluster) -> float:
-    """Bytes of a device that a plan needs: infinitely many where a node's host cannot hold what is offloaded."""
+    """Bytes of a device that a plan needs; infinite if the node's host has too little memory for offloading."""
     on_host = memory.host_bytes * min(cluster.gpus_per_node, cluster.num_gpus)
     return memory.device_bytes if on_host <= HOST_BYTES else math.inf
 
 
 def usable_bytes(cluster: Cluster) -> float:
-    """Bytes of a device that a recommended plan may hold."""
+    """Bytes of a device that a recommended plan may use."""
     return (1 - MARGIN) * cluster.device.memory_bytes
 
 
@@ -181,7 +181,7 @@ def _check_batch(plan: ParallelPlan, workload: Workload, num_replicas: int) -> N
 
 
 def _recompute(shape: ModelShape, plan: ParallelPlan, workload: Workload) -> str | int:
-    """The recomputation: as the workload says, else as the plan does."""
+    """The recomputation of the workload or, if that has none, of the plan."""
     policy = plan.recompute
     if workload.recompute != "none" or policy is None:
         return workload.recompute

@@ -1,8 +1,8 @@
-"""Constants of a machine moved by measured runs, one by each, so that what was measured is predicted.
+"""Adjustment of a machine's constants to measured runs, one constant for each run, so that the runs are predicted.
 
-A constant is the speed of products, links, the network or launches. A run moves the one on which its predicted step
-depends most, times how little is known of it: it explains the difference with the least surprise. Two runs move the two
-constants that they tell apart best.
+A constant is the speed of products, links, the network or launches. A run adjusts the constant that most likely
+explains its difference: the one with the largest product of influence on the predicted step and uncertainty. Two runs
+adjust the pair of constants that they distinguish best.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardwise.planner.memory import num_microbatches
 from shardwise.planner.time import estimate_time
 from shardwise.spec.errors import ConfigError, ShardwiseError
 
-#: Each constant in words; the standard deviation of its logarithm before any run, of products and links as in
-#: ``bench/fit.py``; and the least honest factor: ZeRO-3 on Azure reached a fifth of its network.
+#: Each constant's description; the standard deviation of its logarithm before any run (of products and links as in
+#: ``bench/fit.py``); and the least plausible factor: ZeRO-3 on Azure reached a fifth of its network's bandwidth.
 _CONSTANTS = {
     "products": ("products and attention", 0.1, 1 / 3),
     "link": ("collectives inside a node", 0.15, 1 / 5),
@@ -30,22 +30,21 @@ _CONSTANTS = {
     "launch": ("launches of kernels", 0.3, 1 / 3),
 }
 
-#: The share of the peak before a product's shape takes some of it, over that of the best product that anybody measured.
+#: Largest plausible ratio of a product's share of the peak, without losses by its shape, to the best measured share.
 _OVER_BEST = 1.15
 
 
 def rescale(*runs: tuple[Estimate, float]) -> tuple[Gpu, list[str]]:
-    """Move one constant of a GPU for each run.
+    """Adjust one constant of a GPU for each run.
 
     Args:
-        *runs: One or two: the estimate of what ran, and the tokens per second of all its GPUs together.
+        *runs: One or two runs: the estimate of the plan that ran, and the tokens per second of all GPUs together.
 
     Returns:
-        The GPU for ``Cluster(gpu=...)``, and sentences: what was moved, from what to what, and which second run would
-        tell most.
+        The GPU for ``Cluster(gpu=...)``, and sentences that report each change, and the most informative second run.
 
     Raises:
-        ConfigError: No honest value of a constant explains a run, or two runs say the same.
+        ConfigError: No plausible value of a constant explains a run, or two runs depend on the same constants.
     """
     if not 1 <= len(runs) <= 2 or min(speed for _, speed in runs) <= 0:
         raise ConfigError("measured: expected one run or two, and tokens/s above 0.\n  Each run moves one constant.")
@@ -79,7 +78,7 @@ def rescale(*runs: tuple[Estimate, float]) -> tuple[Gpu, list[str]]:
 
 
 def ranking(before: Estimate, after: Estimate) -> str:
-    """The move of a search's first plan, and its reason."""
+    """A sentence on how the adjustment changes a search's first plan, and why."""
     old, new = seconds(before.step_time_s), seconds(after.step_time_s)
     if (before.plan, before.workload) == (after.plan, after.workload):
         return f"Plan 1 stays {_words(after)}: {new} a step, before {old}."
@@ -97,7 +96,7 @@ def _words(made: Estimate) -> str:
 
 
 def _stated(gpu: Gpu, name: str) -> tuple[float, float, str]:
-    """A constant, the largest honest value, and what they are."""
+    """A constant's value, its largest plausible value, and their unit."""
     software = find_software("pytorch", gpu)
     if name == "launch":
         return 1e-3 / software.launch_s, 3e-3 / LAUNCH_S, "a ms"
@@ -119,7 +118,7 @@ def _step_s(made: Estimate, slower: Mapping[str, float]) -> float:
 
 
 def _dependence(made: Estimate, spent: float) -> dict[str, float]:
-    """The share of a step that each constant decides, towards what was measured, times how little is known of it."""
+    """For each constant, the relative change of the step with it, in the measured direction, times its uncertainty."""
     factor = 1.1 if spent >= made.step_time_s else 1 / 1.1
     return {
         name: spread * (_step_s(made, {name: factor}) / made.step_time_s - 1) / (factor - 1)
@@ -128,7 +127,7 @@ def _dependence(made: Estimate, spent: float) -> dict[str, float]:
 
 
 def _told_apart(table: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], float]:
-    """For each run the constant that it moves, and the determinant of the runs' dependence on these, the largest."""
+    """The constant that each run adjusts, such that the determinant of the dependences is largest; and determinant."""
 
     def determinant(names: Sequence[str]) -> float:
         first, *more = ([row[name] for name in names] for row in table)
@@ -139,7 +138,7 @@ def _told_apart(table: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], 
 
 
 def _next(made: Estimate) -> str:
-    """The second run that would tell most: on one node, with larger microbatches, or with one microbatch a step."""
+    """The most informative second run: on one node, with larger microbatches, or with one microbatch a step."""
     plan, work, cluster, first = made.plan, made.workload, made.cluster, _dependence(made, made.step_time_s)
     micro, at_once = work.micro_batch, work.micro_batch * plan.dp_replicate * plan.dp_shard
     gpus = min(cluster.gpus_per_node, cluster.num_gpus)

@@ -1,7 +1,7 @@
-"""Seconds of a step in closed form, by which the search decides what to estimate first.
+"""Seconds of a step in closed form, by which the search decides which plans to estimate in full.
 
-Units and collectives take what the estimate itself says; what overlaps is not simulated but added up. No plan is
-refused for its rough time alone: of every kind the best by rough time are estimated in full.
+Times of units and collectives are those of the full estimate; their overlap is not simulated but computed from sums. No
+kind of plan is dropped because of its rough time: the best of every kind by rough time are estimated in full.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardwise.sim.step import StepUnit
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.shape import ModelShape
 
-#: Share of the bubble ``(pp - 1) / m`` that remains, by schedule; interleaving divides it by the stages of a rank.
+#: Remaining share of the bubble ``(pp - 1) / m``, by schedule; interleaving divides it by the stages of a rank.
 _BUBBLE = {"zb-h1": 0.5, "zb-v": 0.5}
 
-#: Collectives over the network may take this many times as long as predicted: ZeRO-3 on Azure reached 36 to 79 of
-#: 200 GB/s a node (planner.md). This share of what a step would lose by that counts as its risk.
+#: Collectives over the network may take ``_SLOWER`` times as long as predicted: ZeRO-3 on Azure reached 36 to 79 of
+#: 200 GB/s a node (planner.md). ``_SLOWER_SHARE`` of the time that a step would lose counts as its risk.
 _SLOWER, _SLOWER_SHARE = 2.0, 0.5
 
 
@@ -41,15 +41,15 @@ class _Once(NamedTuple):
 
 
 class RoughTime:
-    """Seconds of a candidate's step; 0 on a calibrated machine, whose tables the estimate alone reads."""
+    """Seconds of a candidate's step; 0 on a calibrated machine, because only the full estimate reads its tables."""
 
     def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> None:
         self._shape, self._cluster, self._workload, self._fixed = shape, cluster, workload, fixed
-        self._software = find_software("pytorch", cluster.device)  # what an estimate assumes
+        self._software = find_software("pytorch", cluster.device)  # the default of an estimate
         self._made: dict[Candidate, _Once] = {}
 
     def __call__(self, candidate: Candidate, slower: float = 1.0) -> float:
-        """The seconds; gathers and reductions between nodes, or through the host, take ``slower`` times as long."""
+        """The seconds, if collectives between nodes or through the host take ``slower`` times as long as predicted."""
         if self._cluster.device.measured is not None:
             return 0.0
         spent, pp, m = self._once(candidate), candidate.layout.pp, candidate.accumulation
@@ -71,7 +71,7 @@ class RoughTime:
         if not is_alone:
             stages = pp * candidate.virtual_stages
             blocks = self._shape.num_layers + spent.head
-            fullest = math.ceil(blocks / stages) * stages / blocks  # the stages with most blocks hold the others up
+            fullest = math.ceil(blocks / stages) * stages / blocks  # other stages wait for those with most blocks
             turns = m + (pp - 1) * _BUBBLE.get(candidate.schedule, 1.0) / candidate.virtual_stages
             work = turns * fullest * (spent.computed + waited) / pp
             ahead = gathered / stages - (spent.computed + spent.waited) / stages / 3
@@ -80,13 +80,13 @@ class RoughTime:
         return max(work, sent) + slows * max(hidden, 0.0) + spent.updated / pp
 
     def network_risk(self, candidate: Candidate) -> float:
-        """The share of the step that is at risk because collectives over the network are slower than predicted."""
+        """The share of the step at risk if collectives over the network are slower than predicted."""
         seconds = self(candidate)
         return _SLOWER_SHARE * (self(candidate, _SLOWER) / seconds - 1) if seconds else 0.0
 
     def _once(self, candidate: Candidate) -> _Once:
         layout, strategy = candidate.layout, candidate.strategy
-        if layout.pp > 1:  # units stay gathered for the step, and whole gradients are added up
+        if layout.pp > 1:  # units stay gathered for the step, and full gradients are added up
             layout = dataclasses.replace(layout, pp=1)
             is_zero1 = PRESETS[strategy].shards_optimizer and not candidate.releases_units
             strategy = "zero1" if is_zero1 else strategy

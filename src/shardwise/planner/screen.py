@@ -1,4 +1,4 @@
-"""The output of ``plan`` and ``print(plans)``: one page of 80 columns for people, or JSON with the same content."""
+"""The output of ``plan`` and ``print(plans)``: a page of 80 columns, or JSON with the same content."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shardwise.spec.text import aligned
 WIDTH, HEIGHT = 80, 40
 _LEAST_ROWS = 3
 _BAR = 34
-#: Columns of the table that hold words.
+#: Columns of the table that contain text.
 WORDS = (1, 3)
 
 
 def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str]:
-    """The heading: model, cluster, and what a step trains."""
+    """The heading: model, cluster, and workload."""
     nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
     where = f"{cluster.num_gpus} x {cluster.gpu} in " + (f"{nodes} nodes" if nodes > 1 else "one node")
     if nodes > 1 and cluster.device.measured is None:
@@ -62,13 +62,13 @@ def _trained(workload: Workload) -> str:
 def count(number: float) -> str:
     """A number of parameters: ``8.03B``."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if number >= 0.9995 * size:  # three digits would round to a thousand of the next smaller unit
+        if number >= 0.9995 * size:  # else it would be rounded to 1000 of the smaller unit
             return f"{number / size:.3g}{unit}"
     return f"{number:,.0f}"
 
 
 def table(plans: Sequence[Planned]) -> list[str]:
-    """One line for each plan, or two where it has a long name."""
+    """The table as text: a line for each plan, more if its name is long."""
     rows = cells(plans)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     room = WIDTH - sum(widths) + widths[1] - 2 * (len(widths) - 1)
@@ -80,7 +80,7 @@ def table(plans: Sequence[Planned]) -> list[str]:
 
 
 def cells(plans: Sequence[Planned]) -> list[list[str]]:
-    """The table's head, and a row for each plan."""
+    """The table's header, and a row for each plan."""
     rows = [["", "plan", "batch", "recompute", "GiB", "step", "TFLOP/s", "MFU"]]
     for place, made in enumerate(plans, 1):
         mfu = "n/a" if made.mfu is None else f"{made.mfu:.0%}"
@@ -127,7 +127,7 @@ def screen(
     command: str = "",
     measured: Sequence[str] = (),
 ) -> str:
-    """The page; ``found`` is what would make a plan fit, ``None`` where nobody has looked; ``measured``, of runs."""
+    """The page. ``found``: changes that make a plan fit, ``None`` if not searched; ``measured``: notes about runs."""
     rows = table_rows(plans)
     shown = [made for made in rows if made.fits] or rows
     below = [*reasons(plans, found), *(["", *command.splitlines()] if command else [])]
@@ -138,7 +138,7 @@ def screen(
 
 
 def reasons(plans: Sequence[Planned], found: Sequence[Remedy] | None = None) -> list[str]:
-    """Memory of the first plan, why it is the first, and what bounds it; or why nothing fits."""
+    """Memory of the first plan, why it is recommended, and what limits it; or why nothing fits."""
     best, lines = plans[0], []
     if best.fits:
         capacity = gib(best.cluster.device.memory_bytes)
@@ -211,7 +211,7 @@ def _model(made: Planned | None) -> str:
 def as_json(
     shape: ModelShape, cluster: Cluster, workload: Workload, plans: Sequence[Planned], found: Sequence[Remedy]
 ) -> dict[str, Any]:
-    """Everything, for programs; docs/planning.md names the keys."""
+    """The page's content as JSON; docs/planning.md lists the keys."""
     return {
         "model": {
             "name": shape.name,
@@ -244,7 +244,7 @@ def as_json(
 
 
 def plan_as_json(made: Planned) -> dict[str, Any]:
-    """One plan."""
+    """A plan as JSON."""
     return {
         "title": title(made),
         "plan": plan_fields_of(made.plan),
@@ -274,7 +274,7 @@ def plan_as_json(made: Planned) -> dict[str, Any]:
 
 
 def plan_fields_of(plan: ParallelPlan) -> dict[str, Any]:
-    """The fields of a plan that differ from the defaults, as a configuration's ``parallel`` section writes them."""
+    """The fields of a plan that differ from the defaults, as in a configuration's ``parallel`` section."""
     fields = changed(plan)
     for name, value in fields.items():
         if name == "mp_policy":

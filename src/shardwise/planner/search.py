@@ -1,11 +1,11 @@
-"""The plans for a world that an expert would consider, those that fit ranked by time and risk.
+"""Search for the plans that fit a cluster, ranked by predicted time and risk.
 
-Candidates are enumerated (:mod:`planner.legal`, :mod:`planner.candidate`): powers of two and divisors. What cannot fit
-by its states alone is left out; the others are ordered by a rough time in closed form (:mod:`planner.rough`) and their
-risk (:mod:`planner.risk`), and of each kind the first that fit are estimated in full.
+Candidates are enumerated (:mod:`planner.legal`, :mod:`planner.candidate`): powers of two and divisors. Candidates that
+a lower bound of their memory rules out are dropped. The others are ordered by a rough time in closed form
+(:mod:`planner.rough`) and their risk (:mod:`planner.risk`), and the first of each kind that fit are estimated in full.
 
-Time is traded for memory in the order in which people do it: smaller microbatches and recomputation are always tried,
-the host's memory only where nothing fits without, axes over links that pass through the host after that.
+Time is traded for memory in the order in which people do it. Smaller microbatches and recomputation are always tried.
+Host memory is tried only if nothing fits without it, and then axes over links that pass through the host.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.shape import ModelShape
 
-#: Plans that are returned whatever their kind is; besides, the best of every kind.
+#: Fastest plans that are returned whatever their kind is, in addition to the best of every kind.
 NUM_BEST = 3
 
-#: Plans of each kind that are estimated in full, and how much slower by rough time than the best of them is too far.
+#: Most plans of each kind that are estimated in full, and the largest ratio of their rough time to that of the best.
 NUM_ESTIMATED, FAR = 8, 1.3
 
 
 def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> Plans:
     """The best plans for a model on a cluster, the recommended one first.
 
-    Recommended is the plan that fits and takes the least time, its risk added (:mod:`planner.risk`). A plan that leaves
-    less than :data:`~planner.planned.MARGIN` of the device's memory free carries the risk of running out.
+    The recommended plan fits and has the least time with its risk added (:mod:`planner.risk`). A plan that leaves less
+    than :data:`~planner.planned.MARGIN` of the device's memory free has the additional risk of running out of memory.
 
-    A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` besides it, under
-    any strategy; or several of them.
+    The kind of a plan is its strategy if it has data parallelism alone, the axis if one of ``tp``, ``pp``, ``cp``,
+    ``ep`` has several ranks, and otherwise "several".
 
     Args:
         shape: The model.
         cluster: The GPUs.
-        workload: What a step trains. The search chooses ``micro_batch`` and ``recompute``, unless they are fixed.
-        **fixed: Fields of the plan that every proposal has, and ``micro_batch``, ``accumulation_steps``,
+        workload: The batch and settings of a step. The search chooses ``micro_batch`` and ``recompute``, unless they
+            are fixed.
+        **fixed: Values that every plan must have: fields of the plan, ``micro_batch``, ``accumulation_steps``,
             ``recompute``, ``in_backward``, and the pipeline's ``schedule``.
 
     Returns:
-        The recommended plan. Behind it the fastest plans and the best of each kind, fastest first; then, for each kind
-        that has none, a plan that fits but leaves less memory free (``is_tight``), fastest first; then, for each kind
-        that has none of these either, a plan that saves all memory that it can and does not fit all the same (``fits``
-        is false), the smallest first.
+        The recommended plan, then the fastest plans and the best of each kind, fastest first. For each kind without
+        such a plan, a tight plan follows (``is_tight``), fastest first. For each kind without either, a plan follows
+        that saves as much memory as possible and still does not fit (``fits`` is false), the smallest first.
 
     Raises:
         ConfigError: A fixed name is unknown, or the engine does not train in the workload's precision.
-        PlanError: No plan is legal with what is fixed.
+        PlanError: No plan is legal with the fixed values.
     """
     return Plans(_Search(shape, cluster, workload, check_fixed(fixed)).run())
 
@@ -66,10 +66,10 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
 #: Axes that need links between the GPUs of a node.
 _LINKED = ("tp", "cp", "pp")
 
-#: What is tried where no plan fits, one after the other and each with those before it; with the field of a plan that
-#: says it, where there is one. First the host's memory for states, updates inside backward, and units gathered again
-#: for every microbatch of a pipeline; then axes over links that pass through the host; then the host's memory for
-#: activations; then units gathered when they are needed.
+#: Measures to try if no plan fits, each in addition to those before it, and the plan's field that fixes it, if any.
+#: ``offload``: host memory for states, updates inside backward, and in a pipeline gathers for every microbatch.
+#: ``axes``: axes over links that pass through the host. ``activations``: host memory for activations. ``late``: gathers
+#: without prefetch.
 _RESORTS = {"offload": "offload_policy", "axes": "", "activations": "offload_activations", "late": "backward_prefetch"}
 
 
@@ -91,13 +91,13 @@ class _Search:
         self.rough_s = RoughTime(shape, cluster, workload, fixed)
         self._limits: dict[Candidate, tuple[list[tuple[int, float]], list[tuple[int, float]]]] = {}
         self._bytes: dict[Candidate, float] = {}
-        self._refused: PlanError | None = None  # the first layout that does not go with what is fixed
+        self._refused: PlanError | None = None  # the error of the first layout that fixed values do not permit
 
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
         found = self._explored()
         for resort, field in _RESORTS.items():
-            is_first = resort == "offload"  # before what fits with nothing to spare is taken
+            is_first = resort == "offload"  # is tried before tight plans are accepted
             enough = any(made.fits and not (is_first and made.is_tight) for made, _ in found.values())
             if enough or (field and field in self.fixed):
                 continue
@@ -105,7 +105,7 @@ class _Search:
             found = self._explored() or found
         if not found:
             raise self._refused or PlanError(_nothing_legal(self.shape, self.cluster, self.workload, self.fixed))
-        groups: list[list[Candidate]] = [[], [], []]  # with room to spare, tight, too much
+        groups: list[list[Candidate]] = [[], [], []]  # with enough free memory, tight, too large
         for candidate, (made, _) in found.items():
             groups[made.is_tight + 2 * (not made.fits)].append(candidate)
         roomy, tight, more = groups
@@ -126,20 +126,20 @@ class _Search:
         return [found[candidate][0] for candidate in result + missing]
 
     def _explored(self) -> dict[Candidate, tuple[Estimate, float]]:
-        """The best plans of each kind by rough time that fit, or the smallest, with their costs."""
+        """The best plans of each kind by rough time that fit, or the smallest one, with their costs."""
         capacity = self.cluster.device.memory_bytes
         ranked, smallest = self._ranked()
-        most = NUM_ESTIMATED if self.cluster.device.measured is None else len(ranked)  # no rough time orders those
+        most = NUM_ESTIMATED if self.cluster.device.measured is None else len(ranked)  # measured: no rough times
         found: dict[Candidate, tuple[Estimate, float]] = {}
         fitting: dict[Candidate, list[Candidate]] = {}
-        times: dict[str, list[float]] = {}  # rough ones of those with room to spare
+        times: dict[str, list[float]] = {}  # by kind, rough times of plans that are not tight
         for rough, candidate in ranked:
             roomy = times.setdefault(kind_of(candidate), [])
             if len(roomy) >= most or (roomy and rough > FAR * roomy[0]):
                 continue
             alike = fitting.setdefault(_plain(candidate), [])
             if any(saves_less(other, candidate) for other in alike):
-                continue  # it fits with less saved
+                continue  # a variant that saves less memory fits
             is_tight = not self._fits(candidate, usable_bytes(self.cluster))
             if is_tight and (roomy or not self._fits(candidate, capacity)):
                 continue
@@ -152,7 +152,7 @@ class _Search:
         return found | {candidate: self._judged(candidate) for candidate in left}
 
     def _ranked(self) -> tuple[list[tuple[float, Candidate]], dict[str, list[Candidate]]]:
-        """The plans that may fit, by rough time and risk; the smallest of each kind, with one microbatch and more."""
+        """Candidates that may fit, by rough time and risk; of each kind the smallest with one microbatch, and more."""
         found: list[tuple[float, Candidate]] = []
         smallest: dict[tuple[str, bool], tuple[tuple[float, int], Candidate]] = {}
         for candidate in self._candidates():
@@ -169,7 +169,7 @@ class _Search:
         return found, of_kinds
 
     def _candidates(self) -> Iterator[Candidate]:
-        """The candidates to try now: without what :data:`_RESORTS` are for, or with it."""
+        """The candidates to try with the measures of :data:`_RESORTS` that are in force."""
         fixed, device = self.fixed, self.cluster.device
         if not device.link_bandwidth and device.measured is None and "axes" not in self.resorts:
             fixed = {**dict.fromkeys(_LINKED, 1), **fixed}
@@ -189,7 +189,7 @@ class _Search:
                     yield from (made, made._replace(chunks_loss=True)) if may_chunk else (made,)
 
     def _goes_with_fixed(self, candidate: Candidate) -> bool:
-        """Whether the layout is one that fields such as ``reshard_after_forward=4`` allow."""
+        """Whether fixed fields such as ``reshard_after_forward=4`` permit the layout."""
         if not self.fixed:
             return True
         try:
@@ -204,7 +204,7 @@ class _Search:
         return known + self.rough_s.network_risk(candidate)
 
     def _judged(self, candidate: Candidate) -> tuple[Estimate, float]:
-        """The plan in full, and its cost: the step time with its risk."""
+        """The full estimate, and its cost: the step time with its risk."""
         plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
         made = estimate(self.shape, plan, self.cluster, workload)
         full = fullness(made.memory.device_bytes / self.cluster.device.memory_bytes)
@@ -218,7 +218,7 @@ class _Search:
         return self._memory(candidate).device_bytes
 
     def _fits(self, candidate: Candidate, capacity: float) -> bool:
-        """Whether memory suffices. A larger microbatch holds no less, so not all of them are asked for."""
+        """Whether memory is sufficient. Larger microbatches never need less memory, so few estimates are computed."""
         key = candidate._replace(micro_batch=0, accumulation=min(candidate.accumulation, 2))
         if key not in self._limits:
             self._limits[key] = [], []
@@ -236,7 +236,7 @@ class _Search:
 
 
 def _plain(candidate: Candidate) -> Candidate:
-    """The candidate with no memory saved."""
+    """The candidate without memory savings."""
     return Candidate(*candidate[:6])
 
 

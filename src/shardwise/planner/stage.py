@@ -1,4 +1,4 @@
-"""The units of a model on a pipeline rank, and the microbatches of them in flight."""
+"""The units of a model on a pipeline rank, and the number of microbatches in flight."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ class Stage:
 
     Attributes:
         rank: Coordinate on ``pp``.
-        blocks: Number of blocks of each run of equal ones.
-        has_embedding: The rank holds the embedding.
-        has_head: The rank holds the last norm and the head.
-        num_stages: Stages of the pipeline that the rank holds.
-        held: Microbatches whose activations of the whole rank it holds at most; with several stages on a rank a part of
-            them counts for each.
-        passes: The passes of a split backward at which most is held (:func:`split_passes`).
+        blocks: Number of blocks from each run of equal blocks.
+        has_embedding: The rank has the embedding.
+        has_head: The rank has the last norm and the head.
+        num_stages: Stages of the pipeline on the rank.
+        held: Peak number of microbatches with stored activations; each of several stages counts as a fraction.
+        passes: The passes of a split backward at which the peak may be (:func:`split_passes`).
     """
 
     rank: int
@@ -43,10 +42,10 @@ class Chain:
     """The costs by which stages are balanced.
 
     Attributes:
-        counts: For each run of equal blocks their number.
-        costs: For each run the elements of the matrices of one block.
+        counts: Number of blocks in each run of equal blocks.
+        costs: Elements of a block's matrices, for each run.
         head_cost: Elements of the head's matrices.
-        embedding_cost: What the embedding counts as; 0 for our engine, which looks rows up.
+        embedding_cost: Cost of the embedding; 0 for our engine, because an embedding only looks up rows.
     """
 
     counts: tuple[int, ...]
@@ -55,7 +54,7 @@ class Chain:
     embedding_cost: int = 0
 
 
-#: For each of so many stages the blocks of each run.
+#: Function of a chain and a number of stages that returns, for each stage, the number of blocks from each run.
 Divide = Callable[[Chain, int], tuple[tuple[int, ...], ...]]
 
 
@@ -63,7 +62,7 @@ Divide = Callable[[Chain, int], tuple[tuple[int, ...], ...]]
 def stages(
     chain: Chain, pp: int, policy: PipelinePolicy | None, num_microbatches: int, divide: Divide | None = None
 ) -> tuple[Stage, ...]:
-    """The stages of each rank of a pipeline; without a policy there is one rank, with everything."""
+    """The part of the model on each pipeline rank; without a policy there is one rank."""
     if policy is None:
         return (Stage(0, chain.counts, has_embedding=True, has_head=True, num_stages=1, held=1.0),)
     virtual = policy.virtual_stages
@@ -84,9 +83,11 @@ def stages(
 def split_passes(
     policy: PipelinePolicy, pp: int, num_microbatches: int, rank: int
 ) -> tuple[tuple[bool, float, float, bool], ...]:
-    """Whether it is a weight pass, microbatches before their input pass, those before their weight pass, and sums.
+    """The passes of a split backward on a rank, without those at which no more is stored than at another one.
 
-    Both include the microbatch of the pass. Beyond 3 pp microbatches the middle of a step repeats itself.
+    Each is (is a weight pass, microbatches between forward and input pass, microbatches between input and weight pass,
+    whether sums of gradients exist). Both numbers include the microbatch of the pass. At most 3 pp microbatches are
+    counted, because more repeat the middle of the step.
     """
     held, waiting, has_sums, virtual = 0, 0, False, policy.virtual_stages
     found = set()
@@ -96,7 +97,7 @@ def split_passes(
             found.add((is_weight, held / virtual, waiting / virtual, has_sums))
         held += (action.kind is Kind.FORWARD) - is_input
         waiting += is_input - is_weight
-        has_sums = has_sums or is_input  # that of the norms' gradients, in the buffers of all
+        has_sums = has_sums or is_input  # an input pass also computes gradients of norms, in the full buffers
     return tuple(
         one
         for one in sorted(found)
@@ -108,7 +109,7 @@ def split_passes(
 
 @functools.lru_cache(maxsize=1024)
 def stage_blocks(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """For each stage the blocks of each run, as ``spec.chain.balance`` divides embedding, blocks, norm and head."""
+    """For each stage the number of blocks from each run, balanced by ``spec.chain.balance`` with embedding and head."""
     if len(chain.counts) == 1 and not chain.embedding_cost:
         return tuple((n,) for n in _even(chain.counts[0], chain.costs[0], chain.head_cost, num_stages))
     runs = [run for run, count in enumerate(chain.counts) for _ in range(count)]
@@ -122,7 +123,7 @@ def stage_blocks(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _even(count: int, cost: int, head_cost: int, num_stages: int) -> list[int]:
-    """Blocks of each stage where all blocks are equal: with the head come fewer, and earlier stages have fewer."""
+    """Blocks of each stage if all blocks are equal. The last stage has fewer because of the head, then the earliest."""
     others = num_stages - 1
     best: tuple[int, int, int] | None = None
     for last in range(count - others + 1):

@@ -1,8 +1,8 @@
-"""A rank's memory for a model's units between and during steps, from the expressions that the engine's tests assert.
+"""A rank's memory for a model's units between and during steps, by the formulas that the engine's tests assert.
 
-A stage of the model is the root (embedding, head) and runs of equal units. Of each run a few units are enough:
-``spec.memory.footprint`` grows by the same bytes for every further one, because only a few are gathered or reduced at
-once (``tests/planner/test_states.py`` compares with all units).
+A stage of the model is the root (embedding, head) and runs of equal units. Only a few units of each run are computed:
+``spec.memory.footprint`` grows by the same bytes for every additional unit, because only a few are gathered or reduced
+at once (``tests/planner/test_states.py`` compares with all units).
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ class Parameters:
     """Parameters of one unit on a rank, before they are divided over data-parallel ranks.
 
     Attributes:
-        trained: Elements that get gradients, routed experts left out.
-        experts: Elements of routed experts.
-        frozen: Elements that get none.
-        packed: Those of linear layers among them, which ``quantize_frozen`` holds in fewer bytes.
-        matrices: Of ``trained``, elements for which the optimizer keeps one tensor less than for others: hidden
-            matrices, with Muon.
-        expert_matrices: The same of ``experts``.
+        trained: Trained elements, without routed experts.
+        experts: Elements of routed experts, which are trained.
+        frozen: Frozen elements.
+        packed: The part of ``frozen`` in linear layers, which ``quantize_frozen`` quantizes.
+        matrices: The part of ``trained`` for which the optimizer has one state tensor less: hidden matrices, with Muon.
+        expert_matrices: The same part of ``experts``.
     """
 
     trained: int
@@ -62,27 +61,27 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The placement of units by the engine: all of a plan, a workload and a device on which the bytes held depend.
+    """Everything in a plan, a workload and a device that determines the memory of units.
 
     Attributes:
         row: Placements of the strategy.
-        shard_size: Ranks that share a parameter: ``dp_shard * cp``.
+        shard_size: Ranks over which parameters are sharded: ``dp_shard * cp``.
         num_replicas: Ranks of ``dp_replicate``.
         is_replicated: Gradients are also summed over ``dp_replicate``.
         ep: Expert-parallel ranks.
-        compute_dtype: Dtype that units compute in, and of frozen parameters. What the optimizer updates is fp32.
+        compute_dtype: Dtype in which units compute, and of frozen parameters. Masters are fp32.
         reduce_dtype: Dtype of gradient buffers.
         reshards: Units are released between forward and backward.
-        inner_size: Ranks over which they then stay sharded; 0: none.
+        inner_size: Ranks over which released units stay sharded until backward; 0: none.
         in_backward: The optimizer steps inside backward.
-        offload: What is kept on the host.
-        quantization: What is held or sent in fewer bytes.
+        offload: Data kept on the host.
+        quantization: Forms of quantized weights and gradients.
         optimizer_tensors: State tensors per parameter.
         prefetch: How many units are gathered ahead in forward and in backward.
         num_gradient_buffers: Most gradient buffers in use at once.
-        accumulation: How microbatches are added up; ``None``: there is one.
+        accumulation: How microbatches are added up; ``None``: a step has one microbatch.
         is_pipeline: Units stay gathered until the last microbatch's backward.
-        merge_limit: As ``ParallelPlan.merge_limit``.
+        merge_limit: See ``ParallelPlan.merge_limit``.
         device_type: Type of the device that computes.
     """
 
@@ -113,32 +112,32 @@ class Rules:
 
     @property
     def receives(self) -> bool:
-        """The library adds up sums itself, and so receives the peers' slices first: Gloo on CPUs."""
+        """Whether this library computes sums, and needs memory to receive peers' slices: Gloo on CPUs."""
         return self.device_type == "cpu"
 
 
-#: Bytes of an element of what the optimizer updates.
+#: Bytes of an element of a master.
 _MASTER_BYTES = 4
 
-#: Runs of equal units: how many, and what one has.
+#: Runs of equal units: the number of units, and the parameters of one.
 Runs = tuple[tuple[int, Parameters], ...]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The additional memory of one unit while it computes.
+    """The memory of one unit in a run of equal units, in addition to masters and optimizer state.
 
     Attributes:
-        count: Equal units in a row.
-        blocks: Blocks of the model in each.
-        gathered: Bytes of its gathered parameters; 0 where they are never released.
-        gradients: Bytes of gradients as autograd makes them, in the compute dtype.
-        shard: Bytes of the memory of ``.grad`` where that is apart from the buffer that is reduced, and from ``waits``.
-        sums: Bytes of a full-size gradient buffer of its own.
-        inner: Bytes that it keeps gathered over an inner group of ranks from forward to backward.
-        buffer: Bytes of the pooled full-size buffer that its gradients are reduced in; 0: none.
+        count: Units in the run.
+        blocks: Blocks of the model in each unit.
+        gathered: Bytes of gathered parameters; 0 if they are never released.
+        gradients: Bytes of gradients that autograd makes, in the compute dtype.
+        shard: Bytes of the memory of ``.grad``, if that is separate from the buffer that is reduced and from ``waits``.
+        sums: Bytes of a full-size gradient buffer that no other unit uses.
+        inner: Bytes of the slice that an inner group of ranks keeps from forward to backward.
+        buffer: Bytes of the pooled full-size buffer in which gradients are reduced; 0: none.
         waits: Bytes of sums that wait for ``dp_replicate`` until the last microbatch.
-        stays: Bytes of ``sums`` that stay from step to step, as ``.grad`` is elsewhere.
+        stays: The part of ``sums`` that stays allocated from step to step, because ``.grad`` has separate memory.
     """
 
     count: int
@@ -158,11 +157,11 @@ class States:
     """The memory of a rank for a stage.
 
     Attributes:
-        footprint: The most of each category, as ``spec.memory.footprint`` says.
+        footprint: The peak of each category, by ``spec.memory.footprint``.
         root: The root unit.
         units: The other units, in order.
-        landing: Bytes of the device's buffers for masters from the host before their cast, of the buffers in which
-            packed gathers are received, and of those in which this library receives sums.
+        landing: Bytes of the device's buffers for offloaded masters before they are cast, of the receive buffers of
+            packed gathers, and of those in which this library receives sums.
     """
 
     footprint: Footprint
@@ -176,13 +175,13 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
     """Compute the memory of a rank for a stage with these units, in closed form.
 
     Args:
-        root: What no block owns: embedding, last norm, head.
+        root: Parameters outside of blocks: embedding, last norm, head.
         runs: The blocks in order.
-        rules: How they are placed.
+        rules: The engine's settings.
     """
     of_root, placed = _placed(root, merged_runs(root, runs, rules), rules)
     few = max(1 + max(rules.prefetch), rules.num_gradient_buffers) + 2
-    if rules.receives and rules.num_gradient_buffers > 2:  # receive buffers are then made in turns that never settle
+    if rules.receives and rules.num_gradient_buffers > 2:  # receive buffers then do not grow equally with each unit
         few = max((run.count for run in placed), default=0)
     least = [min(run.count, few) for run in placed]
     ends = (root, of_root)
@@ -204,7 +203,7 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
 
 
 class _Run(NamedTuple):
-    """Equal units in a row that are held in one way."""
+    """A run of equal units with the same rules."""
 
     count: int
     blocks: int
@@ -215,7 +214,7 @@ class _Run(NamedTuple):
 def _placed(
     root: Parameters, merged: Sequence[tuple[int, int, Parameters]], rules: Rules
 ) -> tuple[Rules, tuple[_Run, ...]]:
-    """The rules of the root, and the runs of units: neighbours are in one run if both are offloaded or neither is."""
+    """The rules of the root, and the runs of units; offloaded units and others are in different runs."""
     policy = rules.offload
     if policy is None or policy.ratio == 1:
         return rules, tuple(_Run(*run, rules) for run in merged)
@@ -233,14 +232,14 @@ def _placed(
 
 
 def _covered_bytes(unit: Parameters, rules: Rules, policy: OffloadPolicy) -> int:
-    """Bytes of a unit's parameters that the policy keeps on the host where it chooses the unit."""
+    """Bytes of a unit's parameters that are kept on the host if the policy chooses the unit."""
     trained, frozen = unit.trained + unit.experts, unit.frozen
     covers = [policy.covers(rules.row, is_trainable=is_trainable) for is_trainable in (True, False)]
     return covers[0] * trained * _MASTER_BYTES + covers[1] * frozen * item_bytes(rules.compute_dtype)
 
 
 def merged_runs(root: Parameters, runs: Runs, rules: Rules) -> tuple[tuple[int, int, Parameters], ...]:
-    """Runs of units after small neighbours are merged: how many, blocks of each, and what one has."""
+    """Runs of units after small neighbours are merged: units of a run, blocks of a unit, and parameters of a unit."""
     total = _MASTER_BYTES * (root.numel + sum(count * block.numel for count, block in runs))
     limit = rules.merge_limit
     if limit is None:
@@ -261,7 +260,7 @@ def merged_runs(root: Parameters, runs: Runs, rules: Rules) -> tuple[tuple[int, 
 
 
 def _footprint(root: tuple[Parameters, Rules], runs: Sequence[_Run], counts: Sequence[int]) -> Footprint:
-    """The footprint of the root and of so many units of each run."""
+    """The footprint of the root and of ``counts`` units of the runs."""
     rules = root[1]
     held = footprint(
         _every_group(root, runs, counts),
@@ -299,7 +298,7 @@ def _reductions(rules: Rules) -> dict[str, Any]:
 
 
 def _received_bytes(groups: Sequence[GroupFacts], rules: Rules) -> int:
-    """Bytes of the buffers in which sums are received, where this library adds them up."""
+    """Bytes of the buffers in which sums are received, if this library computes them."""
     if not rules.receives:
         return 0
     both = (
@@ -315,7 +314,7 @@ def held_matrices(unit: Parameters, rules: Rules) -> int:
 
 
 def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[GroupFacts, ...]:
-    """The groups of a unit: trained parameters, routed experts, frozen ones, those of linear layers by themselves."""
+    """The groups of a unit: trained parameters, routed experts, frozen parameters, packed frozen parameters."""
     packed_as = rules.quantization.frozen
     is_smaller = packed_as != "none" and (packed_as != "bf16" or item_bytes(rules.compute_dtype) > 2)
     packed = unit_parameters.packed if is_smaller else 0
@@ -341,7 +340,7 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
         frozen_as=frozen_as, is_float=True, compute_dtype=rules.compute_dtype, is_sharded=row.shards_optimizer
     )
     packed_in = {held_as, sent_as, reduced_as} - {None}
-    # One tensor stands for all: padding between tensors of multiples of 64 elements is nothing.
+    # One tensor represents all: tensors of multiples of 64 elements have no padding between them.
     spec = ParamSpec("all", (numel,), master, is_trainable)
     layout = GroupLayout.build(
         [spec],
@@ -370,7 +369,7 @@ def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool, 
 
 
 def _plus(held: Footprint, more: Footprint, fewer: Footprint, count: int) -> Footprint:
-    """``held``, and ``count`` times what one unit adds."""
+    """``held`` plus ``count`` times the bytes that one unit adds, ``more - fewer``."""
     return Footprint(
         **{
             field.name: getattr(held, field.name) + count * (getattr(more, field.name) - getattr(fewer, field.name))
@@ -393,7 +392,7 @@ def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, dept
         if rules.accumulation != "defer_replicate" or group.is_reduced_apart:
             shard += 0 if group.is_offloaded else group.grad_bytes(0)
         full = group.reduce_item_bytes * group.reduce_layout.numel
-        is_occupied = rules.accumulation == "sharded" and not group.is_reduced_apart  # by the sum so far
+        is_occupied = rules.accumulation == "sharded" and not group.is_reduced_apart  # .grad has the sum so far
         buffer += full if group.pools_gradients or is_occupied else 0
         sums += 0 if group.pools_gradients else full
         stays += full if group.is_reduced_apart and not group.pools_gradients else 0

@@ -1,14 +1,14 @@
-"""Seconds of a step, by the tables of a machine that was calibrated where there are some, else by the hardware table.
+"""Seconds of a step, from the measured tables of a calibrated machine if there are any, else from the hardware table.
 
 On a machine that ``shardwise calibrate`` has measured, every part of a unit is looked up in the measured tables: linear
 layers by their three sizes, attention, norms and element-wise work by their elements, the optimizer's step, collectives
-by their bytes. The engine's own copies are those of gradients into flat buffers, and of slices into gathered buffers.
-``sim`` puts them in order.
+by their bytes. The engine's copies of gradients into flat buffers, and of slices into gathered buffers, are added.
+``sim`` simulates their order and overlap.
 
-On a CPU a rank computes and sends with the same core. ``Measured.shared`` says how far: while n of a rank's streams are
-busy each takes ``1 + shared (n - 1)`` times as long. What a collective costs includes the sums that the rank makes at
-its wait, as the measured collectives did. On a GPU what was measured begins with the kernel, so that the host's time to
-launch it comes from ``cost.software``.
+On a CPU a rank computes and sends with the same core. ``Measured.shared`` says how much they slow each other down:
+while n of a rank's streams are busy, each needs ``1 + shared (n - 1)`` times as long. The time of a collective includes
+the sums that the rank computes when it waits, because the measured collectives did so too. On a GPU the measured times
+begin with the kernel, so the host's time to launch the kernel is taken from ``cost.software``.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from shardwise.spec.traffic.matrices import NS_STEPS
 
 __all__ = ["CalibratedTiming", "TimeEstimate", "estimate_time", "model_flops", "timing"]
 
-#: Parts that the measured attention and the measured linear layers, which have biases, include.
+#: Parts whose time is included in that of measured attention and of measured linear layers, which have biases.
 _MEASURED = {"attention", "gradients", "biases"}
-#: The measured operation that a part is; others are additions.
+#: The measured operation of a part by its name; other parts are measured as additions or copies.
 _OPERATIONS = {"norm": "norm", "loss": "loss"} | dict.fromkeys(("gelu", "gelu_new", "silu", "relu"), "activation")
 
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredLink(Link):
-    """A link by the measured table; an exchange of tokens sends as an all-gather does."""
+    """A link with measured times; an all-to-all of tokens is assumed to be as fast as an all-gather."""
 
     measured: Measured = field(default_factory=Measured)
 
@@ -56,7 +56,7 @@ class _MeasuredLink(Link):
 
 
 class CalibratedTiming(Timing):
-    """One plan's step, of which every part is looked up.
+    """The step of a plan on a calibrated machine; the time of every part is looked up.
 
     Raises:
         ConfigError: The file has no times of this dtype, or of a collective that the plan needs.
@@ -72,7 +72,7 @@ class CalibratedTiming(Timing):
 
     @cached_property
     def links(self) -> Mapping[str, Link]:
-        """The links of every axis."""
+        """The link of every axis."""
         plan, measured = self.plan, self._measured
         sizes = {"tp": plan.tp, "cp": plan.cp, "ep": plan.ep, "dp_replicate": plan.dp_replicate}
         sizes |= {"dp_shard": plan.dp_shard * plan.cp, "inner": plan.inner_size or 1}
@@ -93,7 +93,7 @@ class CalibratedTiming(Timing):
         return gathers, reduces, sums
 
     def optimizer_s(self, work: UnitWork) -> float:
-        """The step on a rank's part, parameter by parameter: the weights of products, and the rest."""
+        """The optimizer's step on a rank's part: each weight of a product, and all other parameters together."""
         share = self.links["dp_shard"].kind_size if self.plan.placements.shards_optimizer else 1
         optimizer = self.workload.optimizer if self.workload.optimizer in self._measured.optimizers else "adamw"
         weights = [(p.inner * p.columns, p.count) for p in work.products if p.is_trained]
@@ -125,7 +125,7 @@ class CalibratedTiming(Timing):
             there, back = self._measured.product_s(
                 product.rows, product.inner, product.columns, self.workload.precision
             )
-            if is_gpu:  # it was measured at multiples of 256
+            if is_gpu:  # products were measured at multiples of 256
                 share = self._alignment(product, product.inner) * self._alignment(product, product.columns)
                 there, back = there / share, back / share
             products += there * product.count
@@ -162,7 +162,7 @@ class CalibratedTiming(Timing):
         )
 
     def _part(self, part: Part) -> tuple[float, float]:
-        """An element-wise part: by the operation that it is, over as many elements as its bytes are passes."""
+        """Forward and backward seconds of an element-wise part, from the measured operation that resembles it."""
         e = item_bytes(self.workload)
         if part.name in _MEASURED:
             return 0.0, 0.0

@@ -1,7 +1,7 @@
-"""Seconds of a step: units' work at the speed of kernels and links, put in order by the simulation.
+"""Seconds of a step: units' work at the speed of kernels and links, with order and overlap from a simulation.
 
-Equal blocks in a row are simulated a few times, not a hundred: once the first and the last have run, each one more adds
-the same time. So do microbatches of a pipeline after the first ``2 pp``.
+Only a few of many equal blocks are simulated, because each additional block between the first and the last adds the
+same time. So does each microbatch of a pipeline after the first ``2 pp``.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.traffic.matrices import NS_STEPS, exchanged_bytes
 
-#: What the simulation calls the categories of time, and what users read.
+#: Categories of time by their names in the simulation, with their names for users.
 CATEGORIES = {"gather": "exposed gather", "reduce": "exposed reduce"}
 
-#: Streams that share a rank's link to the ranks it divides data with.
+#: Streams that share a rank's link to data-parallel peers.
 _ON_LINK = frozenset({"gather", "reduce", "replicate"})
 
-#: Bytes per second with which the host updates what a rank has there. An assumption: the 100 to 400 GB/s of a server's
+#: Bytes per second at which the host updates a rank's offloaded state. An assumption: the 100 to 400 GB/s of a server's
 #: DDR4 or DDR5, shared by the eight ranks of a node.
 HOST_UPDATE = 20e9
 
-#: The host's time for a unit's forward and for its backward, over that of its forward without recomputation. With it
-#: torch's checkpoint packs and unpacks every saved tensor, in Python (16 blocks of Llama on an H100 whose host is late:
-#: 36 and 54 ms, recomputed 51 and 99, selectively 62 and 99; bench/results/2026-11-27-gpu-3.md).
+#: The host's time for a unit's forward and for its backward, relative to forward without recomputation. With
+#: recomputation torch's checkpoint packs and unpacks every saved tensor in Python (16 blocks of Llama on an H100 that
+#: waits for its host: 36 and 54 ms, recomputed 51 and 99, selectively 62 and 99; bench/results/2026-11-27-gpu-3.md).
 _LAUNCHES, _LAUNCHES_RECOMPUTED = (1.0, 2.0), (1.5, 3.5)
 
-#: Blocks of a long run that are simulated.
+#: Number of blocks of a long run that are simulated.
 _SIMULATED = 3
 
 
@@ -54,11 +54,11 @@ class TimeEstimate:
     """The parts of a step's time, on the rank that takes longest.
 
     Attributes:
-        step_time_s: Seconds of a step, from the second one on.
+        step_time_s: Seconds of a step, except the first.
         by_category: Seconds by ``compute``, ``exposed gather``, ``exposed reduce``, ``tp``, ``pp bubble``, ``cp``,
-            ``ep``, ``optimizer``, ``offload``, ``host``; they add up to ``step_time_s``.
-        model_flops: Operations that the model needs for a step on all GPUs: three times the forward's, masked pairs of
-            attention and the head included, recomputation not.
+            ``ep``, ``optimizer``, ``offload``, ``host``; their sum is ``step_time_s``.
+        model_flops: FLOPs that the model needs for a step on all GPUs: three times the forward's, with masked pairs of
+            attention and the head, without recomputation.
         sent_bytes: Bytes that a rank sends in a step, by axis.
     """
 
@@ -69,9 +69,9 @@ class TimeEstimate:
 
 
 def model_flops(shape: ModelShape, workload: Workload) -> float:
-    """Operations that the model needs for one step, full attention and the head included.
+    """FLOPs that the model needs for one step, full attention and the head included.
 
-    Backward needs twice the forward's, but for frozen weights, which get no gradient, once.
+    Backward needs twice as many as forward; for frozen weights, which have no gradient, as many as forward.
     """
     units = model_work(shape, ParallelPlan(strategy="ddp"), workload)
     return sum(unit.count * unit.step_flops for unit in units) * workload.global_batch / workload.micro_batch
@@ -79,15 +79,15 @@ def model_flops(shape: ModelShape, workload: Workload) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """One plan's step.
+    """The step of a plan.
 
     Attributes:
         shape: The model.
-        plan: The plan, resolved.
-        cluster: Where it runs.
-        workload: What it trains.
-        software: By what.
-        adds_gradients: Gradients of a microbatch are added to those before in a step of its own.
+        plan: The plan, with every degree filled in.
+        cluster: The GPUs and their links.
+        workload: The batch and settings of a step.
+        software: Speed of kernels and overlap.
+        adds_gradients: Adding a microbatch's gradients to earlier ones takes additional time.
     """
 
     shape: ModelShape
@@ -99,7 +99,7 @@ class Timing:
 
     @functools.cached_property
     def links(self) -> Mapping[str, Link]:
-        """The links of every axis."""
+        """The link of every axis."""
         return axis_links(self.plan, self.cluster, self.software)
 
     @property
@@ -117,7 +117,7 @@ class Timing:
         return model_work(self.shape, self.plan, workload)
 
     def estimate(self) -> TimeEstimate:
-        """The whole."""
+        """Estimate the step's time, FLOPs and bytes."""
         seconds = self._pipeline() if self.plan.pp > 1 else self._data_parallel()
         found: dict[str, float] = {}
         for category, spent in seconds.items():
@@ -134,12 +134,12 @@ class Timing:
 
     @property
     def is_waited_for(self) -> bool:
-        """Gathers and reductions come after the computation, not beside it."""
+        """Whether gathers and reductions follow the computation instead of overlapping it."""
         return not self.software.overlaps_reductions and not self.plan.placements.shards_parameters
 
     @functools.cached_property
     def _gradient_bytes(self) -> int:
-        """Bytes of an element of a gradient where it is reduced: by the plan's policy, else by the software."""
+        """Bytes of an element of a reduced gradient: by the plan's policy or, without one, by the software."""
         if self.workload.precision == "fp32":
             return 4
         if self.plan.mp_policy is None:
@@ -148,7 +148,7 @@ class Timing:
 
     @property
     def _accumulation(self) -> str:
-        """As ``ParallelPlan.accumulation``, decided."""
+        """``ParallelPlan.accumulation``, with ``"auto"`` resolved."""
         if self.plan.accumulation != "auto":
             return self.plan.accumulation
         return "sharded" if self.plan.placements.pools_gradients and self.plan.pp == 1 else "unsharded"
@@ -157,11 +157,11 @@ class Timing:
         return unit_seconds(work, self.cluster.device, self.software, self.workload)
 
     def step_unit(self, work: UnitWork, *, recomputes: str = "none") -> StepUnit:
-        """A unit for the simulation, of which backward computes again what ``recomputes`` says."""
+        """A unit for the simulation; ``recomputes`` is ``"none"``, ``"selective"`` or ``"full"``."""
         spent = self._seconds(work)
         selective = spent.elementwise_s + self.software.selective_products * spent.products_s
         again = {"none": 0.0, "selective": selective, "full": spent.forward_s}[recomputes]
-        if self.num_microbatches > 1 and self.adds_gradients:  # over microbatches, read and written in fp32
+        if self.num_microbatches > 1 and self.adds_gradients:  # sums over microbatches are read and written in fp32
             again += copy_seconds(8 * self._held(work, is_sharded=self._accumulation == "sharded"), self.cluster.device)
         ahead = self._exchanges(work, is_forward=True)
         back = self._exchanges(work, is_forward=False)
@@ -190,7 +190,7 @@ class Timing:
         )
 
     def _transfers(self, work: UnitWork) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[Transfer, ...]]:
-        """All-gathers, reductions on ``dp_shard``, and what follows on ``dp_replicate``."""
+        """All-gathers and reductions on ``dp_shard``, and the sums on ``dp_replicate`` that follow."""
         row, item = self.plan.placements, item_bytes(self.workload)
         grad = self._gradient_bytes
         shard, replicate = self.links["dp_shard"], self.links["dp_replicate"]
@@ -207,12 +207,12 @@ class Timing:
         return tuple(gathers), tuple(reduces), tuple(sums)
 
     def _kept_gathers(self, work: UnitWork) -> tuple[Transfer, ...]:
-        """All-gathers in backward, from the ranks that keep a unit between them after its forward."""
+        """All-gathers in backward from the inner group of ranks that keeps a unit after its forward."""
         inner, item = self.links["inner"], item_bytes(self.workload)
         return tuple(Transfer(inner.seconds("all_gather", item * n)) for n, _, _ in self._groups(work, inner))
 
     def _groups(self, work: UnitWork, shard: Link) -> list[tuple[float, float, Link]]:
-        """Parameters, those trained, and the link, of what is gathered together: routed experts apart under ``ep``."""
+        """Elements, trained elements and link of each gathered group; under ``ep`` routed experts are separate."""
         experts = work.num_expert_parameters if self.plan.ep > 1 else 0
         trained = work.num_trained / work.num_parameters if work.num_parameters else 0.0
         dense = work.num_parameters - experts
@@ -243,30 +243,30 @@ class Timing:
         return 4 * self._held(work, is_sharded=True) / self.cluster.device.host_bandwidth
 
     def _away_s(self, work: UnitWork, recomputes: str) -> float:
-        """Seconds of the copy of what a block's forward leaves for backward to the host, or back."""
+        """Seconds of the copy of a block's activations to the host, or back."""
         policy = self.plan.activation_offload
         if policy is None or work in {self.works[0], self.works[-1]}:
             return 0.0
         return work.kept_bytes(recomputes) / policy.every / self.cluster.device.host_bandwidth
 
     def _held(self, work: UnitWork, *, is_sharded: bool) -> float:
-        """Trained parameters of a unit that a rank holds."""
+        """Trained parameters of a unit on a rank."""
         groups = self._groups(work, self.links["dp_shard"])
         return sum(trained / (link.kind_size if is_sharded else 1) for _, trained, link in groups)
 
     def optimizer_s(self, work: UnitWork) -> float:
-        """The optimizer's step on what a rank holds of a unit: reads and writes of masters, moments, gradients."""
+        """Seconds of the optimizer's step on a rank's part of a unit: reads and writes masters, states, gradients."""
         held = self._held(work, is_sharded=self.plan.placements.shards_optimizer)
         tensors = 3 + 2 * self.workload.optimizer_tensors  # gradient and master, and each state read and written
         if self.workload.optimizer == "muon" and work not in {self.works[0], self.works[-1]}:
-            tensors -= 1  # of matrices one state less, and what is exchanged, in 16 bit, written and read
+            tensors -= 1  # matrices have one state less, and exchanged copies in 16 bit are written and read
         if self.plan.offload is not None:
             return 4 * tensors * held / HOST_UPDATE
         return copy_seconds(4 * tensors * held, self.cluster.device)
 
     @functools.cached_property
     def _exchanged_bytes(self) -> tuple[float, float]:
-        """Bytes of matrices that a rank sends to be orthogonalized, and of results, with Muon."""
+        """Bytes that a rank sends with Muon: matrices to be orthogonalized, and results."""
         if self.workload.optimizer != "muon":
             return 0.0, 0.0
         shard = self.plan.dp_shard * self.plan.cp
@@ -278,7 +278,7 @@ class Timing:
 
     @functools.cached_property
     def _matrices_s(self) -> float:
-        """Seconds in which, with Muon, matrices are exchanged and each rank orthogonalizes its share of them."""
+        """Seconds of the exchange of matrices with Muon, and of the orthogonalization of a rank's share."""
         if self.workload.optimizer != "muon":
             return 0.0
         whole = model_work(self.shape, ParallelPlan(strategy="ddp"), self.workload)[1:-1]
@@ -292,7 +292,7 @@ class Timing:
         return self._exchange_s() + max(total / self.plan.pp / ranks, longest)
 
     def _exchange_s(self) -> float:
-        """Seconds in which ranks exchange matrices before they are orthogonalized, and results after it."""
+        """Seconds of the exchange of matrices before orthogonalization, and of results after it."""
         joined = [self.links[axis] for axis in ("tp", "dp_shard", "dp_replicate") if self.links[axis].kind_size > 1]
         slowest = min(joined, key=lambda link: link.bandwidth, default=None)
         return sum(self._exchanged_bytes) / slowest.bandwidth + 2 * slowest.latency_s if slowest is not None else 0.0
@@ -315,7 +315,7 @@ class Timing:
         return sum(work.count * self.optimizer_s(work) for work in self.works) / self.plan.pp + self._matrices_s
 
     def _recomputes(self, blocks: Sequence[UnitWork]) -> list[str]:
-        """For each block what backward computes again."""
+        """The recomputation of each block."""
         wanted = self.workload.recompute
         if wanted == "none" and self.plan.activation_checkpointing in {"full", "selective"}:
             wanted = str(self.plan.activation_checkpointing)
@@ -388,14 +388,14 @@ class Timing:
         )
 
     def step(self) -> SimulatedStep:
-        """The whole step of a plan without ``pp``, every block simulated, for a drawing."""
+        """The step of a plan without ``pp``, with every block simulated, for a drawing."""
         blocks = [work for work in self.works[1:-1] for _ in range(work.count)]
         chain = zip(blocks, self._recomputes(blocks), strict=True)
         units = [self.step_unit(work, recomputes=again) for work, again in chain]
         return dataclasses.replace(self._simulated([self._root(), *units]), optimizer_s=self._last_update_s)
 
     def _with_waits(self, found: dict[str, float]) -> dict[str, float]:
-        """Add what is reduced and gathered after the backward."""
+        """Add the reductions and gathers that follow the backward."""
         if self.is_waited_for:
             for work in self.works:
                 gather, reduce, replicate = self._transfers(work)
@@ -420,7 +420,7 @@ class Timing:
             for name, spent in exposed.items():
                 found[name] = found.get(name, 0.0) + more * spent
             found["compute"] += more * (whole - sum(exposed.values()))
-        # The simulation lets messages travel beside each other; on a link one waits for the one before it.
+        # The simulation lets messages overlap each other; on a real link each waits for the previous one.
         ranks = map(step.schedule.stages, range(self.plan.pp))
         wire = max(sum(step.stages[stage].message_s for stage in stages) for stages in ranks)
         found["pp bubble"] += max(count * wire - sum(found.values()), 0.0)
@@ -428,11 +428,11 @@ class Timing:
         return self._with_waits(found)
 
     def pipeline(self, most_microbatches: int) -> SimulatedPipeline:
-        """The step of a plan with ``pp``, of no more than so many microbatches, for a drawing."""
+        """The step of a plan with ``pp`` and no more than ``most_microbatches``, for a drawing."""
         return dataclasses.replace(self._simulated_pipeline(most_microbatches), optimizer_s=self._last_update_s)
 
     def _simulated_pipeline(self, most_microbatches: int) -> SimulatedPipeline:
-        """The step without the optimizer's."""
+        """The simulated step without the optimizer's step."""
         policy, pp, count = self.plan.pipeline_policy, self.plan.pp, self.num_microbatches
         assert policy is not None
         if count > most_microbatches:
@@ -445,7 +445,7 @@ class Timing:
         counts = tuple(work.count for work in blocks)
         if self.software.divides_evenly and len(counts) == 1:
             each, more = divmod(counts[0], num_stages)
-            first = num_stages // 2 - more // 2  # what is left over goes to the middle
+            first = num_stages // 2 - more // 2  # the middle stages have one block more
             return tuple((each + (first <= place < first + more),) for place in range(num_stages))
         chain = Chain(
             counts=counts,
@@ -455,7 +455,7 @@ class Timing:
         return stage_blocks(chain, num_stages)
 
     def _stages(self, split: Sequence[tuple[int, ...]]) -> list[StageSeconds]:
-        """The stages; equal ones are simulated once."""
+        """Seconds of each stage; equal stages are simulated once."""
         last = len(split) - 1
         made: dict[tuple[tuple[int, ...], bool, bool], StageSeconds] = {}
         found = []
@@ -469,10 +469,10 @@ class Timing:
         return found
 
     def _with_messages(self, stage: StageSeconds, before: float, after: float) -> StageSeconds:
-        """A stage with its messages to the next one, and from the one before."""
+        """Add the times of messages from the previous stage and to the next stage."""
         if not self.software.p2p_blocks:
             return dataclasses.replace(stage, message_s=after)
-        # To one neighbour and from the other at the same time, once in forward and once in backward.
+        # A stage sends to one neighbour and receives from the other at the same time, in forward and in backward.
         waited = max(before, after)
         return dataclasses.replace(
             stage, forward_s=stage.forward_s + waited, backward_input_s=stage.backward_input_s + waited
@@ -493,13 +493,13 @@ class Timing:
 
     def _stage_recomputes(self, works: Sequence[UnitWork]) -> list[str]:
         wanted = self._recomputes([*works])
-        if isinstance(self.workload.recompute, int):  # so many of the whole model's blocks: each stage its share
+        if isinstance(self.workload.recompute, int):  # a number of the model's blocks: each stage has a share
             share = round(self.workload.recompute * len(works) / max(self.shape.num_layers, 1))
             return ["full" if place < share else "none" for place in range(len(works))]
         return wanted
 
     def _messages(self, num_stages: int) -> list[float]:
-        """Seconds of the message from each stage to the next; nothing comes after the last."""
+        """Seconds of the message from each stage to the next; 0 for the last."""
         policy, pp = self.plan.pipeline_policy, self.plan.pp
         assert policy is not None
         assert num_stages == pp * policy.virtual_stages
@@ -549,10 +549,10 @@ class Timing:
         return sent
 
     def _times_gathered(self, part: float) -> float:
-        """The number of times that parameters are sent in a step, of which a rank sends ``part`` each time."""
+        """The number of gathers of all parameters in a step, times ``part``, the share that ranks send in each."""
         m, reshards = self.num_microbatches, self.plan.reshard_after_forward
         if self.plan.pp > 1 and reshards is not True:
-            return part  # what is gathered stays for the step
+            return part  # gathered units stay gathered for the step
         if reshards is False or (reshards == "auto" and self.plan.placements.keeps_gathered):
             return m * part
         inner = self.plan.inner_size
