@@ -1,4 +1,4 @@
-"""``sw.train``: what ``shardwise train`` does, called from a script or a notebook."""
+"""``sw.train``: ``shardwise train`` called from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ def train(
     resume: bool | str = False,
     max_restarts: int = 0,
 ) -> dict[str, Any]:
-    """Train, as ``shardwise train`` does, and return what ``summary.json`` says.
+    """Train as ``shardwise train`` does, and return the content of ``summary.json``.
 
     ::
 
         found = sw.train({"parallel": {"strategy": "zero3"}, "train": {"steps": 1000}}, spec, nproc=2)
         found["final_loss"], found["directory"]
 
-    Processes are started here, unless this one is a rank already, as under ``torchrun``.
+    This call starts the processes, unless it runs on a rank already, as under ``torchrun``.
 
     Args:
-        config: A run.yaml, its content, or the folder of a run, which is continued there with ``resume``.
-        spec: What replaces parts of the run. It travels to the processes by cloudpickle: classes and functions of a
-            notebook's cells are found there.
-        nproc: Processes; by default one for each GPU, or two on a CPU.
+        config: A run.yaml, its content, or the folder of a run, which ``resume`` continues.
+        spec: Replaces parts of the run. Sent to the processes by cloudpickle, so that classes and functions from
+            notebook cells work.
+        nproc: Number of processes; by default one for each GPU, or two on a CPU.
         run_dir: The run's folder; by default ``runs/NAME``.
-        resume: Go on from the newest checkpoint, or from the one named.
-        max_restarts: How often all processes are started again after one was lost.
+        resume: Continue from the newest checkpoint, or from the one named.
+        max_restarts: How many times all processes are started again after one was lost.
 
     Returns:
         The content of ``summary.json``, and ``directory``, the run's folder.
 
     Raises:
-        ConfigError, DataError, PlanError, MemoryBudgetError: As the command refuses, before a process is started.
-        ShardwiseError: A rank failed, and has said why; ``exit_code`` is the launcher's.
-        SystemExit: This process is a rank, and the run was stopped or failed: with the code that it should leave with.
+        ConfigError, DataError, PlanError, MemoryBudgetError: The run is refused before a process is started, as by the
+            command.
+        ShardwiseError: A rank failed and has printed the reason; ``exit_code`` is the launcher's.
+        SystemExit: This process is a rank, and the run was stopped or failed; with the exit code of the rank.
     """
     wanted = ("latest" if resume else None) if isinstance(resume, bool) else resume
     directory = None if run_dir is None else Path(run_dir)
@@ -108,13 +109,13 @@ def train(
 
 
 def _say(text: str) -> None:
-    print(printable(text, is_block=True))  # noqa: T201 - of the caller's cell or terminal
+    print(printable(text, is_block=True))  # noqa: T201 - printed in the caller's cell or terminal
 
 
 def _read(
     config: str | os.PathLike[str] | Mapping[str, Any], run_dir: Path | None = None, resume: str | None = None
 ) -> tuple[RawConfig, Path | None]:
-    """The configuration, and the run's folder where one is named."""
+    """Read the configuration, and return it with the run's folder if one is named."""
     if isinstance(config, Mapping):
         return read_config(None, base=dict(config), title="sw.train"), run_dir
     raw, _, run_dir = named_config(Path(config), [], run_dir=run_dir, resume=resume)
@@ -122,7 +123,7 @@ def _read(
 
 
 def _written(config: str | os.PathLike[str] | Mapping[str, Any], private: Path) -> Path:
-    """The file of a configuration, which workers read again."""
+    """Return the path of the configuration's file, which workers read again; a mapping is written to a file."""
     if not isinstance(config, Mapping):
         return Path(config)
     _read(config)[0].raise_if_any()

@@ -1,4 +1,4 @@
-"""The calls to a user's own code while a run is under way, and the record of a step that they get."""
+"""Callbacks: methods of a user's code that a run calls, and the record of a step that they receive."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ class Record:
     """A line of ``metrics.jsonl``: one step.
 
     Attributes:
-        step: From 1: steps done after this one.
-        loss: Mean training loss of the step over all ranks and microbatches; ``None`` where a loop of one's own has
-            not said any.
+        step: Number of steps made, including this one.
+        loss: Mean training loss of the step over all ranks and microbatches; ``None`` if a user's loop recorded none.
         grad_norm: Global norm of the gradient before clipping. Not finite in a step that fp16's loss scaling skipped;
-            ``None`` where backward updates, as all gradients are never there at once.
+            ``None`` if parameters are updated in backward, because the full gradient never exists then.
         lr: Learning rate of the step.
         tokens: Tokens trained on so far, over all ranks.
         tokens_per_s: Tokens of this step over its time, over all ranks.
         step_time_s: Wall time of the step.
-        data_time_s: Part of it that was spent waiting for data.
-        mfu: Share of the devices' dense peak, per GPU; ``None`` where the peak is unknown.
-        peak_memory_bytes: Most bytes of tensors held at once so far, the largest over the ranks.
+        data_time_s: Part of ``step_time_s`` spent waiting for data.
+        mfu: Share of the devices' dense peak, per GPU; ``None`` if the peak is unknown.
+        peak_memory_bytes: Peak bytes of tensors so far, the maximum over the ranks.
         collective_bytes: Bytes that rank 0 sent in this step.
         exposed_time_s: Part of ``step_time_s`` in which rank 0 waited for communication of the model (gathers,
-            reductions, ``tp``, ``pp``, ``cp``, ``ep``), a wait for a rank that comes later included; measured by the
-            host where it waits. ``None`` on a GPU, where the host does not wait: ``--profile-steps`` shows it there.
-        optimizer_time_s: Part of ``step_time_s`` for clipping and the optimizer's step, on rank 0; ``None`` where
-            backward updates.
-        loss_scale: What the loss was multiplied by for the backward; ``None`` where nothing is in fp16.
-        eval_loss: The held-out loss after this step, left out of the line where it was not taken. The one before the
-            first step is in ``summary.json``.
-        values: Other values of the step or its evaluation, by name: each is a key of its own in the line.
+            reductions, ``tp``, ``pp``, ``cp``, ``ep``), including waits for slower ranks; measured on the host.
+            ``None`` on a GPU, where the host does not wait: ``--profile-steps`` shows the time there.
+        optimizer_time_s: Part of ``step_time_s`` for clipping and the optimizer's step, on rank 0; ``None`` if
+            parameters are updated in backward.
+        loss_scale: Factor of the loss in backward; ``None`` unless fp16 is used.
+        eval_loss: Held-out loss after this step, left out of the line if it was not evaluated. The evaluation before
+            the first step is in ``summary.json``.
+        values: Other values of the step or its evaluation, by name; each becomes a key of the line.
     """
 
     step: int
@@ -60,15 +59,16 @@ class Record:
 
 
 class RunView(Protocol):
-    """A callback's view of a run.
+    """The attributes of a run that a callback may use.
 
     Attributes:
         step: Steps made so far.
-        model, optimizer: What is trained.
+        model, optimizer: The model and the optimizer in training.
         directory: The run's folder.
-        control: ``control.rank``, ``control.size`` and ``control.is_first``, of this rank.
+        control: ``control.rank``, ``control.size`` and ``control.is_first`` of this rank.
         progress: ``progress.say(text)`` prints on rank 0.
-        must_end: Set to a reason, on any rank, it ends the run with a last checkpoint when steps are read next.
+        must_end: If set to a reason on any rank, the run ends with a final checkpoint when values of steps are next
+            read.
     """
 
     step: int
@@ -81,22 +81,22 @@ class RunView(Protocol):
 
 
 class Callback:
-    """Base of callbacks: each method does nothing until it is overridden. All of them are called on every rank.
+    """Base class of callbacks. Methods do nothing until they are overridden; all of them are called on every rank.
 
-    A callback runs between steps. Collective operations are allowed where every rank makes them.
+    Callbacks run between steps. They may communicate if every rank makes the same calls.
     """
 
     def on_start(self, run: RunView) -> None:
-        """The run begins, after a checkpoint has been loaded, if one was."""
+        """The run starts; a checkpoint has been loaded if there was one."""
 
     def on_step(self, run: RunView, record: Record) -> None:
-        """The values of a step have been read. They are read every ``log.every`` steps, so this may come later."""
+        """The values of a step have been read. Because of ``log.every``, several steps may have passed since."""
 
     def on_evaluation(self, run: RunView, values: Mapping[str, float]) -> None:
-        """An evaluation is over: ``eval_loss`` and the metrics, the same on every rank."""
+        """An evaluation has finished: ``eval_loss`` and the metrics, the same on every rank."""
 
     def on_save(self, run: RunView) -> None:
-        """A save has returned: written, begun where it is asynchronous, or refused by the disk (``run.saves``)."""
+        """A save has returned: written, started (asynchronous), or failed because of the disk (``run.saves``)."""
 
     def on_end(self, run: RunView) -> None:
-        """The steps are over: all have been made, or a stop was requested. Not called after an error."""
+        """The steps have ended: all are made, or a stop was requested. Not called after an error."""

@@ -1,6 +1,6 @@
-"""Exchanges of the ranks outside of training: outcomes, requests to stop, numbers for the record.
+"""Communication of the ranks outside of training steps: outcomes, requests to stop, recorded numbers.
 
-A channel of its own on the run's device, so that it never mixes with the engine's collectives.
+It uses a separate communicator on the run's device, so that its messages never mix with the engine's collectives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS: dict[str, type[ShardwiseError]] = {
 
 
 class Control:
-    """The ranks' channel beside training; in a world of one every call returns this rank's own values."""
+    """The ranks' communication outside of training steps; with one rank every call returns this rank's own values."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -45,11 +45,11 @@ class Control:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes and prints."""
+        """Whether this rank writes and prints."""
         return self.rank == 0
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0 and give its result (JSON), or its ShardwiseError or OSError, to every rank.
+        """Run ``action`` on rank 0 and return its result (JSON), or raise its ShardwiseError or OSError, on every rank.
 
         Collective:
             One all-gather of small JSON.
@@ -73,11 +73,11 @@ class Control:
         return outcome["value"]
 
     def all_json(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order. One all-gather."""
+        """Return every rank's ``value``, in rank order. One all-gather."""
         return list(all_gather_json(self.comm, value))
 
     def rows(self, values: list[float], tensors: Sequence[Tensor | float | None] = ()) -> list[list[float]]:
-        """Every rank's ``values``, then its scalar ``tensors`` (``None`` is sent as 0), in rank order; as many on each.
+        """Return each rank's ``values`` and scalar ``tensors`` (``None`` becomes 0), in rank order; all of one length.
 
         Collective:
             One all-gather of 8 bytes per value and rank. The host waits for the device.
@@ -94,7 +94,7 @@ class Control:
         return table.tolist()
 
     def check_same(self, value: Mapping[str, Any], what: str) -> None:
-        """Refuse to start where ranks were given different things. One all-gather of JSON: all ranks must call."""
+        """Refuse to start if the ranks got different values. One all-gather of JSON: all ranks must call."""
         everyones = self.all_json(value)
         odd = next((rank for rank, other in enumerate(everyones) if other != everyones[0]), None)
         if odd is None:
@@ -109,7 +109,7 @@ class Control:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Dotted key, old value and new value of everything that differs between two nested mappings."""
+    """Return dotted key, old value and new value of everything that differs between two nested mappings."""
     result: list[tuple[str, Any, Any]] = []
     for key in [*old, *(k for k in new if k not in old)]:
         left, right = old.get(key), new.get(key)

@@ -19,27 +19,28 @@ from shardwise.train.microbatches import Microbatches
 from shardwise.train.model.build import objective_of
 from shardwise.train.spec import Mean
 
-#: An evaluation asks after this many microbatches whether the run is to stop.
+#: Number of microbatches after which an evaluation checks for a request to stop.
 MICROBATCHES_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Takes the held-out loss and metrics of a model."""
+    """Computes the held-out loss and metrics of a model."""
 
     resolved: RunConfig  # the run's configuration
     model: nn.Module
     part: Samples  # the held-out samples
     reader: int  # this rank among those that read different samples
-    microbatches: Microbatches  # reads them
-    control: Control  # the ranks' channel
-    must_stop: Callable[[], bool]  # asks all ranks whether one has been told to stop. Collective.
+    microbatches: Microbatches  # reads the samples
+    control: Control  # communication of the ranks
+    must_stop: Callable[[], bool]  # whether any rank was asked to stop. Collective.
 
     @property
     def num_samples(self) -> int:
-        """Samples of one evaluation, over all ranks; the same in every world with this global batch.
+        """Number of samples of one evaluation, over all ranks; the same for every world size with this global batch.
 
-        ``train.eval_batches`` of it, or all that there are, in multiples of what all ranks forward at once.
+        ``train.eval_batches`` global batches, or all samples if there are fewer, as a multiple of the samples that all
+        ranks forward at once.
         """
         batch = self.resolved.batch
         at_once = batch.micro * batch.data_parallel_size
@@ -47,10 +48,10 @@ class Evaluation:
         return min(self.part.num_samples // at_once * at_once, most)
 
     def values(self) -> dict[str, float] | None:
-        """The mean loss (``eval_loss``) and metrics (``eval_NAME``) over ``num_samples`` samples; equal on every rank.
+        """Return the mean loss (``eval_loss``) and metrics (``eval_NAME``) over ``num_samples``, equal on every rank.
 
-        The samples are spread evenly over their part. ``None`` where a request to stop has come before the end. A
-        pipeline evaluates to the end.
+        The samples are spread evenly over their part. Returns ``None`` if a request to stop came first; a pipeline
+        always evaluates to the end.
 
         Collective:
             The model's forwards, then one all-gather of 32 bytes and 16 per metric and rank; and one of eight bytes
@@ -90,7 +91,7 @@ class Evaluation:
                     forward=objective.forward,
                     losses=losses,
                 )
-            found = torch.stack(losses).tolist() if losses else []  # read once, when all have been computed
+            found = torch.stack(losses).tolist() if losses else []  # read once, after all are computed
         finally:
             self.model.train()
         own = [float(sum(pair[which] for pair in sums[name])) for name in ("", *names) for which in (0, 1)]

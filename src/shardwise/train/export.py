@@ -1,4 +1,4 @@
-"""A run's checkpoint as a Hugging Face folder, read straight from its files: no process group, one block at a time."""
+"""Export of a run's checkpoint to a Hugging Face folder, from its files, one block at a time, without process group."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def export_trained(
 
     Args:
         trained: A run or a checkpoint.
-        path: A folder that does not exist yet, or is empty. Where the disk refuses, nothing is left behind.
-        dtype: Of floating-point weights in the files; by default the masters'.
-        is_averaged: Write averaged weights where the checkpoint has them.
-        max_shard_bytes: Files hold no more, unless one tensor alone does.
-        merges_adapter: Write the whole model of a run that trained an adapter, and not the adapter by itself.
+        path: A folder that does not exist yet, or is empty. No partial files are left if writing fails.
+        dtype: Dtype of floating-point weights in the files; by default that of the masters.
+        is_averaged: Write averaged weights if the checkpoint has them.
+        max_shard_bytes: Maximum size of a file in bytes. A larger tensor gets its own file.
+        merges_adapter: Write the whole model with the adapter merged, instead of the adapter alone.
 
     Returns:
         The class that loads the folder, such as ``transformers.AutoModelForCausalLM``.
@@ -84,7 +84,7 @@ def export_trained(
 
 
 class _InMemory:
-    """The weights of a model that was loaded whole, as ``WeightFiles`` gives those of files."""
+    """Frozen weights of a loaded model, with the interface of ``WeightFiles``."""
 
     def __init__(self, held: Mapping[str, Tensor]) -> None:
         self._held = {name: tensor for name, tensor in held.items() if not tensor.requires_grad}
@@ -101,7 +101,7 @@ class _InMemory:
 def _units(
     model: nn.Module, checkpoint: Checkpoint, base: WeightFiles | _InMemory | None, *, is_averaged: bool
 ) -> Sequence[Sequence[tuple[str, Extent]]]:
-    """Names in the model with what the checkpoint, or the folder below it, stores for them, in runs of one block."""
+    """Return the model's names with their entries in the checkpoint or the base folder, grouped by block."""
     stored, found = checkpoint.tensors, []
     for name, parameter in model.named_parameters():
         held = stored.get(f"average/{name}") if is_averaged else None
@@ -123,7 +123,7 @@ def _units(
 
 
 def _block(name: str) -> str:
-    """The path up to the first number: ``blocks.3`` of ``blocks.3.mlp.up.weight``."""
+    """Return the path up to the first number: ``blocks.3`` for ``blocks.3.mlp.up.weight``."""
     match = re.match(r".*?\.\d+(?=\.)", name)
     return match.group() if match else ""
 

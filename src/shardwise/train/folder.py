@@ -1,8 +1,8 @@
-"""The folder of a run: which one it is, its files, and how they are replaced. ``train.lock`` keeps it for one run.
+"""A run's folder: choosing it, its files, and replacing them atomically. ``train.lock`` reserves it for one run.
 
-Without ``--run-dir`` a run lives in ``runs/NAME``. If that holds a run already, a new one goes to ``runs/NAME-2``, then
-``-3`` and so on, and ``--resume`` means the newest of them. A folder given by ``--run-dir`` is taken as it is: if it
-holds a run, a new one is refused.
+Without ``--run-dir`` the folder of a run is ``runs/NAME``. If a run exists there already, a new one goes to
+``runs/NAME-2``, then ``-3`` and so on, and ``--resume`` means the newest of them. A folder given by ``--run-dir`` is
+used as it is: a new run is refused there if it already contains a run.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS, RUN_ID
 from shardwise.spec.text import printable, size
 
-#: Words of ``--resume`` for the newest checkpoint, whichever it is.
+#: Values of ``--resume`` for the newest checkpoint.
 NEWEST = ("latest", "latest-good")
-#: Of a run's folder, in characters: its name is part of what checkpoints say of their run.
+#: Maximum length of a run folder's name, which is part of the run id in checkpoints.
 _LONGEST_NAME = 200
-#: Bytes that are read of a file of one line.
+#: Maximum bytes that are read from a file of one line.
 _LONGEST_SMALL = 256
-#: Network file systems may remember for so long that a file or folder was not there.
+#: Seconds for which network file systems may cache that a file or folder does not exist.
 APPEARS_S = 40.0
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a run has begun in ``directory``. Logs and empty folders are those of a launcher about to begin one."""
+    """Return whether ``directory`` has a run. Logs and empty folders alone belong to a run that has not started."""
     checkpoints = directory / CHECKPOINTS
     return (
         (directory / CONFIG).exists()
@@ -45,13 +45,13 @@ def holds_run(directory: Path) -> bool:
 
 
 def run_of(path: str) -> Path | None:
-    """The run's folder that a path names, itself or by one of the run's checkpoints; ``None`` for any other path."""
+    """Return the run's folder for the path of a run or of one of its checkpoints; ``None`` for any other path."""
     place = Path(path).expanduser()
     return next((run for run in (place, place.parent.parent) if place.is_dir() and holds_run(run)), None)
 
 
 def is_stored(wanted: str | None, upload_to: str | None) -> bool:
-    """Whether ``--resume WANTED`` means a checkpoint that is on a store, and need not be on this machine."""
+    """Return whether ``--resume WANTED`` means a checkpoint on a store, which need not be on this machine."""
     if wanted is None or upload_to is None or isinstance(place_of(wanted), Url):
         return wanted is not None and isinstance(place_of(wanted), Url)
     from shardwise.checkpoint.store import find_latest
@@ -61,7 +61,7 @@ def is_stored(wanted: str | None, upload_to: str | None) -> bool:
 
 
 def stores_lost(directory: Path, upload_to: str | None) -> bool:
-    """Whether a store holds the run of a folder that has been lost: the run's id begins with the folder's name."""
+    """Return whether a store has the run of a lost folder: the run's id begins with the folder's name."""
     from shardwise.checkpoint.store import find_latest
 
     found = None if upload_to is None else find_latest(upload_to)
@@ -75,7 +75,7 @@ def stores_lost(directory: Path, upload_to: str | None) -> bool:
 
 
 def check_room(directory: Path, num_bytes: int) -> None:
-    """Refuse a disk on which not one checkpoint of ``num_bytes`` has room: the run would train and save nothing."""
+    """Refuse a disk without room for one checkpoint of ``num_bytes``: the run could save nothing."""
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise StorageError(
@@ -94,18 +94,18 @@ def choose(
     base: Path = Path("runs"),
     upload_to: str | None = None,
 ) -> Path:
-    """The folder of a run; nothing is created.
+    """Choose the folder of a run; nothing is created.
 
     Args:
-        name: Name of the run, which names the folder in ``base`` where none is given.
-        given: The folder that ``--run-dir`` names.
-        is_resuming: Whether a run is continued; otherwise a new one begins.
-        wanted: The checkpoint to continue from, for messages.
-        base: The folder that holds the runs' folders.
-        upload_to: Where the run's checkpoints are copied to. A run that is resumed from there needs no folder here.
+        name: Name of the run, which is the folder's name in ``base`` if ``given`` is ``None``.
+        given: The folder given by ``--run-dir``.
+        is_resuming: Whether a run is continued; otherwise a new one starts.
+        wanted: The checkpoint to continue from.
+        base: The folder that contains the runs' folders.
+        upload_to: The place that checkpoints are copied to. A run resumed from there needs no local folder.
     """
     if given is not None:
-        is_lost = wanted in NEWEST and (given / LOGS).is_dir()  # of a start that ended before the run had begun
+        is_lost = wanted in NEWEST and (given / LOGS).is_dir()  # from a launch that failed before the run started
         if is_resuming and not (holds_run(given) or is_lost or is_stored(wanted, upload_to)):
             raise CheckpointError(f"{printable(given)} holds no run to resume{_advice(wanted)}")
         if not is_resuming and holds_run(given):
@@ -131,7 +131,7 @@ def choose(
 
 
 def newest(name: str, base: Path = Path("runs")) -> Path | None:
-    """The newest folder with a run of this name, where none was given; ``None`` where there is none."""
+    """Return the newest folder with a run of this name in ``base``; ``None`` if there is none."""
     taken = _numbered(base, name)
     return taken[max(taken)] if taken else None
 
@@ -148,7 +148,7 @@ def _advice(wanted: str | None) -> str:
 
 
 def create(directory: Path) -> None:
-    """Make the folder and those inside it, and see that they can be written."""
+    """Create the folder and its subfolders, and check that they are writable."""
     if not directory.name.isprintable() or len(directory.name) > _LONGEST_NAME:
         raise ConfigError(
             f"{printable(directory.name)} is no name for a run's folder: expected at most {_LONGEST_NAME} characters"
@@ -168,7 +168,7 @@ def create(directory: Path) -> None:
 
 
 def read_small(directory: Path, name: str) -> str:
-    """The first 256 bytes of a small file, stripped; a RefusedError where it is no plain file with one link."""
+    """Return the first 256 bytes of a small file, stripped; raise a RefusedError for links and special files."""
     with open_folder(directory) as folder, open_for_reading(folder, name) as (file, status):
         raw = bytearray(min(status.st_size, _LONGEST_SMALL))
         read_at(file, memoryview(raw), 0)
@@ -176,7 +176,7 @@ def read_small(directory: Path, name: str) -> str:
 
 
 def read_run_id(directory: Path) -> str | None:
-    """The id of the run in ``directory``, as in its checkpoints; ``None`` if it has not begun."""
+    """Return the id of the run in ``directory``, as in its checkpoints; ``None`` if it has not started."""
     if not os.path.lexists(directory / RUN_ID):
         return None
     try:
@@ -189,14 +189,14 @@ def read_run_id(directory: Path) -> str | None:
 
 
 def leave_probe(directory: Path) -> str:
-    """Make an empty file of a new name in ``directory``; its name."""
+    """Create an empty file with a new name in ``directory``, and return its name."""
     name = f".shared-{secrets.token_hex(8)}"
     (directory / name).touch()
     return name
 
 
 def finds(directory: Path, name: str) -> bool:
-    """Whether ``directory`` has the file, on this machine too; waits while the file system may not know of it yet."""
+    """Return whether ``directory`` has the file; wait while a network file system may not show it yet."""
     end = time.monotonic() + APPEARS_S
     while not (directory / name).exists():
         if time.monotonic() > end:
@@ -206,7 +206,7 @@ def finds(directory: Path, name: str) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that readers see the old content or the new, never a part."""
+    """Write a small file atomically: readers see the old content or the new, never a part."""
     try:
         replace(path, text, is_durable=True)
     except OSError as error:
@@ -225,7 +225,7 @@ def _names(base: Path) -> list[str]:
 
 
 def _numbered(base: Path, name: str) -> dict[int, Path]:
-    """Runs of this name by number; the first has no number in its name."""
+    """Return the runs of this name by number; the first one has no number in its name."""
     found: dict[int, Path] = {}
     for held in _names(base):
         match = re.fullmatch(re.escape(name) + r"(?:-([2-9]|[1-9][0-9]{1,8}))?", held)

@@ -1,9 +1,9 @@
-"""The lock that keeps a run's folder for one run: filelock's ``flock``, and ``run.lock``, which names the holder.
+"""The lock that reserves a run's folder for one run: filelock's ``flock``, and ``run.lock``, which names the holder.
 
-The kernel gives the lock back when its process ends, for any reason. Not every network file system shows it to other
-machines, so a folder whose ``run.lock`` names a process of another machine is taken over only where that is asked for,
-and only if the file does not change for some time, because its holder writes to it every few seconds. A holder that
-finds another name in the file ends: it was frozen, and its folder has been taken over.
+The kernel releases the lock when its process ends, for any reason. Some network file systems do not show the lock to
+other machines. Therefore a folder whose ``run.lock`` names a process of another machine is taken over only on request,
+and only if the file has not changed for some time, because its holder writes to it every few seconds. A holder that
+finds another name in the file exits: it was frozen, and its folder has been taken over.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shardwise.spec.errors import ShardwiseError, StorageError
 from shardwise.spec.text import printable
 
 LOCK_NAME = "run.lock"
-#: How often a holder writes that it is alive, and after what time without that it may be given up.
+#: Seconds between a holder's writes, and seconds without a write after which the lock may be taken over.
 BEAT_S, SILENT_S = 4.0, 20.0
 
 
 class RunLockedError(ShardwiseError):
-    """Another run owns the directory."""
+    """Another run uses the folder."""
 
     exit_code = 84
 
 
 class RunLock:
-    """The lock of one run directory; ``takes_over`` takes that of a silent holder on another machine."""
+    """The lock of one run folder; with ``takes_over`` the lock of a silent holder on another machine is taken over."""
 
     def __init__(self, directory: Path, *, takes_over: bool = False) -> None:
         self.path = directory / LOCK_NAME
@@ -45,7 +45,7 @@ class RunLock:
         self._thread = threading.Thread()
 
     def acquire(self, *, wait_s: float = 0.0) -> str | None:
-        """Take the lock, which another holder may need ``wait_s`` to give back; says whose lock was taken over."""
+        """Take the lock, waiting up to ``wait_s`` for another holder; return a line about a lock taken over."""
         if self._lock.is_locked:
             return None
         left = self._take(wait_s)
@@ -62,13 +62,13 @@ class RunLock:
         return f"{printable(self.path)} was left by {left}: taken over" if left else None
 
     def check(self) -> None:
-        """Raise as :meth:`acquire` would at once, and keep nothing. A lock to take over is left to :meth:`acquire`."""
+        """Raise as :meth:`acquire` would now, without keeping the lock. Skipped if the lock is to be taken over."""
         if not self._takes_over and not self._lock.is_locked and self.path.exists():
             self._take(0.0)
             self._lock.release()
 
     def release(self) -> None:
-        """Give the lock back and remove ``run.lock``. Does nothing where the lock is not held."""
+        """Release the lock and remove ``run.lock``. Does nothing if the lock is not held."""
         if self._lock.is_locked:
             self._ends.set()
             self._thread.join(SILENT_S)
@@ -77,7 +77,7 @@ class RunLock:
             self._lock.release()
 
     def _take(self, wait_s: float) -> str | None:
-        """Lock. Returns the process whose folder is taken over, if it is not known to have ended."""
+        """Take the lock. Return the process whose folder is taken over, unless it is known to have ended."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._lock.release)
             try:
@@ -88,7 +88,7 @@ class RunLock:
                 if not is_left and not (self._takes_over and self._is_silent()):
                     raise self._refusal()
                 if not self._lock.is_locked:
-                    with contextlib.suppress(RuntimeError):  # the kernel's lock cannot be broken, a marker can
+                    with contextlib.suppress(RuntimeError):  # a lock of the kernel cannot be broken, a marker file can
                         self._lock.break_lock()
                     self._lock.acquire(timeout=0)
             except Timeout:
@@ -114,7 +114,7 @@ class RunLock:
         )
 
     def _read(self) -> str:
-        with contextlib.suppress(FileNotFoundError):  # opened anew, so that a network file system asks its server
+        with contextlib.suppress(FileNotFoundError):  # opened again, so that a network file system asks its server
             return self.path.read_text(encoding="utf-8", errors="replace")
         return ""
 
@@ -132,7 +132,7 @@ class RunLock:
     def _beat(self, ends: threading.Event) -> None:
         beats = 0
         while not ends.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # a full disk, or a folder that was removed: what saves says so
+            with contextlib.suppress(OSError):  # the disk is full or the folder is gone: a save reports it
                 held = self._read()
                 if held and not held.startswith(self._head):
                     by = f"{printable(self.path.parent)} was taken over by {printable(held.split(chr(10))[0])}"

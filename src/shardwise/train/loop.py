@@ -1,7 +1,7 @@
-"""The frame around a run's steps, whoever makes them: the trainer, or a loop of one's own (``sw.Run``).
+"""Everything around a run's steps, for the trainer and for a user's loop (``sw.Run``).
 
-Resuming, time limits, readings of what steps leave on the device, health, evaluations, checkpoints, requests to stop,
-metrics and the report. Steps are made by the loop's owner, which says what they have found.
+Resuming, time limits, reading the values that steps leave on the device, health, evaluations, checkpoints, requests to
+stop, metrics and the report. The loop's owner makes the steps, and passes their results to :meth:`Loop.found`.
 """
 
 from __future__ import annotations
@@ -55,49 +55,49 @@ from shardwise.train.steps.health import Health
 from shardwise.train.steps.trace import StepTrace
 from shardwise.train.steps.unread import TOKENS, ReadStep, StepTime, UnreadStep, UnreadSteps
 
-#: Of the time to stop in (``train.grace_s``), what is left for the end of the processes.
+#: Seconds of ``train.grace_s`` that are reserved for the exit of the processes.
 _ENDS_S = 2.0
-#: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
+#: On a CPU, tensors are counted during this number of first steps, after which memory use does not change.
 MEASURED_STEPS = 3
 
 
 class Owner(Protocol):
-    """The maker of the steps, who knows what they are made of."""
+    """The interface of the code that makes the steps."""
 
     def state(self) -> dict[str, Any]:
-        """The state for checkpoints in addition to tensors, the same on every rank. Collective, if it likes."""
+        """Return the state for checkpoints in addition to tensors, the same on every rank. May communicate."""
 
     def check(self, path: Path) -> list[str]:
-        """Refuse a checkpoint of another run before anything is touched; returns what differs and may.
+        """Refuse a checkpoint of another run before anything is changed; return the differences that are allowed.
 
-        Collective, if it likes.
+        May communicate.
         """
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Take up :meth:`state` of a checkpoint; returns what is said about it. Collective, if it likes."""
+        """Restore :meth:`state` from a checkpoint; return lines to print. May communicate."""
 
     def evaluate(self) -> dict[str, float] | None:
-        """The values of an evaluation, ``eval_loss`` among them; ``None`` after a request to stop."""
+        """Return the values of an evaluation, including ``eval_loss``; ``None`` after a request to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a training."""
+    """The objects that a run trains and saves."""
 
     model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]  # its optimizers
-    scaler: sw.GradScaler  # of fp16 losses, if any
-    average: sw.ExponentialMovingAverage | None = None  # of the model's weights, if any
+    optimizers: Sequence[torch.optim.Optimizer]
+    scaler: sw.GradScaler  # scaler of fp16 losses; may be disabled
+    average: sw.ExponentialMovingAverage | None = None  # average of the model's weights
     reader: int = 0  # this rank among those that read different samples
-    seed: int | None = None  # seeds the generators of a new run, by reader; ``None`` leaves them as they are
-    saves_frozen: bool = True  # checkpoints hold what requires no gradient, too
+    seed: int | None = None  # seeds the generators of a new run, by reader; ``None``: they are not changed
+    saves_frozen: bool = True  # whether checkpoints contain frozen parameters
 
 
 class Loop:
-    """The steps of a run on one rank, and all that is around them.
+    """The steps of a run on one rank, and everything around them.
 
-    Where ``is_own_loop``, its owner is a loop of the user's own: the update has been made when a loss is read, and
-    steps may have values of any name. ``foreign_bytes`` of tensors, such as a data set's, are not counted as the run's.
+    With ``is_own_loop`` the owner is a user's loop: the update has been made when a loss is read, and steps may have
+    values of any name. ``foreign_bytes`` of tensors, such as a data set's, are not counted as the run's.
     """
 
     def __init__(
@@ -118,15 +118,15 @@ class Loop:
         self._is_own_loop, control = is_own_loop, session.control
         self.model, self.optimizer = parts.model, parts.optimizers[0]
         self.device, self.directory = session.device, session.directory
-        self.step, self.done = 0, Progressed.none()  # the steps made, and what checkpoints say of those that were read
+        self.step, self.done = 0, Progressed.none()  # steps made, and the state of the steps that were read
         self.speed = Speed()
         self.must_end: str | None = None  # a reason to end the run at the next reading; any rank may set it
-        self.outcome = Outcome(1, "failed")  # how the run ended, once it has
-        self.save_s = 0.0  # of the last save that training waited for
-        self._is_best = False  # the newest evaluation
+        self.outcome = Outcome(1, "failed")  # the outcome, once the run has ended
+        self.save_s = 0.0  # duration of the last save that training waited for
+        self._is_best = False  # whether the newest evaluation is the best
         self._has_ended, self._foreign_bytes = False, foreign_bytes
         self.is_step_owed = False
-        self._found: dict[str, Any] = {}  # what the present step has left
+        self._found: dict[str, Any] = {}  # results of the current step
         profiled = range(profiled.start, min(profiled.stop, config.train.steps + 1))
         self.trace = StepTrace(
             profiled, self.device, self.directory / PROFILE / f"rank-{control.rank}.json", control.rank
@@ -146,7 +146,7 @@ class Loop:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around the whole loop: takes up a checkpoint or starts anew, and writes the run's files at both ends."""
+        """Run the loop in this block: load a checkpoint or start anew, and write the run's files at start and end."""
         resume, changes = self._resume, self._begin()
         self.progress.open(self.done.step)
         try:
@@ -163,7 +163,7 @@ class Loop:
         except ShardwiseError as error:
             self.outcome = Outcome(error.exit_code, str(error).splitlines()[0])
             if isinstance(error, CommError):
-                drop_save(self.model)  # it would wait for the rank that is gone
+                drop_save(self.model)  # a save would wait for the lost rank
             raise
         finally:
             self.progress.close()
@@ -175,7 +175,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _explained_memory(self) -> Iterator[None]:
-        """Around the steps: where a GPU has no memory left, say what was predicted and what needs less."""
+        """When a GPU runs out of memory in this block, add the prediction and advice to the error."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -195,7 +195,7 @@ class Loop:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The present content of summary.json."""
+        """The current content of summary.json."""
         return self.report.summary(
             self.done,
             self.outcome,
@@ -205,14 +205,14 @@ class Loop:
         )
 
     def conclude(self, *lines: str) -> None:
-        """Say how it went, where the run has finished."""
+        """Print the results of a finished run."""
         peak, reason = self.unread.peak_bytes, self.outcome.reason
         self.report.conclude(self.progress, self.done, self.speed, peak_bytes=peak, reason=reason)
         for line in (*lines, f"see {printable(self.directory / REPORT)}"):
             self.progress.say(line)
 
     def _begin(self) -> list[str]:
-        """Take up a checkpoint or start anew; write the run's files. Returns what differs from the run's before."""
+        """Load a checkpoint or start anew, and write the run's files. Return differences from the earlier run."""
         changes: list[str] = []
         path: Path | None = None
         seed, resume = self.parts.seed, self._resume
@@ -230,13 +230,13 @@ class Loop:
             self.done = Progressed(**{**state["progress"], "step": state["step"]})
             self.step = self.done.step
             self._restore_random(state)
-            if self.parts.scaler.is_enabled() and state.get("scaler"):  # empty: the run was not in fp16 before
+            if self.parts.scaler.is_enabled() and state.get("scaler"):  # empty if the earlier run did not use fp16
                 self.parts.scaler.load_state_dict(state["scaler"])
         self.control.on_first(lambda: self.saves.note_run(path))
         if path is not None:
             changes += self.control.on_first(lambda: self.saves.set_aside_later(path, self.done.step))
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
-            self.speed.timed_from = MEASURED_STEPS  # counting tensors slows them
+            self.speed.timed_from = MEASURED_STEPS  # counting tensors slows these steps down
         self.control.on_first(self.report.write_start)
         self.control.on_first(self._begin_records)
         return changes
@@ -245,7 +245,7 @@ class Loop:
         self.recorder = Recorder(self.directory, self.config, self.done.step)
 
     def _load(self, path: Path, *, is_newest: bool) -> dict[str, Any]:
-        """Fill model, optimizer and average; says how to go around the newest checkpoint where that is damaged."""
+        """Load model, optimizer and average; if the newest checkpoint is damaged, add advice to the error."""
         try:
             return self.saves.load(path, self.parts.optimizers, self.parts.average, keep_settings=not self._is_own_loop)
         except CheckpointError as error:
@@ -254,7 +254,7 @@ class Loop:
             raise CheckpointError(f"{error} --resume latest-good takes the newest one that is whole.") from None
 
     def _restore_random(self, state: dict[str, Any]) -> None:
-        """Restore every rank's generators in a world of the same size; seed them by rank and step in any other."""
+        """Restore every rank's generators if the number of ranks is the same; otherwise seed them by rank and step."""
         held = state.get("rank_state", {}).get("random")
         if held is not None:
             random_state.restore(held, self.device)
@@ -265,10 +265,10 @@ class Loop:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def steps(self) -> Generator[int]:
-        """The numbers of the steps to make, from 0: each is made by the caller, who then says :meth:`found`.
+        """Yield the numbers of the steps to make, from 0. The caller makes each step and calls :meth:`found`.
 
         Collective:
-            Readings, evaluations and saves between the steps: all ranks make the same steps.
+            Readings, evaluations and saves between the steps. All ranks make the same steps.
         """
         train = self.config.train
         if self.step == 0 and train.eval_every:
@@ -282,7 +282,7 @@ class Loop:
             with self.trace.step(self.step + 1, self.progress.say), self._measured():
                 try:
                     yield self.step
-                except GeneratorExit:  # the loop was left; once parameters are updated, its last step was made
+                except GeneratorExit:  # the caller left the loop; if parameters were updated, its last step counts
                     is_left = True
                     if engine_of(self.model, "train").version == version:
                         raise
@@ -295,7 +295,7 @@ class Loop:
             self._finish(FINISHED)
 
     def _between_steps(self) -> None:
-        """Read, evaluate and save what is due after a step, and end the run where it is to end."""
+        """Read, evaluate and save as due after a step, and end the run if it has to end."""
         self.is_step_owed = False
         self.fault_at("after_step", self.step)
         if trouble := self.saves.hear():
@@ -306,7 +306,7 @@ class Loop:
         saves = bool(saving.every and self.step % saving.every == 0) or (is_last and saving.final)
         if not (is_last or evaluates or saves or self.unread.is_due(self.step)):
             return
-        self._read(evaluates=evaluates)  # a checkpoint is of steps that were read: their values are finite
+        self._read(evaluates=evaluates)  # before saving, so that saved values are known to be finite
         is_last = self._agree_on_end() or is_last
         if self.unread.signal_number and not is_last:
             self._has_ended = True
@@ -320,7 +320,7 @@ class Loop:
             self._finish(self.must_end)
 
     def leave(self) -> None:
-        """Read and save the steps of a loop that was left before its end, on all ranks after the same step."""
+        """Read and save the steps of a loop that was left early, on all ranks after the same step."""
         if self._has_ended:
             return
         if self.unread.steps:
@@ -330,10 +330,10 @@ class Loop:
         self._finish(f"left by its loop after step {self.done.step}")
 
     def _agree_on_end(self) -> bool:
-        """Whether a rank has said that the run is to end; ``must_end`` is then its reason on all of them.
+        """Return whether a rank wants to end the run; ``must_end`` is then its reason on all ranks.
 
         Collective:
-            One all-gather of small JSON, where callbacks or a loop of the user's may say so. All ranks must call.
+            One all-gather of small JSON, if there are callbacks or a user's loop. All ranks must call.
         """
         if self.callbacks or self._is_own_loop:
             self.must_end = next((reason for reason in self.control.all_json(self.must_end) if reason), None)
@@ -357,7 +357,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:
-        """Around a step: its time, memory and traffic. What the step finds stays on the device."""
+        """Measure time, memory and traffic of the step in this block. The results of the step stay on the device."""
         self._found = {}
         clock, waited = StepTime(self.device), self._waited_s()
         is_measured = self.device.type == "cuda" or self.speed.made_steps < MEASURED_STEPS
@@ -385,36 +385,36 @@ class Loop:
         self.unread.steps.append(dataclasses.replace(left, **self._found))
 
     def found(self, **values: Any) -> None:
-        """The results of the present step, as fields of ``UnreadStep``; nothing is read."""
+        """Store results of the current step, as fields of ``UnreadStep``, without reading them from the device."""
         self._found |= values
 
     def fault_at(self, point: str, step: int) -> None:
-        """A fault that is asked for, for tests of what follows."""
+        """Inject a requested fault, for tests of recovery."""
         fault.at(point, step, lambda: (plain_of(held) for held in self.model.parameters() if held.shape.numel()))
 
     def gradients(self) -> Iterator[Tensor]:
-        """The gradients of this rank, for a fault."""
+        """Return this rank's gradients, for an injected fault."""
         grads = (p.grad for p in self.model.parameters())
         return (plain_of(grad) for grad in grads if grad is not None and grad.shape.numel())
 
     def _waited_s(self) -> float | None:
-        """Seconds that this rank has waited for the model's communication; ``None`` where the host does not wait."""
+        """Return the seconds that this rank waited for the model's communication; ``None`` on a GPU."""
         if self.device.type != "cpu":
             return None
         comms = engine_of(self.model, "train").comms
-        of_model = (comms.gather, comms.reduce, comms.replicate)  # which may be the control's too
+        of_model = (comms.gather, comms.reduce, comms.replicate)  # the control's may be among them
         beside = [comm for comm in (comms.control, comms.world) if comm not in of_model]
         return sum(comm.waited_s for comm in comms if comm not in beside)
 
     # --- what the steps have found -----------------------------------------------------------------------------------
 
     def _read(self, *, evaluates: bool) -> None:
-        """Read what the steps since the last reading have found, record it, and evaluate if asked.
+        """Read the results of the steps since the last reading, record them, and evaluate if requested.
 
-        Steps before one that is not finite, which ends the run, are recorded.
+        If a step that is not finite ends the run, the steps before it are still recorded.
 
         Collective:
-            One all-gather, and those of an evaluation.
+            One all-gather, and the collectives of an evaluation.
         """
         found = self.unread.read(own_peak_bytes=self.speed.own_peak_bytes, own_signal=self.stop.signal_number)
         if self.unread.warning:
@@ -434,11 +434,11 @@ class Loop:
 
     @property
     def safe(self) -> str:
-        """The checkpoint that holds the run."""
+        """The last saved checkpoint, in words."""
         return f"checkpoint of step {self.saves.saved_step}" if self.saves.saved_step else "no checkpoint yet"
 
     def _take(self, values: ReadStep, *, made_steps: int) -> Record:
-        """Count a step that was read, the ``made_steps``-th of this process."""
+        """Update the run's progress by one read step, the ``made_steps``-th of this process; return its record."""
         done, step = self.done, values.step
         loss, step_s, tokens = values.loss, step.time.seconds(), values.tokens
         held_out = values.values.pop("eval_loss", None)
@@ -482,7 +482,7 @@ class Loop:
         done.eval_loss_final = loss
 
     def _evaluate(self) -> dict[str, float] | None:
-        """The held-out values, of the averaged weights where there are any; ``None`` after a request to stop."""
+        """Evaluate, with averaged weights if there are any; return the values, or ``None`` after a request to stop."""
         begin, average = time.perf_counter(), self.parts.average
         swapped = average.swapped_in() if average is not None else contextlib.nullcontext()
         with self.pace.long("evaluation"), swapped:
@@ -500,7 +500,7 @@ class Loop:
         return dict(found)
 
     def _judge(self, found: Mapping[str, float]) -> None:
-        """Compare an evaluation with the best one before, for ``checkpoint.best`` and ``train.patience``."""
+        """Compare an evaluation with the best one so far, for ``checkpoint.best`` and ``train.patience``."""
         saving, patience, done = self.config.checkpoint, self.config.train.patience, self.done
         name = saving.best or "eval_loss"
         if name not in found:
@@ -519,12 +519,12 @@ class Loop:
             )
 
     def must_stop(self) -> bool:
-        """Whether any rank has been asked to stop meanwhile. One all-gather of eight bytes per rank."""
+        """Return whether any rank was asked to stop. One all-gather of eight bytes per rank."""
         self.unread.signal_number = int(max(row[0] for row in self.control.rows([float(self.stop.signal_number)])))
         return self.unread.signal_number > 0
 
     def check_replicas(self, step: int, *, after_backward: bool = False) -> None:
-        """Compare what several ranks hold a copy of, as ``sw.check_replicas`` does. All ranks must call."""
+        """Compare replicated values over the ranks with ``sw.check_replicas``. All ranks must call."""
         try:
             sw.check_replicas(self.model, self.parts.optimizers, after_backward=after_backward)
         except RankDisagreement as error:
@@ -554,7 +554,7 @@ class Loop:
             message = f"step {self.done.step}  {best}, kept in {printable(self.directory / BEST)}"
         if message:
             self.progress.say(message)
-        heartbeat.enter("step", saved_step=self.saves.saved_step)  # what is safe, if a callback raises
+        heartbeat.enter("step", saved_step=self.saves.saved_step)  # the last saved step, in case a callback raises
         for callback in () if is_best else self.callbacks:
             callback.on_save(self)
 
@@ -562,10 +562,10 @@ class Loop:
         return {"progress": self.done.model_dump(), "scaler": self.parts.scaler.state_dict(), **self.owner.state()}
 
     def _finish_save(self, limit_s: float = math.inf) -> str | None:
-        """Wait for what is being written, and for uploads not longer than this; says why the newest is not uploaded.
+        """Wait for a running save, and up to ``limit_s`` for uploads; return why the newest checkpoint is not uploaded.
 
         Collective:
-            As of ``sw.finish_save``, and a small all-gather every few seconds: ranks that wait do not seem to hang.
+            That of ``sw.finish_save``, and a small all-gather every few seconds, so that no rank seems to hang.
         """
         begin, uploads, is_over, problem = time.perf_counter(), self.saves.uploads, False, None
         with self.pace.long("save"):
@@ -605,9 +605,9 @@ class Loop:
         return Outcome(code, reason)
 
     def _no_time_to_save(self) -> str | None:
-        """Why a save would not be finished before the processes are ended; ``None`` where it would, by the last save.
+        """Return why a save would not finish within ``train.grace_s``, from the time of the last save; else ``None``.
 
-        A run without any checkpoint tries all the same: it has nothing to lose.
+        A run without any checkpoint saves anyway, because it has nothing to lose.
         """
         waited_s = time.monotonic() - self.stop.came_at_s if self.stop.signal_number else 0.0
         left_s = self.config.train.grace_s - waited_s

@@ -1,4 +1,4 @@
-"""The microbatches of this rank, read while the step or the evaluation that takes them goes on."""
+"""The microbatches of this rank, read during the step or evaluation that uses them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from shardwise.train.model.build import TokenBatch, to_tensors
 class Microbatches:
     """Reads microbatches, and times the reading."""
 
-    batch: Batch  # how a step's samples are divided
-    device: torch.device  # where the tensors are put
-    data_s: float = 0.0  # seconds that this rank's host has spent on it. The caller may set it back to zero.
+    batch: Batch  # batch sizes of the run
+    device: torch.device  # device of the microbatches
+    data_s: float = 0.0  # seconds that this rank's host has spent on reading. The caller may reset it.
 
     def read(
         self, part: Samples, samples: Iterable[Sequence[int]], everyones: Iterable[int], count: int
     ) -> Iterator[TokenBatch | Any]:
-        """Yield one microbatch for each entry of ``samples``, the indices of this rank's samples.
+        """Yield one microbatch for each entry of ``samples``, which are the indices of this rank's samples.
 
-        ``everyones`` names the ``count`` samples of all ranks: the loss is a mean over the targets of all of them.
+        ``everyones`` are the ``count`` samples of all ranks, over whose targets the loss is averaged.
         """
         if isinstance(part, GivenSamples):
             return self.timed(part.microbatches([[(index, index) for index in each] for each in samples], self.device))
@@ -38,7 +38,7 @@ class Microbatches:
         return self.timed(to_tensors(part, each, self.device, share) for each in samples)
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield ``batches``, and count the time that they are waited for."""
+        """Yield ``batches``, and add the time spent waiting for them to ``data_s``."""
         while True:
             heartbeat.move()
             started = time.perf_counter()

@@ -1,9 +1,9 @@
-"""A run that torchrun or Slurm starts again, perhaps on fewer or more machines: is it that run, and does the world fit?
+"""Runs that torchrun or Slurm start again, perhaps on a different number of machines: recognized, and checked.
 
-torchrun's count of restarts does not say so. Each agent has its own count, which stays 0 where a machine was lost or
-came back, and is above 0 after a first attempt that was refused. So a run's folder holds the names of the agents that
-have started the run last: a world that one of them has a part in goes on with that run. The global batch stays that of
-the run, and so does what each rank computes at once; how many microbatches a step has follows from the number of ranks.
+torchrun's restart count does not identify the run. Each agent has a separate count, which stays 0 if another machine
+was lost or came back, and is above 0 after a first attempt that was refused. Therefore a run's folder stores the names
+of the agents that last started the run; if one of them takes part in a new world, the run continues. The global batch
+of the run and the microbatch size stay the same; the number of microbatches follows from the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardwise.train.config.resolve import batch_in
 from shardwise.train.config.sections import RawConfig, read_config
 
 STARTERS = "starters.json"
-#: Worlds of so many machines are tried for a message.
+#: Maximum number of machines that is tried for an error message.
 _MOST_MACHINES = 64
 
 
 def _run_name(world: World) -> str | None:
-    """The launcher's name of the job, which a later job may have too; ``None`` for launchers without names."""
+    """Return the launcher's name of the job, which a later job may reuse; ``None`` for launchers without names."""
     if world.source == "torchrun":
         return f"torchrun {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     if world.source == "slurm" and "SLURM_JOB_ID" in os.environ:
@@ -39,9 +39,9 @@ def _run_name(world: World) -> str | None:
 
 
 def starter(world: World) -> str | None:
-    """The name of what starts this process again: torchrun's agent on this machine, or a Slurm job.
+    """Return a unique name of the process that restarts this one: torchrun's agent on this machine, or a Slurm job.
 
-    Unlike :func:`_run_name` no other run ever has it. ``None`` where the launcher's count of restarts says enough.
+    Unlike :func:`_run_name`, it is never reused. ``None`` if the launcher's restart count is sufficient.
     """
     name = _run_name(world)
     if world.source != "torchrun":
@@ -51,9 +51,9 @@ def starter(world: World) -> str | None:
 
 
 def _agent() -> int:
-    """The process number of the agent: the nearest ancestor that has not got the agent's variables.
+    """Return the process id of the agent: the nearest ancestor without the agent's environment variables.
 
-    It is the parent, unless a script stands between the two.
+    It is the parent, unless a script is between the two.
     """
     pid = os.getppid()
     with contextlib.suppress(OSError):
@@ -63,12 +63,12 @@ def _agent() -> int:
 
 
 def note_starters(directory: Path, names: Collection[str | None]) -> None:
-    """Keep who has started the run in ``directory``."""
+    """Store the names of the agents or jobs that started the run in ``directory``."""
     folder.replace_json(directory / LOGS / STARTERS, {"starters": sorted({name for name in names if name})})
 
 
 def is_started_again(directory: Path, names: Collection[str | None], world: World) -> bool:
-    """Whether those who start the run now have started the one in ``directory``, so that it goes on."""
+    """Return whether ``names`` include a starter of the run in ``directory``, so that the run continues."""
     if world.source == "torchrun":
         return not set(_starters(directory)).isdisjoint(names)
     if world.source == "slurm":
@@ -83,9 +83,9 @@ def _starters(directory: Path) -> list[str]:
 
 
 def keep_batch(raw: RawConfig, directory: Path | None, world: World) -> RawConfig:
-    """The configuration with the batch of the run in ``directory``, where torchrun may be starting that run again.
+    """Return the configuration with the batch of the run in ``directory`` if torchrun may be restarting that run.
 
-    Whether it does is known when the ranks have joined; if it does not, the folder is refused then.
+    Whether it is that run is known only after the ranks have joined; otherwise the folder is refused then.
     """
     name = _run_name(world)
     if world.source != "torchrun" or name is None or directory is None or not (directory / CONFIG).is_file():

@@ -1,4 +1,4 @@
-"""Strategies against one process, on a run's own model, data, optimizer and clipping."""
+"""Comparison of strategies with one process, on a run's model, data, optimizer and clipping."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from shardwise.train.data.token_files import DataError
 from shardwise.train.model.build import build_model, build_optimizer, objective_of, parameter_groups, to_tensors
 from shardwise.train.saves.random_state import seed_all
 
-#: What says how the model is cut and what is done to its modules: nothing where one process runs copies of it.
+#: Fields about units, which do not apply if one process runs copies of the full model.
 _OF_UNITS = ("auto_wrap_policy", "merge_units", "activation_checkpointing", "compile")
 
 
 def under_strategies(plan: ParallelPlan, strategies: Sequence[str]) -> dict[str, ParallelPlan]:
-    """``plan`` under each of ``strategies``, by a name that says what had to be left out, as the strategy has none.
+    """Return ``plan`` under each strategy, by a name that lists fields that the strategy does not support.
 
-    ``reshard_after_forward`` and ``accumulation`` follow the strategy.
+    ``reshard_after_forward`` and ``accumulation`` are reset to the strategy's defaults.
     """
     plans: dict[str, ParallelPlan] = {}
     for strategy in strategies:
@@ -48,7 +48,7 @@ def under_strategies(plan: ParallelPlan, strategies: Sequence[str]) -> dict[str,
 
 
 def _foreign(plan: ParallelPlan) -> list[str]:
-    """Fields that mean nothing to the strategy of ``plan``."""
+    """Return the fields that the strategy of ``plan`` does not support."""
     fields = [*_OF_UNITS] if plan.placements.is_threaded else []
     fields += [] if plan.placements.shards_optimizer else ["quantized_gather"]
     try:
@@ -71,10 +71,10 @@ def compare_with_one_process(
     num_steps: int,
     locate: bool | None = False,
 ) -> ParityReport:
-    """Train the run's model anew for a few steps under each strategy and in one process, by ``sw.parity``.
+    """Train the run's model again for a few steps under each strategy and in one process, by ``sw.parity``.
 
-    Without accumulation, but for pipelines, which have their microbatches. What a strategy cannot do is left out of its
-    plan (``under_strategies``). The random state of this process is afterwards what it was before.
+    Without accumulation, except for pipelines, which need their microbatches. Fields that a strategy does not support
+    are removed from its plan (``under_strategies``). The random state of this process is restored at the end.
 
     Collective:
         Those of ``sw.parity``. All ranks must call.
@@ -114,7 +114,7 @@ def compare_with_one_process(
             return _checked(data.train.batch(range(step * size, (step + 1) * size), device), size)
         held = to_tensors(data.train, range(step * size, (step + 1) * size), device)
         inputs_BT = held.inputs
-        if config.model.hf is None:  # of conversations every token counts here, as the mean is taken by rank
+        if config.model.hf is None:  # all tokens of conversations count here, because the mean is taken per rank
             return inputs_BT, inputs_BT if "examples" in resolved.source.kinds else held.targets
         return {"input_ids": inputs_BT, "labels": inputs_BT}  # transformers shifts the labels itself
 
@@ -136,7 +136,7 @@ def compare_with_one_process(
 
 
 def _checked(batch: Any, size: int) -> Any:
-    """A batch of ``size`` samples; refuses one that cannot be cut by samples."""
+    """Return a batch of ``size`` samples; refuse a batch whose tensors cannot be split by samples."""
     for tensor in tree_leaves(batch):
         if isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) != size:
             raise PlanError(
@@ -149,19 +149,19 @@ def _checked(batch: Any, size: int) -> Any:
 def compare_here(
     raw: RawConfig, world: World, *, strategies: Sequence[str], num_steps: int, locate: bool | None
 ) -> ParityReport:
-    """Join the world, compare as :func:`compare_with_one_process` does, and leave it. All ranks must call."""
+    """Join the world, compare as :func:`compare_with_one_process`, and leave the world. All ranks must call."""
     resolved = resolve(raw, world.size, world.ranks_per_machine, raises_masters=False)
     with joined(world) as device:
         how = {"strategies": strategies, "num_steps": num_steps, "locate": locate}
         return compare_with_one_process(resolved, data_of(resolved), device, **how)
 
 
-#: Steps over which the demo compares its strategy with one process, after training.
+#: Number of steps in which the demo compares its strategy with one process, after training.
 PARITY_STEPS = 3
 
 
 def parity_line(resolved: RunConfig, data: Data, device: torch.device) -> str:
-    """Train the run's model anew, under its plan and in one process, and say whether they are equal.
+    """Train the run's model again, under its plan and in one process, and report whether the results are equal.
 
     Collective:
         Those of ``sw.parity``. All ranks must call.

@@ -31,23 +31,23 @@ from shardwise.train.new_world import is_started_again, note_starters, starter
 from shardwise.train.saves.checkpoints import NEWEST, is_empty
 from shardwise.train.steps.pace import Pace
 
-#: torch's own time limit of a collective comes so much after ours, which says more.
+#: Seconds by which torch's time limit of a collective exceeds ours, whose error says more.
 _LATER_S = 60.0
 
-#: A world that goes on with the run of an earlier one waits so long for the lock of a rank that is ending.
+#: Seconds that a restarted world waits for the lock of an old rank that is still exiting.
 _OLD_WORLD_ENDS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """This rank at work on a run whose folder is the ranks' own."""
+    """This rank's state in a run, after the ranks have agreed on its folder."""
 
-    control: Control  # the ranks' channel
+    control: Control  # communication of the ranks
     directory: Path  # the run's folder
-    device: torch.device  # this rank's
-    stop: StopRequest  # what has been asked of this rank
-    pace: Pace  # the time limits that others watch
-    resume: str | None  # the checkpoint to go on from; ``None``: a new run
+    device: torch.device  # this rank's device
+    stop: StopRequest  # signals to stop that this rank received
+    pace: Pace  # time limits that the watchdog checks
+    resume: str | None  # the checkpoint to continue from; ``None``: a new run
 
 
 @contextlib.contextmanager
@@ -62,17 +62,17 @@ def session(
     goes_on: bool = False,
     takes_over: bool = False,
 ) -> Iterator[Session]:
-    """Join the world, agree on the run's folder, lock it and be watched, until the end.
+    """Join the world, agree on the run's folder, lock it and start the watchdog, for the duration of the block.
 
     Args:
-        world: This rank among the others.
+        world: This rank and the world.
         config: The run's configuration.
-        facts: What has to be the same on every rank beside it.
+        facts: Further values that must be the same on every rank.
         run_dir: The run's folder; by default named after the run.
-        resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
-        check: Called on rank 0 where no launcher of ours has looked at the data.
-        goes_on: A folder that holds a run is gone on with, without being asked for.
-        takes_over: Take the folder of a run on another machine that gives no sign of life.
+        resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` starts a new run.
+        check: Called on rank 0 if our launcher has not checked the data.
+        goes_on: Whether a run in the folder is continued without ``resume``.
+        takes_over: Take over the folder of a run on another machine that shows no sign of life.
 
     Collective:
         Every rank of the world must call: some all-gathers of small JSON.
@@ -95,7 +95,7 @@ def session(
         directory = Path(directory)
         if world.num_nodes > 1:
             _check_shared(control, directory, world)
-        if world.source != "launcher" or goes_on:  # our launcher of a trainer holds the lock, and has read the data
+        if world.source != "launcher" or goes_on:  # our launcher already holds the lock and has checked the data
             lock = RunLock(directory, takes_over=takes_over or is_again)
             stack.callback(lock.release)
             note = control.on_first(lambda: lock.acquire(wait_s=_OLD_WORLD_ENDS_S if is_again else 0.0))
@@ -104,18 +104,18 @@ def session(
             control.on_first(check)
             control.on_first(lambda: note_starters(directory, names))
         resume = control.on_first(lambda: begins_from(directory, resume, upload_to, is_restart=is_again))
-        if not (goes_on and world.source == "alone" and step_timeout_s is None):  # a person is there, or a debugger
+        if not (goes_on and world.source == "alone" and step_timeout_s is None):  # not in interactive use or a debugger
             stack.callback(_watch(world, directory / LOGS, pace).set)
         yield Session(control, directory, device, stop, pace, resume)
 
 
 def _watch(world: World, logs: Path, pace: Pace) -> threading.Event:
-    """Write this rank's heartbeat, and watch it where our launcher does not. Returns what ends the watch."""
+    """Write this rank's heartbeat, and watch it unless our launcher does. Return an event that ends the watch."""
     ends = threading.Event()
     with contextlib.suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
         if world.source != "launcher":
-            heartbeat.end()  # of an earlier run of this process
+            heartbeat.end()  # from an earlier run of this process
         heart = heartbeat.begin(logs, world.rank)
         heart.ask(stall.where)
         if world.source != "launcher":
@@ -135,12 +135,12 @@ def open_directory(
     goes_on: bool = False,
     upload_to: str | None = None,
 ) -> tuple[str, bool, str | None]:
-    """Choose and make the run's folder: a new one, or that of the run that is resumed or was started again.
+    """Choose and create the run's folder: a new one, or that of the run that is resumed or was started again.
 
-    Arguments are as of :func:`session`; ``names`` says who has started each rank (``new_world.starter``).
+    The arguments are as in :func:`session`; ``names`` are the starters of all ranks (``new_world.starter``).
 
     Returns:
-        The folder, whether the run in it was started again by its launcher and goes on by itself, and the checkpoint.
+        The folder, whether its run was started again by its launcher and continues, and the checkpoint.
     """
     own = run_dir or folder.newest(name)
     is_again = own is not None and is_started_again(own, names, world)
@@ -158,7 +158,7 @@ def open_directory(
 
 
 def _check_shared(control: Control, directory: Path, world: World) -> None:
-    """Refuse a run's folder that is not the same one on all machines: one rank of each looks for a file of rank 0."""
+    """Refuse a folder that is not shared by all machines: one rank of each machine looks for a file of rank 0."""
     name = control.on_first(lambda: folder.leave_probe(directory))
     try:
         has_found = world.local_rank != 0 or folder.finds(directory, name)
@@ -178,7 +178,7 @@ def _check_shared(control: Control, directory: Path, world: World) -> None:
 
 
 def begins_from(directory: Path, resume: str | None, upload_to: str | None = None, *, is_restart: bool) -> str | None:
-    """The start of the run: after a restart what it has saved itself by then, whatever it was started from."""
+    """Return the checkpoint to start from; a restarted run continues from what it has saved, if anything."""
     if is_restart and not is_empty(directory, upload_to):
         return "latest"
     if resume in NEWEST and is_empty(directory, upload_to):

@@ -1,4 +1,4 @@
-"""``sw.Run``: what a loop of one's own lacks, around it."""
+"""``sw.Run``: run folder, metrics, checkpoints and recovery for a user's training loop."""
 
 from __future__ import annotations
 
@@ -43,44 +43,44 @@ from shardwise.train.saves.saved_state import of_reader, packed
 from shardwise.train.spec import Mean
 from shardwise.train.steps.unread import TOKENS
 
-#: What :meth:`Run.log` takes by itself.
+#: Arguments of :meth:`Run.log` with a fixed meaning.
 _KNOWN = ("loss", "grad_norm", "tokens")
-#: Marks the states of a loader of which each rank has one of its own.
+#: Key of the states of a loader that has a different state on each rank.
 _BY_RANK = "of each rank"
 
 
 class Stateful(Protocol):
-    """A sampler, a loader or a schedule that can say where it is, in what JSON holds."""
+    """A sampler, a loader or a schedule that can save its position as JSON."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the data."""
+        """Return the position."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Go on from there."""
+        """Continue from a saved position."""
 
 
-#: Marks the states of several schedules.
+#: Key of the states of several schedules.
 _SEVERAL = "of each schedule"
 
 
 class _Together:
-    """Several schedules, saved and restored as one."""
+    """Several schedules that are saved and restored together."""
 
     def __init__(self, parts: Sequence[Stateful]) -> None:
         self._parts = parts
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each."""
+        """Return the state of each schedule."""
         return {_SEVERAL: [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore each."""
+        """Restore each schedule."""
         for part, state in zip(self._parts, state_dict[_SEVERAL], strict=True):
             part.load_state_dict(state)
 
 
 class Run:
-    """A run folder, metrics, checkpoints and all that ``shardwise train`` has, around a loop of one's own.
+    """Add a run folder, metrics, checkpoints and everything else of ``shardwise train`` to a user's training loop.
 
     ::
 
@@ -93,31 +93,31 @@ class Run:
                 optimizer.zero_grad()
                 run.log(loss=loss)
 
-    Started again with the same line, alone, under ``torchrun`` or by a scheduler, it goes on from its newest
-    checkpoint, on any number of ranks. SIGTERM and SIGINT end it after the step with a checkpoint and exit code 75
-    or 130; other errors have the codes of ``shardwise train``. The folder holds what a trainer's has:
-    ``metrics.jsonl``, ``report.html``, ``summary.json``, ``checkpoints/``.
+    If the same program is started again, alone, under ``torchrun`` or by a scheduler, it continues from its newest
+    checkpoint, on any number of ranks. SIGTERM and SIGINT end it after the current step, with a checkpoint and exit
+    code 75 or 130; other errors have the exit codes of ``shardwise train``. The folder has the same files as a
+    trainer's: ``metrics.jsonl``, ``report.html``, ``summary.json``, ``checkpoints/``.
 
     Args:
         directory: The run's folder, on a disk that all machines share.
-        model: A parallelized model; on one process also a plain one, which becomes one that nothing is sent for.
-        optimizer: Built on its parameters; or several, such as those of a generator and its critic. The record has the
-            first one's learning rate.
-        steps: How many steps the whole run has.
+        model: A parallelized model; on one process also a plain model, for which nothing is communicated.
+        optimizer: An optimizer of the model's parameters; or several, such as those of a generator and its critic. The
+            record has the first one's learning rate.
+        steps: Number of steps of the whole run.
         checkpoint: Fields of ``checkpoint:`` in a run.yaml, such as ``{"every": 100, "keep": 3}``. By default one
             checkpoint, at the end.
         log: Fields of ``log:``, such as ``{"every": 10, "wandb": True}``.
-        train: Of ``train:``: ``step_timeout_s``, ``grace_s``, ``non_finite`` and ``check_replicas_every``.
-        sampler: What the samples come from, saved and restored: an ``sw.DistributedSampler``, a loader with state.
-        scheduler: The learning rate's, saved and restored; of several optimizers a list.
-        scaler: Of fp16 losses.
-        average: Of the model's weights.
-        config: Settings of one's own: in config.yaml and W&B. What has changed when a run goes on is said.
-        predicted: What ``sw.dry_run`` said, to be shown beside what is measured.
-        callbacks: Told what happens (``sw.Callback``).
+        train: Fields of ``train:``: ``step_timeout_s``, ``grace_s``, ``non_finite`` and ``check_replicas_every``.
+        sampler: The source of samples, saved and restored: an ``sw.DistributedSampler``, or a loader with state.
+        scheduler: The learning rate schedule, saved and restored; for several optimizers a list.
+        scaler: Scaler of fp16 losses.
+        average: Average of the model's weights.
+        config: The user's settings, for config.yaml and W&B. Changes are printed when a run continues.
+        predicted: The result of ``sw.dry_run``, shown next to the measurements.
+        callbacks: Objects whose methods are called during the run (``sw.Callback``).
 
     Raises:
-        ConfigError: A field is unknown or of another kind, or the model of several ranks is not parallelized.
+        ConfigError: A field is unknown or has a wrong type, or the model of several ranks is not parallelized.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Run:
         except StateError as error:
             if (dist.get_world_size() if dist.is_initialized() else read_world().size) > 1:
                 raise ConfigError(str(error)) from None
-            sw.parallelize(model, "ddp")  # of one rank: no number changes, and its parameters stay the same objects
+            sw.parallelize(model, "ddp")  # on one rank: no value changes, and the Parameter objects stay
         scaler = scaler or sw.GradScaler("cpu", enabled=False)
         self._parts = Parts(model, optimizers, scaler, average, data_parallel_rank(model))
         self._callbacks = callbacks
@@ -177,7 +177,7 @@ class Run:
     # --- around the loop ---------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Lock the folder, load its newest checkpoint, if there is one, and begin to be watched.
+        """Lock the folder, load its newest checkpoint if there is one, and start the watchdog.
 
         Collective:
             All ranks must enter: some all-gathers of small JSON, and ``sw.load``.
@@ -205,10 +205,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write the summary and the report; leave the process with the run's exit code where it was stopped.
+        """Write the summary and the report; if the run was stopped, exit with its exit code.
 
         Raises:
-            SystemExit: A stop was requested, or the rank is one of several and an error of ours has a code.
+            SystemExit: A stop was requested, or an error of ours was raised on one of several ranks.
         """
         loop = self._running
         with self._exit_codes():
@@ -230,7 +230,7 @@ class Run:
 
     @contextlib.contextmanager
     def _exit_codes(self) -> Iterator[None]:
-        """Turn an error into what the starter of this rank, if there is one, understands: a note and an exit code."""
+        """Turn an error into a note and an exit code for the launcher of this rank, if there is one."""
         try:
             yield
         except ShardwiseError as error:
@@ -247,7 +247,7 @@ class Run:
         return self._loop
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left, from 0. Between them metrics are read, and checkpoints written.
+        """Yield the numbers of the remaining steps, from 0. Between steps, metrics are read and checkpoints written.
 
         Collective:
             Every ``log.every`` steps two all-gathers, and those of saves: all ranks make the same steps.
@@ -264,7 +264,7 @@ class Run:
                 self._logged = {}
                 try:
                     yield step
-                finally:  # also where the loop is left here
+                finally:  # also if the loop is left here
                     self._note(loop)
                 if every is not None and (step + 1) % every == 0:
                     loop.check_replicas(step + 1)
@@ -277,14 +277,14 @@ class Run:
         tokens: int | None = None,
         **values: Tensor | float | Mean,
     ) -> None:
-        """Say what the present step has found; may be called several times in it. Nothing waits for the device.
+        """Record results of the current step; may be called several times per step. Does not wait for the device.
 
         Args:
-            loss: The mean loss of this rank; the record has the mean over the ranks that say one. A value that is not
-                finite ends the run (``train.non_finite``).
+            loss: This rank's mean loss; the record has the mean over the ranks that log one. A value that is not finite
+                ends the run (``train.non_finite``).
             grad_norm: The global norm of the gradient.
-            tokens: Tokens of this rank's batch; the record has those of all ranks.
-            **values: Others, by the names that the record gets: an ``sw.Mean``, or a number or tensor without
+            tokens: Tokens of this rank's batch; the record has the sum over all ranks.
+            **values: Other values, by their names in the record: an ``sw.Mean``, or a number or tensor without
                 dimensions, which is averaged over the ranks. ``eval_loss`` is a held-out loss.
         """
         heartbeat.move()
@@ -308,7 +308,7 @@ class Run:
 
     @contextlib.contextmanager
     def long(self, phase: str = "evaluation") -> Iterator[None]:
-        """Around what takes longer than a step, such as an evaluation: it is not taken for a hang."""
+        """Extend the time limit in this block, for work that takes longer than a step, such as an evaluation."""
         with self._running.pace.long(phase):
             yield
 
@@ -317,12 +317,12 @@ class Run:
         self._running.progress.say(text)
 
     def stop(self, reason: str) -> None:
-        """End the run with a last checkpoint when metrics are read next; any rank may say so."""
+        """End the run with a final checkpoint when metrics are next read; may be called on any rank."""
         self._running.must_end = reason
 
     @property
     def step(self) -> int:
-        """The number of steps of the whole run so far."""
+        """Number of steps that the run has made so far."""
         return self._running.step
 
     @property
@@ -332,13 +332,13 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The present content of ``summary.json``: steps, losses, predicted and measured memory and time."""
+        """The current content of ``summary.json``: steps, losses, predicted and measured memory and time."""
         return self._running.summary
 
     # --- what the loop asks its owner --------------------------------------------------------------------------------
 
     def _shared(self) -> dict[str, Any]:
-        """The state that is the same on every rank; a loader's place may be each rank's own."""
+        """Return the state that must be the same on every rank; a loader's state may differ."""
         kept = {
             name: packed(held.state_dict(), f"sw.Run({name}=...)")
             for name, held in self._kept.items()
@@ -349,10 +349,10 @@ class Run:
         return {"kept": kept, "config": settings, "mesh": sw.summary(self._parts.model).mesh}
 
     def state(self) -> dict[str, Any]:
-        """The state for checkpoints in addition to tensors. A loader's is one for all ranks, or each rank's, in order.
+        """Return the state for checkpoints besides tensors. A loader has one state, or one per rank in rank order.
 
         Collective:
-            One all-gather of small JSON where ``sampler`` is no ``sw.DistributedSampler``.
+            One all-gather of small JSON if ``sampler`` is not an ``sw.DistributedSampler``.
         """
         state, held = self._shared(), self._kept["sampler"]
         if held is not None and "sampler" not in state["kept"]:
@@ -362,7 +362,7 @@ class Run:
         return state | {"kept": plain.unpack(state["kept"])}
 
     def check(self, path: Path) -> list[str]:
-        """Refuse a checkpoint of a trainer's run; returns what differs of one's own settings. Small JSON."""
+        """Refuse a checkpoint of a trainer's run; return differences of the user's settings. Exchanges small JSON."""
 
         def compare() -> list[str]:
             saved = saved_config(path)
@@ -377,7 +377,7 @@ class Run:
         return self._running.control.on_first(compare)
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Put sampler and scheduler where they were."""
+        """Restore sampler and scheduler."""
         saved = state.get("kept", {})
         for name, held in self._kept.items():
             if held is not None and name not in saved:
@@ -407,7 +407,7 @@ class Run:
         return lines
 
     def evaluate(self) -> dict[str, float] | None:
-        """Evaluations are the loop's own."""
+        """Return ``None``, because evaluations are made by the user's loop."""
         return None
 
     def _report(self, held: Session) -> Report:
@@ -439,7 +439,7 @@ class Run:
 def _checked(
     steps: int, checkpoint: Mapping[str, Any] | None, log: Mapping[str, Any] | None, train: Mapping[str, Any] | None
 ) -> Config:
-    """The sections, every mistake told at once."""
+    """Return the configuration of all sections; raise with every mistake at once."""
     ignored = {"best", "best_is", "allow_other_code"} & set(checkpoint or {})
     if ignored:
         raise ConfigError(
@@ -463,7 +463,7 @@ def _checked(
 
 
 def _num_schedules(held: Any) -> str:
-    """The number of schedules, of which ``held`` is the state, or which it is."""
+    """Return the number of schedules in ``held``, which is a schedule or its state, in words."""
     states = held.state_dict() if hasattr(held, "state_dict") else held
     if isinstance(states, Mapping) and states.keys() == {_SEVERAL}:
         return f"a list of {len(states[_SEVERAL])} schedules"
@@ -471,7 +471,7 @@ def _num_schedules(held: Any) -> str:
 
 
 def _kept(name: str, value: Any) -> Any:
-    """A copy of a value, without its graph: it is read some steps later."""
+    """Return a copy of a value without its graph, because it is read some steps later."""
     if isinstance(value, Mean) and name not in _KNOWN:
         return Mean(_kept(name, value.total), _kept(name, value.count))
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -486,7 +486,7 @@ def _kept(name: str, value: Any) -> Any:
 
 
 def _left_with(error: ShardwiseError, world: World) -> int:
-    """Tell the launcher why this rank leaves; the exit code."""
+    """Report to the launcher why this rank exits, and return the exit code."""
 
     def fail() -> int:
         raise error

@@ -1,6 +1,6 @@
-"""The parts of a training run that a user replaces by code: ``sw.TrainSpec``, from Python or from a file.
+"""``sw.TrainSpec``: the parts of a training run that a user replaces by code, from Python or from a file.
 
-A spec is code: it does whatever its author wrote. Nothing else that a run reads is executed.
+A spec is code and is executed. Nothing else that a run reads is executed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-#: What a file's spec is called where the name is not said.
+#: Default name of the spec in a file.
 USUAL_NAME = "spec"
-#: What a run's configuration says of a spec that was given to ``sw.train``, which its processes find in a file that
-#: this variable names.
+#: The configuration's value of ``spec`` if the spec was given to ``sw.train``, and the environment variable with the
+#: file in which the processes find that spec.
 FROM_PYTHON, FILE_VARIABLE = "given to sw.train", "SHARDWISE_SPEC"
 
 
@@ -40,7 +40,7 @@ class Mean:
 
     Attributes:
         total: The sum, without dimensions.
-        count: What it is the sum of: tokens, boxes, samples.
+        count: The number of summed elements: tokens, boxes, samples.
     """
 
     total: Tensor
@@ -49,7 +49,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """Replacements for the parts that ``run.yaml`` has names for. Every field is optional.
+    """Replaces parts of a run by code, in addition to ``run.yaml``. Every field is optional.
 
     ::
 
@@ -57,27 +57,28 @@ class TrainSpec:
         sw.train({"parallel": {"strategy": "zero3"}, "train": {"steps": 1000}}, spec, nproc=2)
 
     Attributes:
-        model: Returns the model, or is its class; built deferred, so that every rank makes only what it owns.
-        data: Samples to train on: a data set with ``len`` and items (a ``torch.utils.data.Dataset``, a
-            ``datasets.Dataset``, a list), in one order on every world and resumed at the sample; an iterable, of which
-            every reader takes its share of each global batch, resumed by its ``state_dict`` or by reading up to the
-            place; or a function ``data(reader, readers)``, which returns an iterable of microbatches, such as a
-            ``DataLoader``, for one of the ranks that read different samples, resumed in the same way.
-        eval_data: Held-out samples, of any of these kinds. Without them nothing is evaluated.
-        collate: Makes a microbatch of a list of samples: a tensor, or a tuple or dict of tensors.
+        model: Returns the model, or is its class. It is built deferred, so that every rank creates only what it owns.
+        data: Training samples. A data set with ``len`` and items (a ``torch.utils.data.Dataset``, a
+            ``datasets.Dataset``, a list): read in the same order on any number of ranks, and resumed exactly. Or an
+            iterable: every reader takes its share of each global batch; resumed by its ``state_dict`` or by reading up
+            to the position. Or a function ``data(reader, readers)`` that returns an iterable of microbatches, such as a
+            ``DataLoader``, for one of the ranks that read different samples; resumed in the same way.
+        eval_data: Held-out samples, of any of these kinds. ``None``: no evaluation.
+        collate: Makes a microbatch from a list of samples: a tensor, or a tuple or dict of tensors.
             ``torch.utils.data.default_collate`` by default.
-        forward: ``forward(model, batch)`` gives the output. By default a dict is called ``model(**batch)``, a tuple
-            ``model(*batch)``, anything else ``model(batch)``.
-        loss: ``loss(output, batch)`` gives the mean of a microbatch, which counts as much as any other, or an
-            ``sw.Mean``: the mean over all microbatches and ranks by what they count. By default ``output.loss``, or the
-            output itself.
-        optimizer: ``optimizer(groups, lr)`` gives the optimizer; ``groups`` are parameter groups with weight decay
+        forward: ``forward(model, batch)`` returns the output. By default ``model(**batch)`` for a dict,
+            ``model(*batch)`` for a tuple, else ``model(batch)``.
+        loss: ``loss(output, batch)`` returns the mean of a microbatch, all of which have the same weight; or an
+            ``sw.Mean``, for the mean over all microbatches and ranks weighted by its counts. By default
+            ``output.loss``, or the output itself.
+        optimizer: ``optimizer(groups, lr)`` returns the optimizer; ``groups`` are parameter groups with weight decay
             (two or more dimensions) and without, ``lr`` is ``optimizer.lr``.
-        schedule: ``schedule(step, steps)`` gives the factor of the peak rate at ``step``, from 0.
-        metrics: By name ``metric(output, batch)``, an ``sw.Mean``; taken at evaluations, recorded as ``eval_NAME``.
-        callbacks: Told what happens (``sw.Callback``).
-        code: Hash of the file that the spec comes from. A run that was begun with other code is not resumed, unless
-            ``checkpoint.allow_other_code`` says so. What the file imports is not compared.
+        schedule: ``schedule(step, steps)`` returns the factor of the peak rate at ``step``, from 0.
+        metrics: By name, ``metric(output, batch)`` returns an ``sw.Mean``; computed at evaluations, recorded as
+            ``eval_NAME``.
+        callbacks: Objects whose methods are called during the run (``sw.Callback``).
+        code: Hash of the spec's file, without its imports. A run is not resumed with different code, unless
+            ``checkpoint.allow_other_code`` is set.
     """
 
     model: Callable[[], nn.Module] | None = None
@@ -93,10 +94,10 @@ class TrainSpec:
     code: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what is of another kind, by field.
+        """Check the types of all fields.
 
         Raises:
-            ConfigError: A field cannot be what it is for.
+            ConfigError: Some fields have a wrong type; the message lists them.
         """
         called = ("model", "collate", "forward", "loss", "optimizer", "schedule")
         wrong = [
@@ -124,17 +125,17 @@ class TrainSpec:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is replaced."""
+        """Whether the spec replaces nothing."""
         given = [each for name in _PARTS if (each := getattr(self, name)) is not None]
         return not (given or self.metrics or self.callbacks)
 
 
-#: Fields that are ``None`` where they are not given.
+#: Fields that are ``None`` by default.
 _PARTS = ("model", "data", "eval_data", "collate", "forward", "loss", "optimizer", "schedule")
 
 
 def _wrong_data(data: Any) -> str:
-    """The fault of samples; empty if there is none."""
+    """Return the fault of a data set in words; empty if there is none."""
     if data is None or is_indexed(data) or is_loader(data):
         return ""
     if any(kind.__name__ == "DataLoader" for kind in type(data).__mro__):
@@ -154,10 +155,10 @@ def _shown(value: Any) -> str:
 
 
 def load_spec(name: str) -> TrainSpec:
-    """The spec of a file (``mine.py``, ``mine.py:other``) or of a module (``package.module:name``).
+    """Load the spec of a file (``mine.py``, ``mine.py:other``) or of a module (``package.module:name``).
 
-    It is what is called ``spec`` there, or as the name says: a ``TrainSpec``, or a function that returns one. The
-    folder of a file is where its own imports are looked for, too. Errors of the code itself are passed on.
+    The attribute, by default ``spec``, is a ``TrainSpec`` or a function that returns one. Imports of a file are also
+    searched in the file's folder. Errors of the code itself are passed on.
     """
     if name == FROM_PYTHON:
         raise ConfigError(
@@ -197,12 +198,12 @@ def _of_file(path: Path) -> ModuleType:
     if key in sys.modules:
         return sys.modules[key]
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: nothing there may stand in for a library
+        sys.path.append(str(path.parent))  # last, so that no library is shadowed
     made = importlib.util.spec_from_file_location(key, path)
     assert made is not None
     assert made.loader is not None
     module = importlib.util.module_from_spec(made)
-    sys.modules[key] = module  # what is pickled, such as samples from workers, finds its class
+    sys.modules[key] = module  # pickled objects, such as samples from workers, need their class
     try:
         made.loader.exec_module(module)
     except BaseException:
@@ -218,7 +219,7 @@ def _of_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise  # of the code itself
+            raise  # an import error inside the user's code
         raise ConfigError(
             f"--spec {printable(name)}: there is no module {printable(error.name)!r}.\n"
             "  Name a file (mine.py), or a module that Python finds from here."
@@ -231,19 +232,19 @@ def _hash_of(module: ModuleType) -> str:
 
 
 def given_spec() -> TrainSpec | None:
-    """The spec that ``sw.train`` has left for this process, if it has started it."""
+    """Return the spec that ``sw.train`` left for this process, if it started this process."""
     file = os.environ.get(FILE_VARIABLE)
     return unpacked(Path(file).read_bytes()) if file else None
 
 
 def with_code(spec: TrainSpec) -> TrainSpec:
-    """A spec of a script or a notebook with the hash of the source of its functions and classes."""
+    """Return a spec with the hash of the source of its functions and classes, for scripts and notebooks."""
     parts = [getattr(spec, name) for name in _PARTS if not name.endswith("data")]
     parts += [*spec.metrics.values(), *(type(each) for each in spec.callbacks)]
     digest = hashlib.sha256()
     for part in parts:
         try:
             digest.update(inspect.getsource(part).encode())
-        except (OSError, TypeError):  # of a built-in, or an object that can be called
+        except (OSError, TypeError):  # a built-in or a callable object
             digest.update(getattr(part, "__qualname__", type(part).__qualname__).encode())
     return replace(spec, code=digest.hexdigest())

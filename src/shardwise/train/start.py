@@ -1,7 +1,7 @@
-"""From the arguments of a verb to ranks at work: which configuration, checks before any process starts, and the start.
+"""Starts a training from a verb's arguments: finds the configuration, checks it before any process starts, launches.
 
-The launcher's side checks everything that can be checked without the ranks, chooses the run's folder and starts the
-workers (:func:`launch_training`); each worker reads the same arguments again and trains (:func:`work`).
+The launcher's side checks everything that needs no ranks, chooses the run's folder and starts the workers
+(:func:`launch_training`). Each worker reads the same arguments again and trains (:func:`work`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.train.spec import FILE_VARIABLE, TrainSpec, given_spec
 if TYPE_CHECKING:
     from shardwise.launch.world import World
 
-#: About a minute on two slow CPU cores; held-out loss falls from 5.4 to about 2.1 nats per byte.
+#: The demo takes about a minute on two slow CPU cores; its held-out loss falls from 5.4 to about 2.1 nats per byte.
 DEMO: dict[str, Any] = {
     "name": "demo",
     "model": {"preset": "gpt-demo"},
@@ -56,11 +56,11 @@ def named_config(
     run_dir: Path | None = None,
     resume: str | None = None,
 ) -> tuple[RawConfig, bool, Path | None]:
-    """The configuration that the arguments name, whether it is the demo's, and the run's folder where they name one.
+    """Return the configuration that the arguments name, whether it is the demo, and the run's folder if they name one.
 
-    A run's folder, as ``config`` or in place of it as ``resume``, brings its own ``config.yaml``; how it cuts the
-    global batch into microbatches is derived anew, as the world may have changed. A spec without a file begins with
-    the defaults.
+    A run's folder, as ``config`` or in place of it as ``resume``, brings its ``config.yaml``; the split of the global
+    batch into microbatches is computed again, because the number of ranks may have changed. A spec without a file
+    starts from the defaults.
     """
     if spec is not None:
         overrides = [*overrides, f"spec={spec}"]
@@ -80,7 +80,7 @@ def named_config(
 
 
 def _name_of(spec: str) -> str:
-    """The name of a run that has none: that of the spec's file or module."""
+    """Return the default name of a run: the name of the spec's file or module."""
     found = re.sub(r"[^A-Za-z0-9._-]", "-", Path(spec.partition(":")[0]).name.removesuffix(".py"))
     return found if re.match(r"[A-Za-z0-9]", found) else "run"
 
@@ -98,7 +98,7 @@ def launch_training(
     spec: TrainSpec | None = None,
     spec_file: Path | None = None,
 ) -> int:
-    """Check all that can be checked here, choose the run's folder, start the workers and wait for their exit code.
+    """Check everything that needs no ranks, choose the run's folder, start the workers and return their exit code.
 
     Every worker reads the command line ``arguments`` again, and ``spec`` from ``spec_file``.
     """
@@ -128,11 +128,11 @@ def launch_training(
     check_budget(resolved, find_device(num_ranks))
     folder.create(directory)
     lock = RunLock(directory, takes_over=takes_over)
-    note = lock.acquire()  # for the workers too, so that no other start comes in between
+    note = lock.acquire()  # also for the workers, so that no other start can intervene
     try:
         if note:
             say(note)
-        folder.choose(resolved.config.name, directory, **is_resuming)  # is it so still?
+        folder.choose(resolved.config.name, directory, **is_resuming)  # check again under the lock
         verb, *others = arguments
         words, lower_lr = [verb, f"--run-dir={directory}", *others], resolved.config.optimizer.lr / 10
         again, lower = f"continue with `{_resuming(words)}`", f"lower the rate, as by `{_resuming(words, lower_lr)}`"
@@ -157,7 +157,7 @@ def launch_training(
 
 
 def _restart_point(directory: Path, resume: str | None, upload_to: str | None) -> str:
-    """The start of a restarted run: its newest step, else what it was started from."""
+    """Return the step from which a restart continues, or the checkpoint that the run was started from, in words."""
     from shardwise.checkpoint.store import find_latest
 
     step = find_latest(directory).step
@@ -168,13 +168,13 @@ def _restart_point(directory: Path, resume: str | None, upload_to: str | None) -
 
 
 def _resuming(words: Sequence[str], lr: float | None = None) -> str:
-    """The command that continues a run which was started with these arguments, with another learning rate if given."""
+    """Return the command that continues a run started with these arguments, with learning rate ``lr`` if given."""
     text = "\0".join(words)
     if lr is not None:
         text = re.sub(r"\0--set[=\0]optimizer\.lr=[^\0]*", "", text) + f"\0--set\0optimizer.lr={lr:g}"
     words = text.split("\0")
     kept, is_value = list(words[:2]), False
-    for word in words[2:]:  # the folder is among the first two
+    for word in words[2:]:  # the folder is one of the first two
         name, _, value = word.partition("=")
         if not is_value and name not in {"--resume", "--run-dir"}:
             kept.append(word)
@@ -183,7 +183,7 @@ def _resuming(words: Sequence[str], lr: float | None = None) -> str:
 
 
 def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, strategies: Sequence[str]) -> int:
-    """Check all that can be checked here, start the workers that compare, and wait for their exit code."""
+    """Check everything that needs no ranks, start the workers that compare, and return their exit code."""
     from shardwise.launch.elastic import launch
     from shardwise.spec.exact import check_exact
     from shardwise.train.proof import under_strategies
@@ -210,7 +210,7 @@ def work(
     spec: TrainSpec | None = None,
     found: dict[str, Any] | None = None,
 ) -> int:
-    """Train as one of the workers. Returns the exit code; ``found`` gets the run's summary and folder."""
+    """Train as one of the workers. Return the exit code; ``found`` receives the run's summary and folder."""
     from shardwise.launch.error_file import reported
     from shardwise.launch.exit_codes import run_worker, show_error
 
@@ -223,7 +223,7 @@ def work(
         check_extras(given.config)
         resolved = resolve(given, world.size, world.ranks_per_machine, spec=spec or given_spec())
         config = resolved.config
-        if world.source != "launcher":  # which has checked it
+        if world.source != "launcher":  # the launcher has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))
         with session(
             world,
@@ -245,7 +245,7 @@ def work(
 
 
 def step_range_of(text: str | None) -> range:
-    """The steps that ``--profile-steps`` names, as ``metrics.jsonl`` numbers them: ``10:12`` are 10, 11 and 12."""
+    """Parse ``--profile-steps``; steps are numbered as in ``metrics.jsonl``: ``10:12`` are 10, 11 and 12."""
     if text is None:
         return range(0)
     first, mark, last = text.partition(":")
@@ -257,10 +257,10 @@ def step_range_of(text: str | None) -> range:
 
 
 def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None) -> None:
-    """Apply the plan to the model on meta where the plan names parts of the model, or divides it by them.
+    """Apply the plan to the model on meta if the plan depends on parts of the model.
 
-    Degrees against heads, layers and experts, names of modules: everything that ``sw.parallelize`` would refuse in the
-    workers. Loads torch for such plans only.
+    This finds everything that ``sw.parallelize`` would refuse in the workers: degrees that do not divide heads, layers
+    or experts, names of missing modules. Imports torch for such plans only.
     """
     if not _depends_on_model(resolved.plan):
         return
@@ -278,13 +278,13 @@ def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None
         )
     except (PlanError, MeshError, ConfigError):
         raise
-    except Exception:  # noqa: BLE001, S110  a model that cannot be built on meta is refused, if at all, where it is built
+    except Exception:  # noqa: BLE001, S110  a model that fails on meta may still build in the workers
         pass
 
 
 def _depends_on_model(plan: ParallelPlan) -> bool:
     if plan.placements.is_threaded:
-        return False  # replicas of the whole model
+        return False  # replicas of the full model
     by_name = (plan.ignored, plan.row_sharded, plan.tp_plan, plan.precision.parts, plan.recompute)
     divides = max(plan.tp, plan.pp, plan.cp, plan.ep) > 1 or plan.routes_tokens
     return divides or any(by_name) or plan.auto_wrap_policy not in {"auto", "none"} or plan.quantize_frozen != "none"

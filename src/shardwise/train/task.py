@@ -1,27 +1,27 @@
-"""The tasks that Hugging Face models are trained for."""
+"""The tasks for which Hugging Face models can be trained."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: The next token; hidden tokens; an answer, by an encoder and a decoder; a class of a text.
+#: The next token; masked tokens; an answer, by an encoder-decoder model; the class of a text.
 NEXT, MASKED, ANSWER, CLASS = "next token", "masked", "sequence to sequence", "classification"
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One of them, with what it needs of the tokenizer."""
+    """A task, with the token ids that it needs."""
 
-    name: str  # Which
-    #: Of classes: the number of each by its name, where there are names; else ``None``
+    name: str
+    #: The number of each class by name, if classes have names; else ``None``
     labels: Mapping[str, int] | None = None
-    mask: int | None = None  # the id that stands for a hidden token, where tokens are hidden
-    pad: int = 0  # the id of padding
+    mask: int | None = None  # id of masked tokens, if tokens are masked
+    pad: int = 0  # id of padding
 
     @property
     def has_pairs(self) -> bool:
-        """Inputs and targets are different texts."""
+        """Whether inputs and targets are separate."""
         return self.name in {ANSWER, CLASS}
 
 

@@ -1,4 +1,4 @@
-"""Trained models that can be asked: a run, one of its checkpoints, or a Hugging Face folder."""
+"""Trained models for generation and export: a run, one of its checkpoints, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from shardwise.launch.world import World
 
-#: Of a run's configuration, what generating and exporting need.
+#: Sections of a run's configuration that generation and export need.
 _SECTIONS = ("model", "data", "parallel", "lora")
 
 
@@ -35,20 +35,20 @@ _SECTIONS = ("model", "data", "parallel", "lora")
 class Trained:
     """A model on disk."""
 
-    checkpoint: Path | None  # where its weights are; ``None``: in the Hugging Face folder
-    folder: Path | None  # the Hugging Face folder that was named; ``None``: a run or checkpoint was
+    checkpoint: Path | None  # the checkpoint with its weights; ``None`` for a Hugging Face folder
+    folder: Path | None  # the Hugging Face folder; ``None`` for a run or checkpoint
     model: dict[str, Any]  # the configuration's section ``model``
     source: str | None = None  # the run's ``data.source``, or the first of its mixture
     tp_plan: dict[str, str] | None = None  # the run's ``parallel.tp_plan``
-    #: The run held fp32 masters of weights that its folder stores in 16 bit: its checkpoints do
+    #: Whether the run's checkpoints have fp32 masters of weights that its folder stores in 16 bit
     raises_masters: bool = False
     lora: dict[str, Any] | None = None  # the run's section ``lora``
-    #: The run's ``data.tokenizer``: ``bytes``, a folder, or ``None`` where it is not known
+    #: The run's ``data.tokenizer``: ``bytes``, a folder, or ``None`` if unknown
     tokens_by: str | None = BYTES
     chat_template: str | None = None
 
     def draft(self, overrides: Sequence[str]) -> RawConfig:
-        """A configuration for generating: zero3 over all ranks, unless ``parallel.field=value`` says otherwise."""
+        """Return a configuration for generation: zero3 over all ranks, unless ``parallel.field=value`` overrides it."""
         for override in overrides:
             if not override.strip().startswith("parallel."):
                 raise ConfigError(
@@ -64,13 +64,13 @@ class Trained:
         return read_config(None, overrides, base=base, title="the run")
 
     def resolve(self, overrides: Sequence[str], world_size: int, local_size: int | None = None) -> RunConfig:
-        """:meth:`draft`, checked for a world of ``world_size`` ranks."""
+        """Return the configuration of :meth:`draft`, checked for a world of ``world_size`` ranks."""
         return resolve(
             self.draft(overrides), world_size, local_size, checks_data=False, raises_masters=self.raises_masters
         )
 
     def read_template(self, file: Path | None = None) -> str | None:
-        """The chat template in ``file``, or the one that the run was trained with; ``None``: the tokenizer's own."""
+        """Return the chat template in ``file``, or that of the run's training; ``None``: the tokenizer's own."""
         where = file or (Path(self.chat_template).expanduser() if self.chat_template else None)
         if where is None:
             return None
@@ -82,13 +82,13 @@ class Trained:
             ) from None
 
     def tokenizer(self) -> Tokenizer:
-        """The folder's, or the one that the run was trained with."""
+        """Return the folder's tokenizer, or the one of the run's training."""
         if self.folder is not None:
             return OfFolder(self.folder)
         if self.tokens_by is not None and self.tokens_by != BYTES:
             return find_tokenizer(self.tokens_by)
         unknown = "tokens whose text is not known" if self.tokens_by is None else ""
-        with contextlib.suppress(DataError):  # the data has gone; text was bytes
+        with contextlib.suppress(DataError):  # without the data, its text was bytes
             source = find_source(self.source or "stdlib")
             if source.kind == "tokens" and source.vocab_size != BYTE_VOCAB:
                 unknown = f"token files with a vocabulary of {source.vocab_size:,}, whose text is not known"
@@ -100,7 +100,7 @@ class Trained:
         return Bytes()
 
     def check_average(self, *, is_asked: bool) -> str:
-        """Refuse averaged weights where there are none; a hint where there are some that were not asked for."""
+        """Refuse a request for averaged weights if there are none; return a hint if there are some but no request."""
         from shardwise.checkpoint.reader import open_checkpoint
 
         if self.checkpoint is not None and "average" in open_checkpoint(self.checkpoint).data:
@@ -125,7 +125,7 @@ class Trained:
     def generate(
         self, resolved: RunConfig, world: World, rows: Sequence[Sequence[int]], *, is_averaged: bool, **settings: Any
     ) -> Iterator[Sequence[int | None]]:
-        """Join the world, load the model and continue ``rows``, as ``sw.generate_stream``, on all ranks to the end."""
+        """Join the world, load the model and continue ``rows`` as ``sw.generate_stream``, on all ranks to the end."""
         import shardwise as sw
 
         with self.opened(resolved, world, is_averaged=is_averaged) as model:
@@ -133,7 +133,7 @@ class Trained:
 
     @contextlib.contextmanager
     def opened(self, resolved: RunConfig, world: World, *, is_averaged: bool) -> Iterator[nn.Module]:
-        """Join the world, load the model under a plan for continuing texts, and leave the world at the end.
+        """Join the world and load the model under a plan for generation; leave the world at the end of the block.
 
         Collective:
             Those of ``sw.parallelize`` and ``sw.load``. All ranks must enter.
@@ -147,10 +147,10 @@ class Trained:
         self.check_continues(resolved)
         with joined(world) as device:
             torch.manual_seed(0)
-            model, weights = defer_model(resolved, device)  # each rank reads what it owns
+            model, weights = defer_model(resolved, device)  # each rank reads only what it owns
             config: Any = getattr(model, "config", None)
             if getattr(config, "output_router_logits", False):
-                config.output_router_logits = False  # for a loss in training, which pp refuses
+                config.output_router_logits = False  # only for a training loss, and not supported with pp
             model = sw.parallelize(model, resolved.plan, init=weights)
             average = sw.ExponentialMovingAverage(model) if is_averaged else None
             if self.checkpoint is not None:
@@ -160,7 +160,7 @@ class Trained:
 
 
 def find_trained(path: Path) -> Trained:
-    """Look at what ``path`` is."""
+    """Find out whether ``path`` is a run, a checkpoint or a Hugging Face folder."""
     from shardwise.spec.run_files import CHECKPOINTS
 
     place = place_of(path)
@@ -197,7 +197,7 @@ def find_trained(path: Path) -> Trained:
         path = local_folder(path)
     if (path / "config.json").is_file():
         check_weights(path)
-        if not any(path.glob("*.safetensors")):  # they would be drawn
+        if not any(path.glob("*.safetensors")):  # weights would be initialized
             raise CheckpointError(
                 f"{printable(path)} has a config.json and no weights.\n  Name a folder with *.safetensors beside it."
             )
@@ -218,7 +218,7 @@ def find_trained(path: Path) -> Trained:
 
 
 def model_name(path: Path) -> str:
-    """The name of a run, also where one of its checkpoints is meant, or of a folder."""
+    """Return the name of a run, also for one of its checkpoints, or of a folder."""
     from shardwise.spec.run_files import CHECKPOINTS
 
     whole = path.resolve()

@@ -1,4 +1,4 @@
-"""The trainer: the model, data, objective and optimizer of a configuration or a spec, and the steps made of them."""
+"""The trainer: model, data, objective and optimizer of a configuration or a spec, and the training steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from shardwise.train.steps.update import Update, with_true_gradient
 
 
 class Trainer:
-    """The parts of ``shardwise train``, and its steps. Made once per process."""
+    """The parts of ``shardwise train``, and its steps. Created once per process."""
 
     def __init__(self, resolved: RunConfig, session: Session, *, profiled: range = range(0)) -> None:
         self.resolved, self.control, self.device = resolved, session.control, session.device
@@ -71,7 +71,7 @@ class Trainer:
             held = held.kept(share, most, lambda number: min(control.all_json(number)))
         foreign_bytes = 0 if resolved.spec.data is None else tensor_bytes(device)
         self.model, self.optimizer = self._build()
-        is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
+        is_scaled = any(control.all_json(needs_scaler(self.model)))  # a single stage may use fp16
         scaler = sw.GradScaler(device.type, enabled=is_scaled)
         if scaler.is_enabled() and config.optimizer.in_backward:
             raise ConfigError(
@@ -107,11 +107,11 @@ class Trainer:
             callbacks=resolved.spec.callbacks,
             foreign_bytes=foreign_bytes,
         )
-        self._has_means: bool | None = None  # whether the spec's loss gives sw.Mean, once a step has shown it
+        self._has_means: bool | None = None  # whether the spec's loss returns sw.Mean; known after a step
         stops = config.train.non_finite == "stop"
         self.update = Update(self.model, self.optimizer, max_norm=config.train.clip_grad_norm, stops=stops)
         self.microbatches = Microbatches(batch, device)
-        self._given: Iterator[Any] | None = None  # microbatches of a user's data set, from the first step on
+        self._given: Iterator[Any] | None = None  # microbatches of a user's data set, set in the first step
         self.evaluation = Evaluation(
             resolved, self.model, held, reader, self.microbatches, control, self.loop.must_stop
         )
@@ -159,7 +159,7 @@ class Trainer:
         )
 
     def _lines(self, directory: Path, model: str) -> list[str]:
-        """The first lines of a run: model, ranks and data."""
+        """Return the first lines of a run's output: model, ranks and data."""
         resolved, config, mesh, source = self.resolved, self.config, self.resolved.mesh, self.resolved.source
         kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         name = config.model.preset or hub_name(Path(config.model.hf or "")) or config.model.hf
@@ -196,7 +196,7 @@ class Trainer:
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def run(self, *, is_demo: bool) -> int:
-        """Train to the end, or to a request to stop."""
+        """Train to the end, or until a request to stop."""
         self.fingerprint = self.control.on_first(self.resolved.source.fingerprint)
         with self.loop.running():
             for step in self.loop.steps():
@@ -208,7 +208,7 @@ class Trainer:
         return code
 
     def state(self) -> dict[str, Any]:
-        """The state for checkpoints in addition to tensors. With an adapter or loaders, an exchange of small JSON."""
+        """Return the state for checkpoints in addition to tensors. Exchanges small JSON with an adapter or loaders."""
         sampler = packed(self.sampler.state(), "TrainSpec(data=...)")
         if isinstance(self.sampler, LoaderSampler):
             own = dict(self.control.all_json([self.sampler.data_parallel_rank, sampler["own"]]))
@@ -226,7 +226,7 @@ class Trainer:
         return state
 
     def check(self, path: Path) -> list[str]:
-        """Refuse a checkpoint whose configuration or state does not fit; returns what differs. Small JSON."""
+        """Refuse a checkpoint with an unfit configuration or state; return the differences. Exchanges small JSON."""
         asked = self.resolved.asked
         changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, asked))
         batch, groups = self.resolved.batch.total, self.optimizer.param_groups
@@ -235,7 +235,7 @@ class Trainer:
         return changes
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Take up what a checkpoint says of data and base. Small JSON."""
+        """Restore the position in the data, and check the base of an adapter. Exchanges small JSON."""
         if self._base is not None:
             self.control.on_first(lambda: check_base(self._base, state.get("base")))
         if state["data"] != self.fingerprint:
@@ -251,7 +251,7 @@ class Trainer:
         return resharded(state.get("mesh") or {}, self.resolved.mesh.sizes)
 
     def evaluate(self) -> dict[str, float] | None:
-        """The held-out loss and metrics. As of ``Evaluation.values``."""
+        """Evaluate and print the held-out loss and metrics, as ``Evaluation.values``."""
         found = self.evaluation.values()
         if found is not None:
             more = "".join(
@@ -266,7 +266,7 @@ class Trainer:
         return found
 
     def _show_samples(self, step: int) -> None:
-        """Continue the prompts of the configuration, show the texts, and keep them in samples.jsonl.
+        """Continue the prompts of the configuration, print the texts, and append them to samples.jsonl.
 
         Collective:
             Those of ``sw.generate``. All ranks must call.
@@ -286,21 +286,21 @@ class Trainer:
 
     @property
     def _base(self) -> Path | None:
-        """The folder of the weights below the run's adapters, which checkpoints leave out."""
+        """Folder of the frozen weights below the run's adapters, which checkpoints leave out."""
         folder = self.config.model.hf
         return Path(folder).expanduser() if self.config.lora.is_used and folder is not None else None
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def _step(self, step: int) -> None:
-        """Make the step after ``step`` of them. What it finds stays on the device.
+        """Make step number ``step``, from 0. Its results stay on the device.
 
         Collective:
-            The model's and its optimizer's; with a loss of the user's one all-reduce of 16 bytes.
+            Those of the model and its optimizer; with a user's loss one all-reduce of 16 bytes.
         """
         loop, batch, scaler, config = self.loop, self.resolved.batch, self.loop.parts.scaler, self.config
         ratio = self.resolved.ratio(step)
-        set_lr(self.optimizer, config.optimizer, ratio)  # before the backward, which may be what updates
+        set_lr(self.optimizer, config.optimizer, ratio)  # before backward, which may already update
         scale = scaler.get_scale() if scaler.is_enabled() else None
         loop.fault_at("before_backward", step + 1)
         if self._given is None and isinstance(part := self.data.train, GivenSamples):
@@ -334,7 +334,7 @@ class Trainer:
         )
 
     def _forward_backward(self, samples: Sequence[Sequence[int]], everyones: Iterable[int]) -> Tensor | None:
-        """The sum of this rank's losses, on the device; ``None`` on a rank that has no loss.
+        """Run forward and backward; return the sum of this rank's losses, on the device, or ``None`` if there is none.
 
         Gradients are ready then, or where backward updates, parameters are new. ``everyones`` are the samples of all
         ranks.
@@ -366,7 +366,7 @@ class Trainer:
         factor = self._factor(counts, has_loss=bool(losses))
         factors = {factor.device: factor}
         for parameter in self.model.parameters():
-            if (grad := parameter.grad) is not None:  # in fp32: a tensor without dimensions does not change the dtype
+            if (grad := parameter.grad) is not None:  # an fp32 tensor without dimensions does not change the dtype
                 grad.mul_(factors.setdefault(grad.device, factor.to(grad.device)))
         return None if loss is None else loss * factor
 
@@ -376,7 +376,7 @@ class Trainer:
         return self.microbatches.read(self.data.train, samples, everyones, self.resolved.batch.total)
 
     def _factor(self, counts: Sequence[Tensor | float], *, has_loss: bool) -> Tensor:
-        """The factor from the mean over microbatches and ranks of sums to the mean by their counts; 1 if none counts.
+        """Return the factor from the mean of sums over microbatches and ranks to the mean by their counts, or 1.
 
         Copies of a loss, on ranks of ``tp`` and ``cp``, multiply both sums.
 

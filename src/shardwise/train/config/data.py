@@ -1,4 +1,4 @@
-"""The data of a run by its section: the files of each source, the tokenizer, the task, and how text becomes tokens."""
+"""The data section of a configuration: files of each source, tokenizer, task, and conversion of text to tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.train.task import CLASS, MASKED, Task
 
 
 def packing(raw: RawConfig, plan: ParallelPlan) -> bool:
-    """Whether examples share a sample. What keeps documents apart asks for positions that begin anew."""
+    """Return whether several examples share a sample; refuse settings that the model or ``cp`` does not support."""
     data, is_from_hf = raw.config.data, raw.config.model.hf is not None
     for key, wanted in (("packing", data.packing), ("separate_documents", data.separate_documents)):
         if wanted and not is_from_hf:
@@ -41,7 +41,7 @@ _SOURCE = ("data", "source")
 def sources(
     raw: RawConfig, facts: LanguageModel, say: Callable[[str], None] | None, *, reads: bool
 ) -> tuple[Source, str | None, int | None, Task]:
-    """The data of a run: as ``_source`` of one source, of a mixture all of them, with the data to evaluate on."""
+    """Return the data of a run as ``_source`` does, for one source or a mixture, including the evaluation data."""
     data = raw.config.data
     usual = type(data)()
     for key in ("source", *OneSource.model_fields) if data.mix else ():
@@ -61,7 +61,7 @@ def sources(
     source, tokenizer, end, task = found[0]
     if data.mix:
         source = mixture_of([each[0] for each in found], names, [each.weight for each in data.mix])
-        end = next((each[2] for each in found if each[2] is not None), None)  # of random tokens there is none
+        end = next((each[2] for each in found if each[2] is not None), None)  # random tokens have none
     if data.eval_source is not None:
         section = data.model_copy(update={"source": data.eval_source, "max_bytes": None, "streaming": False})
         evaluated = _source(raw, section, ("data", "eval_source"), facts, say, reads=reads)[0]
@@ -70,7 +70,7 @@ def sources(
 
 
 def _name_of(source: str) -> str:
-    """The name of a source's file, or of the folder that holds all of them."""
+    """Return the name of a source's file, or of the folder that contains all files of a pattern."""
     plain = [part for part in Path(source).parts if not glob.has_magic(part)]
     return Path(plain[-1]).stem if plain else source
 
@@ -84,10 +84,10 @@ def _source(
     *,
     reads: bool,
 ) -> tuple[Source, str | None, int | None, Task]:
-    """A source's files; its tokenizer's name, ``None`` where there is none and none is needed; its end token; the task.
+    """Return a source's files; its tokenizer's name or ``None``; its end token if documents are separated; the task.
 
-    Text of a folder's tokenizer and rows of data sets become token files, which are written only where ``reads`` is
-    set. The end token is given where documents are kept apart. ``at`` is where the source is written.
+    Text with a folder's tokenizer and rows of data sets become token files, which are written only if ``reads`` is set.
+    ``at`` is the source's path in the configuration.
     """
     config, vocab_size, task = raw.config, facts.vocab_size, facts.task
     name = config.data.tokenizer or config.model.hf or BYTES
@@ -124,7 +124,7 @@ def _source(
 
 
 def _with_tokens(raw: RawConfig, task: Task, tokenizer: Tokenizer) -> Task:
-    """The task with the ids that it needs of the tokenizer."""
+    """Return the task with the token ids that it needs from the tokenizer."""
     held = tokenizer.held if isinstance(tokenizer, OfFolder) else None
     if task.name == MASKED:
         if held is None or held.mask_token_id is None:
@@ -146,7 +146,7 @@ def _tokenized(
     say: Callable[[str], None] | None,
     reads: bool,
 ) -> Source:
-    """Text and rows as tokens or, where they are conversations or pairs, as examples; made where ``reads`` is set."""
+    """Return text and rows as tokens, or as examples for conversations or pairs; written only if ``reads`` is set."""
     data, streams = raw.config.data, isinstance(section, DataSection) and section.streaming
     wanted: list[object] = [source.kind, section.column, section.learns, task.name, task.labels, tokenizer.vocab_size]
     try:
@@ -183,7 +183,7 @@ def _read_template(name: str) -> str:
 
 
 def _form(section: OneSource, source: Source, tokenizer: Tokenizer, task: Task, first: Mapping[str, Any]) -> Form:
-    """Find the form in which rows like the first one become examples."""
+    """Return the form that converts rows like the first one to examples."""
     if source.kind == "text":
         return Texts(tokenizer, None)
     if task.has_pairs and isinstance(tokenizer, OfFolder):

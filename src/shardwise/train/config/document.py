@@ -1,9 +1,9 @@
-"""YAML files, and JSON as a part of it, as plain values that remember where each key was written.
+"""YAML files, and JSON as a part of YAML, as plain values with the line of each key.
 
-An unquoted YAML scalar keeps its text beside its value, so that the declared type of a field decides what ``no``,
-``010`` or ``1:30`` mean: for a text field they are that text, for a number or a switch they are errors. Scalars follow
-the core schema: ``true`` and ``false`` are switches, ``1e-5`` is a number, ``010`` and ``1:30`` are text. Tags, several
-documents, duplicate keys, deep nesting and floods of aliases are refused.
+An unquoted YAML scalar is kept both as a value and as its text, so that the declared type of a field decides what
+``no``, ``010`` or ``1:30`` mean: for a text field the text, for a number or a switch an error. Scalars follow the core
+schema: ``true`` and ``false`` are switches, ``1e-5`` is a number, ``010`` and ``1:30`` are text. Tags, several
+documents, duplicate keys, deep nesting and excessive aliases are refused.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SPECIAL |= {".NaN": float("nan")}
 Key = tuple[str, ...]
 
 
-class Problem(Exception):  # noqa: N818  collected into one ConfigError, never seen by a caller
-    """One mistake at one place of a file."""
+class Problem(Exception):  # noqa: N818  collected into one ConfigError; callers never see it
+    """One mistake, with its place in a file."""
 
     def __init__(self, where: str, message: str) -> None:
         super().__init__(f"{where}: {message}")
@@ -47,13 +47,13 @@ class Problem(Exception):  # noqa: N818  collected into one ConfigError, never s
 class Document:
     """The values of a file."""
 
-    values: Any  # the plain value; a mapping where the file has any keys
-    #: ``file:line`` of every value, by path: where its key is, or else itself
+    values: Any  # the plain value; a mapping if the file has any keys
+    #: ``file:line`` by path: the line of the key, or of the value if it has no key
     where: dict[Key, str] = field(default_factory=dict)
-    texts: dict[Key, str] = field(default_factory=dict)  # how unquoted scalars were written, by path
+    texts: dict[Key, str] = field(default_factory=dict)  # the text of unquoted scalars, by path
 
     def lay(self, over: Document) -> None:
-        """Lay ``over`` on these values: mappings key by key, everything else is replaced."""
+        """Merge ``over`` into these values: mappings key by key, everything else is replaced."""
         self.values = _merged(self.values, over.values)
         self.where |= over.where
         self.texts |= over.texts
@@ -66,7 +66,7 @@ def _merged(base: Any, over: Any) -> Any:
 
 
 def read_document(path: Path, *, takes_toml: bool = False) -> Document:
-    """One YAML or JSON file, whose values are a mapping; a TOML file of another project where ``takes_toml``."""
+    """Read a YAML or JSON file whose values are a mapping; with ``takes_toml`` also a TOML file of another project."""
     is_toml = path.suffix.lower() == ".toml"
     if is_toml and not takes_toml:
         raise ConfigError(
@@ -94,7 +94,7 @@ def read_document(path: Path, *, takes_toml: bool = False) -> Document:
     if document.values is None:
         document.values = {}
     if not isinstance(document.values, dict):
-        kind = "a list" if isinstance(document.values, list) else "a text"  # which may be a secret
+        kind = "a list" if isinstance(document.values, list) else "a text"  # the text itself may be a secret
         raise ConfigError(f"{path}: expected sections (a mapping), got {kind}.\n  Correct the file.")
     return document
 
@@ -107,7 +107,7 @@ def _read_text(path: Path) -> str:
 
 
 def parse_yaml(text: str, file: str) -> Document:
-    """The values of a YAML text."""
+    """Parse a YAML text."""
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except RecursionError:
@@ -128,7 +128,7 @@ _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 
 
 def _value(node: Any, path: Key, document: Document, file: str) -> Any:
-    """The value of a node; ``document`` takes the places and texts below it. An alias is a value like any other."""
+    """Return the value of a node, expanding aliases; ``document`` records the places and texts of all values below."""
     here = _place(file, node)
     document.where.setdefault(path, here)
     if len(document.where) > MAX_VALUES:
@@ -151,7 +151,7 @@ def _value(node: Any, path: Key, document: Document, file: str) -> Any:
 
 
 def _key(node: Any, path: Key, document: Document, file: str) -> str:
-    """The key of an entry in the mapping at ``path``; its place is noted."""
+    """Return the key of an entry in the mapping at ``path``, and record its place."""
     here = _place(file, node)
     if not isinstance(node, yaml.ScalarNode):
         raise Problem(here, "a key must be plain text")
@@ -168,7 +168,7 @@ def _place(file: str, node: Any) -> str:
 
 
 def plain_scalar(text: str) -> Any:
-    """The value of an unquoted YAML scalar."""
+    """Return the value of an unquoted YAML scalar."""
     if text in _SPECIAL:
         return _SPECIAL[text]
     if len(text) <= 64 and _INT.match(text):
@@ -176,7 +176,7 @@ def plain_scalar(text: str) -> Any:
     return float(text) if len(text) <= 64 and _FLOAT.match(text) else text
 
 
-#: Top-level keys of each project that no configuration of ours has, and how many of them a file needs at least.
+#: By project: the number of marks that a file needs at least, and top-level keys that our configurations never have.
 MARKS: Mapping[str, tuple[int, Collection[str]]] = {
     "Accelerate": (1, {"distributed_type", "compute_environment", "fsdp_config", "deepspeed_config"}),
     "DeepSpeed": (
@@ -194,12 +194,12 @@ MARKS: Mapping[str, tuple[int, Collection[str]]] = {
 
 
 def kind_of(values: Mapping[str, Any]) -> str | None:
-    """The project whose configuration has these keys; ``None``: one of ours, or an unknown one."""
+    """Return the project whose configuration has these keys; ``None`` if it is ours or unknown."""
     return next((kind for kind, (least, marks) in MARKS.items() if len(marks & values.keys()) >= least), None)
 
 
 def check_is_ours(path: Path, values: Mapping[str, Any]) -> None:
-    """Refuse a configuration of another project, and the values that sw.Run was called with."""
+    """Refuse a configuration of another project, and the configuration of an ``sw.Run``."""
     if kind := kind_of(values):
         raise ConfigError(
             f"{printable(path)} is a configuration of {kind}, not of shardwise.\n"

@@ -1,4 +1,4 @@
-"""The configuration in a Hugging Face folder, read without transformers and without torch."""
+"""Facts from a Hugging Face folder's configuration, read without importing transformers or torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _OWN_LOOP = (
     "`shardwise train` trains language models and classifiers of texts; train it in a loop of your own with"
     " sw.from_pretrained"
 )
-#: Model types whose language-modelling head sees the tokens that it is to predict unless ``is_decoder`` is set.
+#: Model types whose language-modelling head can attend to the tokens that it predicts unless ``is_decoder`` is set.
 _ENCODERS = {
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 
 
-#: Files of weights that are not read, most common first: pickles, and other frameworks' files.
+#: Weight files in formats that are not read, most common first: pickles, and other frameworks' files.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.safetensors.index.json")
-#: Files with such endings that hold something else.
+#: Files with such endings that contain no weights.
 _NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"}
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a folder whose weights would be passed over, and so be drawn anew. One without any is as it should be."""
+    """Refuse a folder whose weights are in a format that is not read. A folder without any weights is accepted."""
     if any(folder.glob("*.safetensors")):
         return
     others = [
@@ -51,7 +51,7 @@ def check_weights(folder: Path) -> None:
     )
 
 
-#: Numbers of layers and heads by the names that families have for them, and the most that are built.
+#: Keys for numbers of layers and heads in all families, and the largest number that is accepted.
 _COUNTS = {
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"),
     *("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"),
@@ -60,7 +60,7 @@ _MOST_COUNTED = 10_000
 
 
 class NotTrainedError(Exception):
-    """Why a folder cannot be trained; collected into a ConfigError."""
+    """Raised if a folder's model cannot be trained; collected into a ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class LanguageModel:
     """Facts of a language model."""
 
     vocab_size: int
-    positions: int | None  # the longest sequence that it takes; ``None`` where its configuration does not say
-    task: Task = CAUSAL  # what it is trained for
+    positions: int | None  # maximum sequence length; ``None`` if the configuration does not say
+    task: Task = CAUSAL  # the task that it is trained for
 
 
 def read_language_model(folder: Path) -> LanguageModel:
-    """The facts in the ``config.json`` of a folder; a NotTrainedError where its model cannot be trained."""
+    """Read the facts in a folder's ``config.json``; raise a NotTrainedError if the model cannot be trained."""
     held, path = _read(folder), folder / "config.json"
     try:
         task, vocab = _task(held), held.get("vocab_size")
@@ -86,7 +86,7 @@ def read_language_model(folder: Path) -> LanguageModel:
 
 
 def read_architecture(folder: Path) -> str:
-    """The name of a model's class by the ``config.json`` of its folder, whatever its task."""
+    """Return the name of a model's class from the ``config.json`` of its folder, for any task."""
     return _architecture(_read(folder))
 
 
@@ -107,7 +107,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raise NotTrainedError(f"{path}: model_type is {printable(held['model_type'])!r}, which is no name")
     if "auto_map" in held:
         raise NotTrainedError(f"{path}: it has an auto_map: the model needs code of its own, which is never run")
-    parts = [held, *(value for value in held.values() if isinstance(value, dict))]  # of text, of vision
+    parts = [held, *(value for value in held.values() if isinstance(value, dict))]  # the parts for text and vision
     for key, value in (item for part in parts for item in part.items()):
         if key in _COUNTS and isinstance(value, int) and not 1 <= value <= _MOST_COUNTED:
             raise NotTrainedError(f"{path}: {key} is {value:,}, expected 1 to {_MOST_COUNTED:,}")
@@ -120,13 +120,13 @@ def _architecture(held: dict[str, Any]) -> str:
 
 
 def _task(held: dict[str, Any]) -> Task:
-    """The task of a folder's model, by its configuration."""
+    """Return the task of a folder's model, from its configuration."""
     name = _architecture(held)
     if name.endswith("ForSequenceClassification"):
         labels = held.get("label2id")
         return Task(CLASS, labels if isinstance(labels, dict) else {})
     other = re.search("For(?!CausalLM|MaskedLM)[A-Z]", name) is not None
-    answers = held.get("is_encoder_decoder") is True and "num_mel_bins" not in held  # those of speech
+    answers = held.get("is_encoder_decoder") is True and "num_mel_bins" not in held  # not speech models
     if answers and (not other or name.endswith("ForConditionalGeneration")):
         return Task(ANSWER)
     if not other and (
@@ -142,7 +142,7 @@ def _task(held: dict[str, Any]) -> Task:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The short name of the dtype in which a folder stores its weights, by its configuration or else its first file."""
+    """Return the dtype name of a folder's weights, from its configuration or else from its first file."""
     try:
         held = read_json(folder / "config.json")
         named = held.get("dtype") or held.get("torch_dtype")
@@ -155,7 +155,7 @@ def stored_dtype(folder: Path) -> str | None:
             header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), MOST_JSON_BYTES)))
         stored = [_FLOATING[entry["dtype"]] for entry in header.values() if entry.get("dtype") in _FLOATING]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ShardwiseError):
-        return None  # what is wrong with the folder is said where it is read
+        return None  # the error is raised where the folder is loaded
     return stored[0] if stored else None
 
 

@@ -1,7 +1,7 @@
-"""From a configuration that was read to a run that can start: everything decidable without torch is decided here.
+"""Completes and checks a configuration, so that the run can start. Everything decidable without torch is decided here.
 
-The launcher calls :func:`resolve` before it starts a process, and every rank calls it again, so that a run under
-``torchrun`` is refused in the same words, by all ranks alike, before the first collective.
+The launcher calls :func:`resolve` before it starts a process, and every rank calls it again, so that under ``torchrun``
+all ranks refuse a run with the same message before the first collective.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from shardwise.train.task import ANSWER, CAUSAL, NEXT, Task
 
 _DEFAULT_PRESET = "gpt-tiny"
 _DEFAULT_MICRO = 8
-#: ``data.seq_len`` where the configuration does not say: as long as the model allows, up to this.
+#: Upper bound of the default ``data.seq_len``, which is otherwise the maximum of the model.
 DEFAULT_SEQ_LEN = 2048
-#: ``log.every`` on a machine with GPUs, where the configuration does not say: reading a loss makes the host wait there.
+#: Default of ``log.every`` on a machine with GPUs, where the host must wait for the device to read a loss.
 GPU_LOG_EVERY = 10
-#: Fields of the plan that mean something only beside others.
+#: Fields of the plan that can only be checked together with others.
 _READ_WITH = {"pipeline": ("pp",), "sequence_parallel": ("tp",)}
-#: Optimizers that do not take flat parameters, and why.
+#: Optimizers that do not support flat parameters, and why.
 _BY_NAME = {
     "muon": "orthogonalizes each matrix by itself",
     "adamw8bit": "chooses by each parameter's size how its state is kept",
 }
-#: Settings that not all optimizers have, by the optimizer.
+#: Settings that only some optimizers have, by optimizer.
 _SETTINGS = {
     "adamw": {"betas", "eps"},
     "adam": {"betas", "eps"},
@@ -66,7 +66,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples per forward, forwards per step, ranks that read, and their product."""
+    """Batch sizes: samples per forward, forwards per step, ranks that read different samples, and the product."""
 
     micro: int
     accumulation: int
@@ -74,11 +74,11 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """Samples per step over all ranks."""
+        """Number of samples per step over all ranks."""
         return self.micro * self.accumulation * self.data_parallel_size
 
     def __str__(self) -> str:
-        """All three numbers, as they are printed at the start."""
+        """Return all sizes in one line, as printed at the start."""
         return (
             f"global batch {self.total} = micro batch {self.micro} x accumulation {self.accumulation} "
             f"x {self.data_parallel_size} rank{'s' if self.data_parallel_size != 1 else ''}"
@@ -87,37 +87,37 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunConfig:
-    """A configuration with nothing left open. It equals itself alone: its model is traced once."""
+    """A complete configuration. Equal only to itself (``eq=False``), so that its model is traced once."""
 
-    config: Config  # every value filled in: batch sizes, sequence length, what the optimizer and schedule default to
+    config: Config  # with all defaults filled in: batch sizes, sequence length, settings of the optimizer and schedule
     plan: ParallelPlan
     mesh: Mesh
     batch: Batch
     model: GPTConfig | None  # the shape of a built-in model, ``None`` for a Hugging Face folder
-    positions: int | None  # the longest sequence that the model takes, where that is known
+    positions: int | None  # maximum sequence length of the model, if known
     vocab_size: int  # number of token ids of the model
     seq_len: int
     source: Source  # the data's files
-    #: The dtype in which a Hugging Face folder stores the weights, where the optimizer updates fp32 copies of them;
+    #: The stored dtype of a Hugging Face folder's weights if the optimizer updates fp32 copies of them;
     #: ``None``: masters have the stored dtype
     raised_from: str | None = None
     asked: frozenset[str] = frozenset()  # the keys, as ``section.field``, that ``--set`` gave
-    end_token: int | None = None  # the id behind which another document begins, where documents do not see each other
-    task: Task = CAUSAL  # what the model is trained for
-    spec: TrainSpec = field(default_factory=TrainSpec)  # what a user's code replaces
+    end_token: int | None = None  # end-of-document token, if documents do not attend to each other
+    task: Task = CAUSAL  # the task that the model is trained for
+    spec: TrainSpec = field(default_factory=TrainSpec)  # parts that a user's code replaces
 
     def ratio(self, step: int) -> float:
-        """Learning rate of ``step`` (from 0) over the peak rate."""
+        """Return the learning rate of ``step`` (from 0) divided by the peak rate."""
         given, steps = self.spec.schedule, self.config.train.steps
         return self.config.schedule.ratio(step, steps) if given is None else float(given(step, steps))
 
     def to_yaml(self) -> str:
-        """The text of a file that resolves to this again: without what the spec brings."""
+        """Return a YAML text that resolves to the same configuration, without the parts that the spec replaces."""
         return self.config.to_yaml(without=_brought(self.spec))
 
 
 def data_of(resolved: RunConfig) -> Data:
-    """The samples of a run, as ``data.samples.open_data`` makes them."""
+    """Open the samples of a run, by ``data.samples.open_data`` or from the spec."""
     config, source, spec = resolved.config, resolved.source, resolved.spec
     if spec.data is not None:
         from shardwise.train.data.given import given_data
@@ -148,20 +148,20 @@ def resolve(
     say: Callable[[str], None] | None = None,
     spec: TrainSpec | None = None,
 ) -> RunConfig:
-    """Check a configuration for a world of ``world_size`` ranks and fill in what it leaves open.
+    """Check a configuration for a world of ``world_size`` ranks, and fill in its defaults.
 
     Args:
-        raw: The configuration as it was read.
-        world_size: Ranks.
-        local_size: Ranks on each machine; by default all are on this one.
-        checks_data: There must be enough data for a step of so many ranks; text is tokenized to know.
-        raises_masters: Give weights stored in 16 bit fp32 masters, unless the configuration names a ``master_dtype``.
-        say: Called with a line before work that takes time.
-        spec: What a user's code replaces; by default that of ``spec:`` in the configuration.
+        raw: The configuration as read.
+        world_size: Number of ranks.
+        local_size: Number of ranks on each machine; by default all ranks are on one machine.
+        checks_data: Check that there is enough data for a step. Text is tokenized for this.
+        raises_masters: Use fp32 masters for weights stored in 16 bit, unless the configuration sets ``master_dtype``.
+        say: Called with a line of text before slow work.
+        spec: The parts that a user's code replaces; by default loaded from ``spec:`` in the configuration.
 
     Raises:
-        ConfigError: The configuration is wrong; every mistake is listed with its line.
-        DataError: The configuration is right but the data is not.
+        ConfigError: The configuration is wrong; the message lists every mistake with its line.
+        DataError: The configuration is right but the data is not usable.
     """
     config, num_found, is_from_python = raw.config, len(raw.mistakes), spec is not None
     if spec is None:
@@ -191,7 +191,7 @@ def resolve(
         source, tokenizer, end_token, task = sources(raw, facts, say, reads=checks_data)
     else:
         source, tokenizer, end_token, task = given_source(spec.data), config.data.tokenizer, None, facts.task
-    # of token files with another vocabulary than that of bytes nobody has named the text
+    # token files with a vocabulary other than that of bytes do not say which text their tokens stand for
     hides_text = tokenizer == BYTES and source.kind == "tokens" and source.vocab_size != BYTE_VOCAB
     if config.train.sample_prompts and (task.name != NEXT or tokenizer is None or hides_text):
         raw.refuse("train", "sample_prompts", "needs a causal language model and the data's tokenizer; take it out")
@@ -206,7 +206,7 @@ def resolve(
         "parallel": {"mp_policy": plan.precision.as_dict()} if raised_from is not None else {},
         "optimizer": optimizer
         | ({} if spec.optimizer is None or "flat" in raw.given("optimizer") else {"flat": False}),
-        # decay_steps stays open, as it follows train.steps
+        # decay_steps is not filled in, because it depends on train.steps
         "schedule": {} if config.schedule.name == "constant" else {"min_lr_ratio": config.schedule.end_ratio},
         "log": {} if "every" in raw.given("log") or not num_gpus() else {"every": GPU_LOG_EVERY},
         "train": {
@@ -249,7 +249,7 @@ def resolve(
 
 
 def _with_epochs(raw: RawConfig, resolved: RunConfig, num_samples: int | None) -> RunConfig:
-    """The run with the steps that its epochs make."""
+    """Return the run with ``train.steps`` computed from ``train.epochs``."""
     train, total, name = resolved.config.train, resolved.batch.total, resolved.source.name
     if num_samples is None or "random" in resolved.source.kinds:
         message = f"the number of samples of {name} is not known beforehand; set train.steps instead"
@@ -268,7 +268,7 @@ def _with_epochs(raw: RawConfig, resolved: RunConfig, num_samples: int | None) -
 
 
 def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
-    """Report what is to be done at evaluations, where there are none or they do not give it."""
+    """Report settings that need an evaluation, or a value of it, which the run does not have."""
     config = raw.config
     has_none = config.train.eval_every is None or (spec.data is not None and spec.eval_data is None)
     values = ["eval_loss", *(f"eval_{name}" for name in spec.metrics)]
@@ -285,12 +285,12 @@ def _check_evaluation(raw: RawConfig, spec: TrainSpec) -> None:
         raw.fail("train", "sample_prompts", "texts are continued by language models on text, without cp; take it out")
 
 
-#: What is not known of a model before it is built.
+#: Placeholder for the facts of a model that are unknown before it is built.
 _UNKNOWN = LanguageModel(1 << 31, None)
 
 
 def _brought(spec: TrainSpec) -> dict[str, set[str]]:
-    """By section, the fields that the spec brings."""
+    """Return the fields that the spec replaces, by section."""
     fields = {
         "model": set(ModelSection.model_fields),
         "data": {"source", "mix", "eval_source", "streaming", "column", "max_bytes"},
@@ -301,7 +301,7 @@ def _brought(spec: TrainSpec) -> dict[str, set[str]]:
 
 
 def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
-    """Report what a spec replaces and the configuration gives as well, and what the two cannot do together."""
+    """Report settings that the spec also provides, and settings that do not work with the spec."""
     config = raw.config
     of_model = {name for name in ("hf", "preset") if getattr(config.model, name)} | set(config.model.overrides)
     for section, keys in _brought(spec).items():
@@ -328,7 +328,7 @@ def _check_spec(raw: RawConfig, spec: TrainSpec) -> None:
 
 
 def _check_count(source: Source, spec: TrainSpec, batch: Batch) -> None:
-    """Refuse a data set with fewer samples than a step, or an evaluation, takes at once."""
+    """Refuse a data set with fewer samples than a step or an evaluation needs at once."""
     held = len(spec.eval_data) if spec.eval_data is not None and is_indexed(spec.eval_data) else None
     least = batch.micro * batch.data_parallel_size
     for name, count, needed in (("data", source.num_samples, batch.total), ("eval_data", held, least)):
@@ -356,7 +356,7 @@ def _check_task(raw: RawConfig, task: Task, plan: ParallelPlan) -> None:
 
 
 def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPlan, Mesh]:
-    """The plan and its mesh; where they are refused, stand-ins with which the other checks go on."""
+    """Return the plan and its mesh; if they are refused, substitutes with which the other checks can continue."""
     values = {name: getattr(raw.config.parallel, name) for name in type(raw.config.parallel).model_fields}
     stand_in = ParallelPlan(strategy="ddp"), Mesh.build(world_size, dp_shard=world_size)
     num_found = len(raw.mistakes)
@@ -380,7 +380,7 @@ def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPla
 
 
 def _model(raw: RawConfig) -> tuple[GPTConfig | None, LanguageModel]:
-    """The shape of a built-in model (``None`` for a folder), and the facts of either."""
+    """Return the shape of a built-in model (``None`` for a folder), and the facts of either."""
     section, unknown = raw.config.model, _UNKNOWN
     if section.hf is not None:
         if section.preset is not None:
@@ -406,14 +406,14 @@ def _model(raw: RawConfig) -> tuple[GPTConfig | None, LanguageModel]:
 
 
 def _with_fp32_masters(config: Config, plan: ParallelPlan) -> tuple[ParallelPlan, str | None]:
-    """The plan with fp32 masters where the model's folder stores 16 bit, and that dtype.
+    """Return the plan with fp32 masters if the model's folder stores 16 bit, and that dtype.
 
-    Products run in the stored dtype, unless the configuration names a ``param_dtype``.
+    Computation uses the stored dtype, unless the configuration sets ``param_dtype``.
     """
     stored = None if config.model.hf is None else stored_dtype(Path(config.model.hf).expanduser())
     if stored not in {"bf16", "fp16"}:
         return plan, None
-    if config.lora.is_used:  # what is stored in 16 bit stays so, as it is frozen; adapters are fp32 by themselves
+    if config.lora.is_used:  # frozen weights keep their 16 bits; adapters are fp32 anyway
         return plan if plan.mp_policy is not None else replace(
             plan, mp_policy=PrecisionPolicy(param_dtype=stored)
         ), None
@@ -439,7 +439,7 @@ def _check_eight_bit(raw: RawConfig, plan: ParallelPlan) -> None:
 
 
 def _check_optimizer(raw: RawConfig, plan: ParallelPlan) -> dict[str, object]:
-    """The values that the optimizer's section leaves open."""
+    """Check the optimizer's section, and return defaults for the settings that it leaves open."""
     section = raw.config.optimizer
     for key in sorted(_SETTINGS["muon"] - _SETTINGS[section.name]):
         if getattr(section, key) is not None:
@@ -477,7 +477,7 @@ def _check_lora(raw: RawConfig) -> None:
 
 
 def _check_in_backward(raw: RawConfig, plan: ParallelPlan, batch: Batch) -> None:
-    """Report what needs the gradients of the whole model, or of several microbatches, before the update."""
+    """Report settings for which the update needs gradients of the whole model or of several microbatches first."""
     policies = [plan.precision, *(part for _, part in plan.precision.parts)]
     reasons = {
         "clipping needs the norm of all gradients before the first update; set train.clip_grad_norm=null": (
@@ -499,7 +499,7 @@ def _check_in_backward(raw: RawConfig, plan: ParallelPlan, batch: Batch) -> None
 
 
 def _is_all_on_host(plan: ParallelPlan) -> bool:
-    """Whether everything that is trained is updated on the host."""
+    """Return whether all trained parameters are updated on the host."""
     return plan.offload is not None and plan.offload.optimizer and plan.offload.ratio == 1
 
 
@@ -519,7 +519,7 @@ def _check_schedule(raw: RawConfig) -> None:
 
 
 def _batch(raw: RawConfig, mesh: Mesh, plan: ParallelPlan) -> Batch:
-    """The batch sizes: two of micro batch, accumulation and global batch determine the third."""
+    """Compute the batch sizes: two of micro batch, accumulation and global batch determine the third."""
     train, policy, ranks = raw.config.train, plan.pipeline_policy, mesh.data_parallel_size
     micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
     if total is None or micro is None:
@@ -546,7 +546,7 @@ def _batch(raw: RawConfig, mesh: Mesh, plan: ParallelPlan) -> Batch:
 
 
 def batch_in(raw: RawConfig, world_size: int, local_size: int | None) -> tuple[Batch | None, list[str]]:
-    """The batch sizes in a world, ``None`` where the plan or the batch do not fit it; and why they do not."""
+    """Return the batch sizes in a world, or ``None`` if the plan or the batch do not fit it; and the reasons."""
     tried = replace(raw, mistakes={})
     plan, mesh = _plan(tried, world_size, local_size or world_size)
     batch = None if tried.mistakes else _batch(tried, mesh, plan)
@@ -575,7 +575,7 @@ def _nearest(total: int, unit: int) -> str:
 
 
 def _seq_len(raw: RawConfig, positions: int | None, plan: ParallelPlan) -> int:
-    """Tokens per sample. Attention and activations of models for 128k tokens would not fit by themselves."""
+    """Return the tokens per sample. The default is bounded: samples of 128k tokens would rarely fit into memory."""
     given = raw.config.data.seq_len
     divisor = plan.tp if plan.sequence_parallel and plan.cp == 1 else 1  # cp pads
     if given is None:

@@ -1,8 +1,8 @@
 """The configuration of a run: sections, fields, and a reader that reports every mistake at once.
 
-Reading goes in three steps, none of which starts a process or imports torch: files to plain values that remember lines
-(``train.config.document``), ``extends:`` and ``--set`` laid on top of each other; the values to the sections below, by
-pydantic; checks across sections, against the world, the model and the data (``train.config.resolve``).
+Reading has three steps, none of which starts a process or imports torch: files become plain values with line numbers
+(``train.config.document``), onto which ``extends:`` and ``--set`` are merged; pydantic checks the values against the
+sections below; ``train.config.resolve`` checks across sections, and against the world, the model and the data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, strict about types, closed to unknown keys."""
+    """Base class of all sections: frozen, with strict types, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -52,19 +52,19 @@ class Section(BaseModel):
 
 
 def _local(name: str) -> str:
-    """The folder of a name on the hub that is in the cache; any other word is left as it is."""
+    """Return the cached folder of a name on the hub; return any other text unchanged."""
     found = local_folder(name)
     return str(found) if hub_name(found) is not None else name
 
 
-#: A Hugging Face folder, or the name on the hub of one that is in the cache. A run notes the folder, which is of one
-#: revision: a resume, and every rank, sees the same files or is refused.
+#: A Hugging Face folder, or the hub name of a cached one. A run records the folder, which is of one revision: a resume,
+#: and every rank, reads the same files or is refused.
 Folder = Annotated[str, AfterValidator(_local)]
 
 
 def _place(name: str) -> str:
-    """A URL, or a folder's whole path: a run compares it with where its checkpoints are found."""
-    return str(place_of(os.path.expanduser(name)).absolute())  # noqa: PTH111  leaves the folder of a user who is unknown
+    """Return a URL, or the absolute path of a folder, because a run compares it with the paths of its checkpoints."""
+    return str(place_of(os.path.expanduser(name)).absolute())  # noqa: PTH111  keeps ~user of an unknown user
 
 
 class ModelSection(Section):
@@ -81,7 +81,7 @@ class ModelSection(Section):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The fields of the preset that the file replaces."""
+        """Fields of the preset that the configuration replaces."""
         return dict(self.__pydantic_extra__ or {})
 
 
@@ -163,16 +163,16 @@ class DataSection(OneSource):
 
     @property
     def sources(self) -> Sequence[MixedSection | DataSection]:
-        """The sources of the mixture, or this one alone."""
+        """The sources of the mixture, or the only source."""
         return self.mix or (self,)
 
 
-#: The types that a file can hold, by the types of the plan's fields; every field has at least one of them.
+#: Types in configuration files, by the types of the plan's fields; every field has at least one of them.
 _WRITTEN = {str: str, int: int, float: float, bool: bool, type(None): None, Mapping: dict, Sequence: list}
 
 
 def _parallel_section() -> type[Section]:
-    """The fields of ``ParallelPlan``, with its defaults and words, as files write them."""
+    """Build the section with the fields, defaults and descriptions of ``ParallelPlan``, in types that files hold."""
     hints = typing.get_type_hints(ParallelPlan, localns={"Placements": Placements})
     text = inspect.getdoc(ParallelPlan) or ""
     words = re.findall(r"^    (\w+): (.*?)(?=^    \w+: |^\S)", text, re.MULTILINE | re.DOTALL)
@@ -276,15 +276,15 @@ class ScheduleSection(Section):
 
     @property
     def end_ratio(self) -> float:
-        """The rate at the end over the peak rate."""
+        """The final learning rate divided by the peak rate."""
         return 0.1 if self.min_lr_ratio is None else self.min_lr_ratio
 
     def num_decay_steps(self, steps: int) -> int:
-        """The last steps of a run of ``steps`` that warmup-stable-decay lowers the rate in; 0 for other schedules."""
+        """Return the number of final steps in which warmup-stable-decay lowers the rate; 0 for other schedules."""
         return (self.decay_steps or max(1, steps // 5)) if self.name == "warmup-stable-decay" else 0
 
     def ratio(self, step: int, steps: int) -> float:
-        """Learning rate of ``step`` (from 0) of ``steps`` over the peak rate."""
+        """Return the learning rate of ``step`` (from 0) of ``steps``, divided by the peak rate."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.name == "constant":
@@ -443,7 +443,7 @@ class Config(Section):
     log: LogSection = Field(default_factory=LogSection)
 
     def to_yaml(self, without: Mapping[str, Collection[str]] | None = None) -> str:
-        """The configuration as a file that reads back to the same configuration; ``without`` fields by section."""
+        """Return a YAML text that reads back as the same configuration; leave out ``without``, fields by section."""
         data = self.model_dump(mode="json", exclude={name: set(keys) for name, keys in (without or {}).items()})
         data["model"] = {key: value for key, value in data["model"].items() if value is not None}
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
@@ -460,9 +460,9 @@ class RawConfig:
 
     title: str  # the file's name, for messages
     document: Document  # all values with their places
-    #: The values that are right by themselves; a wrong one has its default here
+    #: The values that are valid alone; an invalid value is replaced by its default
     config: Config = field(default_factory=Config)
-    #: Place and message of each mistake, in the order of finding
+    #: Place and message of each mistake, in the order in which they were found
     mistakes: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def fail(self, section: str, key: str, message: str) -> None:
@@ -470,7 +470,7 @@ class RawConfig:
         self.fail_at((section, key), message)
 
     def fail_at(self, path: tuple[str, ...], message: str) -> None:
-        """Record a mistake where ``path`` (or the nearest thing that holds it) was written."""
+        """Record a mistake at the place where ``path``, or its closest written parent, was given."""
         places = dict(self.document.where)
         if len(path) > 1 and places.get(path[:1], "").startswith("--set ") and places[path[:1]] != f"--set {path[0]}":
             del places[path[:1]]  # where another key of the section was set
@@ -479,11 +479,11 @@ class RawConfig:
         self.mistakes[f"{at}: {'.'.join(path)}" if names_key else at, message] = None
 
     def refuse(self, section: str, key: str, message: str) -> NoReturn:
-        """Record a mistake in a field, after which nothing else can be checked."""
+        """Record a mistake in a field, and raise because nothing else can be checked after it."""
         self.refuse_at((section, key), message)
 
     def refuse_at(self, path: tuple[str, ...], message: str) -> NoReturn:
-        """As :meth:`refuse`, where ``path`` was written."""
+        """As :meth:`refuse`, at the place where ``path`` was given."""
         self.fail_at(path, message)
         raise self._error()
 
@@ -503,34 +503,34 @@ class RawConfig:
         return ConfigError("\n".join(lines))
 
     def given(self, section: str) -> set[str]:
-        """The keys of a section that somebody wrote."""
+        """Return the keys of a section that were given in a file or by ``--set``."""
         held = self.document.values.get(section)
         return set(held) if isinstance(held, dict) else set()
 
     def asked(self) -> frozenset[str]:
-        """The keys, as ``section.field``, that ``--set`` gave."""
+        """Return the keys given by ``--set``, as ``section.field``."""
         found = self.document.where.items()
         return frozenset(".".join(path) for path, at in found if len(path) == 2 and at.startswith("--set"))
 
 
 def items(error: Exception) -> list[str]:
-    """The entries that a message of several lines lists; of a message without a list, the fault and the advice."""
+    """Return the list entries of a message; of a message without a list, the message in one line."""
     lines = [line.strip().rstrip(".:") for line in str(error).splitlines() if line.strip()]
     return [line.removeprefix("- ") for line in lines if line.startswith("- ")] or ["; ".join(lines)]
 
 
 def inline(error: Exception) -> str:
-    """A message of several lines as one."""
+    """Return a message of several lines as one line."""
     return "; ".join(items(error))
 
 
 def read_config(
     path: str | Path | None, overrides: Sequence[str] = (), *, base: Mapping[str, Any] | None = None, title: str = ""
 ) -> RawConfig:
-    """Read a file (or the mapping ``base``, called ``title``), lay ``--set`` values on it, and check each field alone.
+    """Read a file (or the mapping ``base``, called ``title``), merge ``--set`` values, and check each field alone.
 
-    A run's folder stands for its ``config.yaml``.
-    Wrong values are collected in the result. A ConfigError is raised only where the file cannot be read at all.
+    For a run's folder, its ``config.yaml`` is read. Wrong values are collected in the result; a ConfigError is raised
+    only if the file cannot be read at all.
     """
     if path is not None and (Path(path) / CONFIG).is_file():
         path = Path(path) / CONFIG
@@ -549,7 +549,7 @@ def read_config(
 
 
 def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
-    """A file laid on the one that it extends, which lies in the first file's folder, or with it in the current one."""
+    """Read a file merged onto the one that it extends, which must be in the first file's or the current folder."""
     document = read_document(path)
     check_is_ours(path, document.values)
     where, name = document.where.get(("extends",)), document.values.pop("extends", None)
@@ -575,14 +575,14 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
     return below
 
 
-#: A section's keys that say one thing in two ways.
+#: Pairs of keys that set the same thing in two ways, by section.
 _RIVALS = (("train", "steps", "epochs"), ("data", "source", "mix"), ("model", "preset", "hf"))
 
 
 def _lay(document: Document, over: Document) -> None:
-    """Lay ``over`` on a document; a key that it gives takes the place of the key's rival, too.
+    """Merge ``over`` into a document; a key in ``over`` also replaces the key's rival.
 
-    A rival that another ``--set`` gives is left: the command contradicts itself.
+    A rival given by another ``--set`` is kept, because then the command contradicts itself and must be refused.
     """
     for section, first, second in _RIVALS:
         given, held = over.values.get(section), document.values.get(section)
@@ -616,12 +616,12 @@ def _lay_override(document: Document, text: str) -> None:
     document.where.setdefault(path[:1], where)
 
 
-#: A list of sections: its mistakes are reported by entry and field.
+#: A list of sections, whose mistakes are reported by entry and field.
 _MIX = ("data", "mix")
 
 
 def _checked(raw: RawConfig) -> Config:
-    """The values that are right by themselves; the others are reported, and take their defaults."""
+    """Return the values that are valid alone; report the others and replace them with their defaults."""
     values = copy.deepcopy(raw.document.values)
     values |= {key: {} for key, held in values.items() if held is None and key in _SECTIONS}
     if isinstance(model := values.get("model"), dict):
@@ -644,7 +644,7 @@ def _checked(raw: RawConfig) -> Config:
                 text = raw.document.texts.get(path)
                 takes_text = any(detail["type"] == "string_type" for detail in found)
                 if takes_text and text is not None and not isinstance(section[key], str):
-                    section[key] = text  # text is declared: an unquoted word or number is that text
+                    section[key] = text  # the field is a text: an unquoted word or number is used as text
                     continue
                 raw.fail_at(path, _explain(path, found, _item(section, key) if text is None else text))
                 wrong.add(path[:2])
@@ -653,14 +653,14 @@ def _checked(raw: RawConfig) -> Config:
 
 
 def _item(held: Any, key: str) -> Any:
-    """The value of a key, or of a place in a list; ``None`` where there is none."""
+    """Return the value of a key in a mapping, or of an index in a list; ``None`` if a mapping lacks the key."""
     return held[int(key)] if isinstance(held, list) else held.get(key)
 
 
 def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
-    """The expected values in place of ``got``; each branch of a union has reported a mismatch."""
+    """Describe the values expected instead of ``got``; each branch of a union has reported a mismatch."""
     key, kind = path[-1], details[0]["type"]
-    if kind in {"missing", "value_error"}:  # an error of ours says all; what was given may be secret
+    if kind in {"missing", "value_error"}:  # the message is complete; the given value may be secret
         return f"it has no {key}; name one" if kind == "missing" else str(details[0]["ctx"]["error"])
     if kind == "extra_forbidden" and path[:2] == _MIX:
         return f"unknown key.{did_you_mean(key, MixedSection.model_fields)}"
@@ -680,7 +680,7 @@ def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file."""
+    """Return the JSON schema of a configuration file."""
     result = Config.model_json_schema()
     result["properties"]["extends"] = {
         "type": "string",
@@ -694,7 +694,7 @@ def schema() -> dict[str, Any]:
 
 @functools.cache
 def _override_schema() -> dict[str, Any]:
-    """The schema of the fields of a built-in model."""
+    """Return the JSON schema of the fields of a built-in model."""
     return {
         name: {**pydantic.TypeAdapter(hint).json_schema(), "description": "replaces the preset's value"}
         for name, hint in typing.get_type_hints(GPTConfig).items()

@@ -1,10 +1,10 @@
-"""The learned tokens of a conversation, or of a prompt and its answer.
+"""The tokens of a conversation, or of a prompt and its answer, and which of them are learned.
 
-A conversation becomes text by the chat template of its tokenizer. Where the template marks what the assistant says
-(``{% generation %}``), that is learned. Any other template is applied to the conversation up to an answer, once without
-and once with it: what the answer adds is learned, with the mark that ends it; where the whole conversation has the
-answer without its thoughts, that part of it. A token that begins in front of an answer
-and reaches into it is learned as well.
+The tokenizer's chat template converts a conversation to text. If the template marks the assistant's text (``{%
+generation %}``), the marked tokens are learned. Any other template is applied twice for each answer, to the
+conversation before it and to the conversation including it. The difference is learned, with the mark that ends the
+answer. If the text of the whole conversation contains the answer without its reasoning, only that part is learned. A
+token that begins before an answer and extends into it is learned too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shardwise.spec.text import did_you_mean, first_line, printable
 from shardwise.train.data.records import Example, Placed
 from shardwise.train.data.token_files import DataError
 
-#: Columns that are looked for, in this order.
+#: Columns that are tried, in this order.
 MESSAGES, SHARED, PROMPT, COMPLETION, TEXT = "messages", "conversations", "prompt", "completion", "text"
-#: Names of speakers in data of ShareGPT's form, by those that templates know.
+#: The names of roles in templates, by the names in ShareGPT's format.
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "function_call": "tool"}
 _MOST_CHARACTERS = 1 << 26
 
 
 def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
-    """The column that a data set is trained on: the one that was asked for, or the first that is known."""
+    """Return the column that is trained on: ``wanted``, or the first column with a known name."""
     shown = ", ".join(printable(column) for column in columns)
     if wanted is not None:
         if wanted not in columns:
@@ -50,15 +50,15 @@ def column_of(columns: Sequence[str], wanted: str | None, name: str) -> str:
 
 
 def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | None:
-    """One past the last character of an answer in a conversation's text; ``None`` where it cannot be found.
+    """Return the end of an answer in a conversation's text, exclusive; ``None`` if the answer cannot be found.
 
-    ``before`` is the text up to the answer, with what announces it; ``with_answer`` the text up to its end.
+    ``before`` is the text before the answer, with the header of the answer; ``with_answer`` is the text up to its end.
     """
     if not (text.startswith(before) and with_answer.startswith(before)):
         return None
     if text.startswith(with_answer):
         return len(with_answer)
-    # Templates of models that think write the last answer with its thoughts, and earlier ones without.
+    # Templates of reasoning models write the last answer with its reasoning, and earlier answers without.
     for said in (str(content), str(content).rpartition("</think>")[2].strip()):
         at = with_answer.rfind(said) if said else -1
         if at >= len(before) and text.startswith(before + with_answer[at:]):
@@ -67,9 +67,9 @@ def _end_of(text: str, before: str, with_answer: str, content: Any) -> int | Non
 
 
 def rendered(held: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """A conversation by a chat template of the tokenizer ``held``. Templates raise exceptions of any class.
+    """Convert a conversation to text by a chat template of the tokenizer ``held``. Templates raise any exception.
 
-    A MemoryError, TimeoutError or ValueError says that the template does more than write the conversation.
+    A MemoryError, TimeoutError or ValueError means that the template exceeded the limits.
     """
     with bounded():
         text = held.apply_chat_template(messages, tokenize=False, **options)
@@ -82,15 +82,15 @@ def rendered(held: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Rows of conversations as examples."""
+    """Converts rows with conversations to examples."""
 
     held: Any  # the tokenizer of transformers
-    column: str  # the column of the messages, or of the prompts
-    learns: str  # ``assistant``: all that the assistant says; ``last``: its last answer; ``all``: every token
-    template: str | None = None  # the chat template; ``None``: the tokenizer's own
+    column: str  # column of the messages, or of the prompts
+    learns: str  # the learned tokens: ``assistant``: all answers; ``last``: the last answer; ``all``: every token
+    template: str | None = None  # chat template; ``None``: the tokenizer's
 
     def check(self) -> None:
-        """Refuse a tokenizer that cannot do it."""
+        """Refuse a tokenizer that cannot convert these conversations."""
         if not getattr(self.held, "is_fast", False):
             raise ConfigError(
                 "the tokenizer does not say where in the text its tokens begin, which answers are found by.\n"
@@ -103,11 +103,11 @@ class Chat:
             )
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
-        """The examples of rows."""
+        """Convert rows to examples."""
         if self._is_marked:
             return [self._marked(place, row) for place, row in rows]
         texts, spans = zip(*(self._text_of(place, row) for place, row in rows), strict=True)
-        adds = self.column == PROMPT  # a template writes what begins a text by itself
+        adds = self.column == PROMPT  # a template writes the begin-of-text token itself
         options = {"return_offsets_mapping": True, "verbose": False, "padding": False}
         encoded = self.held(list(texts), add_special_tokens=adds, **options)
         found = zip(rows, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
@@ -124,7 +124,7 @@ class Chat:
             begins, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T
             found = [np.flatnonzero((begins < last) & (stops > first) & (stops > begins)) for first, last in wanted]
             spans = [(int(places[0]), int(places[-1]) + 1) for places in found if places.size]
-        if ends and end is not None:  # a text of its own ends with the end-of-text token, which is learned
+        if ends and end is not None:  # a text without template ends with the end-of-text token, which is learned
             if ids[-1:] == [end]:
                 ids = ids[:-1]
             spans[-1:] = [(spans[-1][0], len(ids) + 1)] if spans else []
@@ -132,7 +132,7 @@ class Chat:
         return Example(ids, spans)
 
     def _text_of(self, place: str, row: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
-        """A row's text, and which of its characters are learned; ``None``: all."""
+        """Return a row's text, and the character ranges that are learned; ``None``: all."""
         value, tools = row.get(self.column), row.get("tools") or None
         if self.column == PROMPT:
             answer = row.get(COMPLETION)
@@ -188,13 +188,13 @@ class Chat:
 
     @property
     def _is_marked(self) -> bool:
-        """The template says what the assistant's part is."""
+        """Whether the template marks the assistant's text, and only that is learned."""
         if self.column == PROMPT or self.learns != "assistant":
             return False
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.held.get_chat_template(self.template)) is not None
 
     def _marked(self, place: str, row: Mapping[str, Any]) -> Example:
-        """A row as a template that marks the assistant's part writes it."""
+        """Convert a row by a template that marks the assistant's text."""
         messages = self._messages(place, row.get(self.column))
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         found = self._apply(place, messages, row.get("tools") or None, **options)
@@ -208,7 +208,7 @@ class Chat:
         try:
             text = rendered(self.held, messages, **given, add_generation_prompt="add_generation_prompt" in options)
             return self.held.apply_chat_template(messages, **given, **options) if "return_dict" in options else text
-        except Exception as error:  # noqa: BLE001  a template raises what it likes
+        except Exception as error:  # noqa: BLE001  a template may raise anything
             raise self._wrong(place, f"the chat template takes it ({first_line(error)})") from None
 
     def _wrong(self, place: str, expected: str) -> DataError:

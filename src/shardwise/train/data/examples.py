@@ -1,8 +1,8 @@
-"""Text and rows as ids: made once, in an Arrow cache of ``datasets``, and mapped from there by every rank.
+"""Text and rows as token ids: written once to an Arrow cache of ``datasets``, and mapped from there by every rank.
 
-The cache is ``shardwise/data`` below ``$XDG_CACHE_HOME`` or ``~/.cache`` and may be deleted. A row of it is an example:
-its ``ids``, and of conversations, answers and classes the ``spans`` of them that are learned, as first, one past the
-last, first, ... Where the cache has the data, pyarrow alone is imported to map it.
+The cache is ``shardwise/data`` below ``$XDG_CACHE_HOME`` or ``~/.cache`` and may be deleted. Each of its rows is an
+example: its ``ids``, and for conversations, answers and classes the learned ``spans`` of them, as start, end
+(exclusive), start, ... Only pyarrow is imported if the cache already has the data.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shardwise.train.data.tokenizer import Tokenizer, tokenizer_files
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts as documents: each ends with the tokenizer's end-of-text token, where it has one."""
+    """Converts texts to documents, which end with the tokenizer's end-of-text token if there is one."""
 
-    tokenizer: Tokenizer  # what makes ids of them
-    column: str | None  # of a data set: that of the texts. ``None``: the rows are blocks of text files.
+    tokenizer: Tokenizer
+    column: str | None  # column of the texts in a data set. ``None``: the rows are blocks of text files.
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
-        """The examples of rows. A block that is not the last of its file goes on in the next one."""
+        """Convert rows to examples. A block that is not the last of its file continues in the next one."""
         texts = [block_text(row) if self.column is None else text_of(place, row, self.column) for place, row in rows]
         ends = [self.tokenizer.ends[:1] if row.get("is_last", True) else () for _, row in rows]
         found = zip(self.tokenizer.encode_pieces(texts), ends, strict=True)
@@ -43,7 +43,7 @@ class Texts:
 
 
 def read_examples(source: Source, form: Form) -> Iterator[Example]:
-    """The examples of a source, in order; nothing is kept."""
+    """Yield the examples of a source, in order, without storing them."""
     rows, at_once = read_rows(source), 8 if source.kind == "text" else 1000
     while some := list(itertools.islice(rows, at_once)):
         yield from form.encode(some)
@@ -56,23 +56,23 @@ def prepare(
     form_of: Callable[[Mapping[str, Any]], Form],
     say: Callable[[str], None] | None = None,
 ) -> Source:
-    """The examples of text or of the rows of a data set: those in the cache, or they are made now.
+    """Return the examples of text or of a data set's rows from the cache, or write them to the cache first.
 
-    Of several processes that come here for the same data one makes them, and the others wait.
+    If several processes need the same data, one of them writes, and the others wait.
 
     Args:
         source: Text, or the rows of a data set.
-        tokenizer: What makes ids of it.
-        settings: What decides about the examples beside source and tokenizer.
-        form_of: How rows become examples, by the first of them.
-        say: Told what is done where it takes time.
+        tokenizer: Converts text to ids.
+        settings: Everything else that the examples depend on.
+        form_of: Returns the conversion of rows to examples, from the first row.
+        say: Called with a line of text before slow work.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise" / "data"
     digest = hashlib.sha256(f"2\0{source.fingerprint()}\0{json.dumps(settings)}".encode())
     for file in tokenizer_files(tokenizer):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     content = digest.hexdigest()
-    times = [file.stat().st_mtime_ns for file in source.files]  # of large data only a part of the content is read
+    times = [file.stat().st_mtime_ns for file in source.files]  # because only a part of large data is hashed
     key = hashlib.sha256(f"{content}{times}".encode()).hexdigest()[:40]
     if not (files := _made(cache, key)):
         if say is not None:
@@ -91,7 +91,7 @@ def prepare(
 
 
 def _made(cache: Path, key: str) -> tuple[Path, ...]:
-    """The files of the cache; while they are written, their folder has another name."""
+    """Return the files of the cache for ``key``. Folders of unfinished files are skipped."""
     found = cache.glob(f"generator/*{key}/*/*.arrow")
     return tuple(sorted(file for file in found if file.parent.suffix != ".incomplete"))
 
@@ -108,7 +108,7 @@ def _make(source: Source, cache: Path, key: str, form: Form, vocab_size: int) ->
     spans = {} if isinstance(form, Texts) else {"spans": datasets.List(datasets.Value("int64"))}
     ids = datasets.Value("uint16" if vocab_size <= 1 << 16 else "uint32")
     files = [*zip(source.files, source.lengths, strict=True)]
-    num_proc = 1 if source.content else min(os.cpu_count() or 1, len(files) // 8)  # stores are not for forks
+    num_proc = 1 if source.content else min(os.cpu_count() or 1, len(files) // 8)  # no forks with stores
     num_proc = num_proc if num_proc > 1 else None
     try:
         datasets.Dataset.from_generator(
@@ -124,7 +124,7 @@ def _make(source: Source, cache: Path, key: str, form: Form, vocab_size: int) ->
         cause = error.__cause__ or error
         if isinstance(cause, ShardwiseError):
             raise cause from None
-        for _ in _rows(source, form, files) if num_proc else ():  # what a process raises loses its class on the way
+        for _ in _rows(source, form, files) if num_proc else ():  # again here, to get the error's own class
             pass
         if not (num_proc or isinstance(cause, OSError)):  # an error of the form, not of the disk
             raise cause from None
@@ -143,14 +143,14 @@ def _rows(source: Source, form: Form, files: Sequence[tuple[Path, int]]) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Neighbouring examples."""
+    """A range of consecutive examples."""
 
-    ids: Any  # a list for each, as a chunked array of pyarrow
-    spans: Any = None  # the same; ``None``: all ids are learned
+    ids: Any  # a chunked array of pyarrow, with a list of ids per example
+    spans: Any = None  # the same for spans; ``None``: all ids are learned
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> Examples:
-        """The examples of Arrow files, as memory maps."""
+        """Map the examples of Arrow files."""
         import pyarrow as pa  # pyrefly: ignore[missing-import]
 
         try:
@@ -162,36 +162,36 @@ class Examples:
         return cls(found["ids"], found["spans"] if "spans" in found.column_names else None)
 
     def __len__(self) -> int:
-        """The number of examples."""
+        """Return the number of examples."""
         return len(self.ids)
 
     def split(self, held_out: float | None) -> tuple[Examples, Examples]:
-        """The first examples, and the last ``held_out`` of them, at least one where there are two; ``None``: none."""
+        """Split off the last ``held_out`` of the examples, at least one if there are two; ``None`` splits off none."""
         held = 0 if held_out is None else max(int(len(self) * held_out), min(1, len(self) // 2))
         train = len(self) - held
         return Examples(self.ids[:train], self.spans[:train]), Examples(self.ids[train:], self.spans[train:])
 
     def documents(self) -> list[np.ndarray]:
-        """All ids, one example behind the other, in parts."""
+        """Return the ids of all examples concatenated, in chunks."""
         return [chunk.flatten().to_numpy() for chunk in self.ids.chunks]
 
     def lengths(self) -> np.ndarray:
-        """Tokens of each, int64."""
+        """Return the number of tokens of each example, int64."""
         return _lengths(self.ids)
 
     def edges(self) -> np.ndarray:
-        """First and one past the last token of every span, (S, 2) int64."""
+        """Return start and end (exclusive) of every span, (S, 2) int64."""
         return np.concatenate([np.zeros(0, np.int64), *(chunk.flatten() for chunk in self.spans.chunks)]).reshape(-1, 2)
 
     def num_targets(self, most: int) -> np.ndarray:
-        """The number of learned tokens of each example cut to ``most``: the first has nothing before it."""
+        """Return the number of learned tokens of each example cut to ``most`` tokens; the first token never counts."""
         starts, ends = self.edges().T
         learned = np.maximum(np.minimum(ends, most) - np.maximum(starts, 1), 0)
         numbers = np.repeat(np.arange(len(self)), _lengths(self.spans) // 2)
         return np.bincount(numbers, learned, minlength=len(self)).astype(np.int64)
 
     def read(self, number: int, most: int = 1 << 62) -> Example:
-        """An example, cut to ``most`` tokens."""
+        """Return an example, cut to ``most`` tokens."""
         ids = self.ids[number].values.to_numpy()[:most]
         spans = self.spans[number].values.to_numpy().reshape(-1, 2).tolist()
         return Example(ids, [(begin, min(end, len(ids))) for begin, end in spans if begin < len(ids)])

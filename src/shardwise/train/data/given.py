@@ -1,4 +1,4 @@
-"""Samples of a user's own data set or iterable, or batches of a loader, as a run reads them."""
+"""Samples of a user's data set or iterable, or batches of a user's loader, as a run reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.train.data.workers import obey_this_rank
 
 
 def seed_host(seed: int) -> None:
-    """Seed the generators of the host: Python's, numpy's and torch's for CPUs."""
+    """Seed the host's generators: Python's, numpy's and torch's CPU generator."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - as users' code does
     torch.default_generator.manual_seed(seed)
@@ -33,7 +33,7 @@ def seed_host(seed: int) -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Whatever is drawn, or seeded, on the host inside: the generators are afterwards what they were."""
+    """Restore the host's random generators at the end of the block."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
         yield
@@ -48,36 +48,36 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GivenSamples(Dataset[Any]):
-    """Items of a data set, read by their number, here or by worker processes.
+    """Items of a data set, read by index, in this process or by workers.
 
-    What an item draws at random depends on the run's seed and the item's place in the order of the run alone: it is the
-    same in every worker, on any number of ranks, and after a resume. ``collate`` draws on after the last of its items:
-    what it draws is the same where microbatches hold the same items.
+    Random numbers that an item draws depend only on the run's seed and the item's global position: they are the same in
+    every worker, on any number of ranks, and after a resume. ``collate`` continues the generator of its last item: its
+    random numbers are the same if microbatches contain the same items.
     """
 
     data: Any
-    collate: Collate  # makes a microbatch of items
-    seed: int = 0  # of what they draw
-    workers: int = 0  # processes that read ahead; 0: this one reads
+    collate: Collate  # makes a microbatch from items
+    seed: int = 0  # seed of the random numbers of items
+    workers: int = 0  # processes that read ahead; 0: this process reads
 
     @property
     def num_samples(self) -> int:
-        """Items."""
+        """Number of items."""
         return len(self.data)
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """Items are no rows of tokens: see :meth:`batch`."""
+        """Not supported, because items are not rows of tokens; see :meth:`batch`."""
         raise StateError(f"samples {[*indices]} of a user's data set are no rows of tokens")
 
     def num_targets(self, indices: Iterable[int]) -> None:
-        """A loss says by itself what it counts."""
+        """Return ``None``: a user's loss counts its own targets."""
 
     def batch(self, indices: Sequence[int], device: torch.device) -> Any:
-        """One microbatch on ``device``, as :meth:`microbatches` gives it."""
+        """Return one microbatch on ``device``, as :meth:`microbatches` does."""
         return next(self._made_here([[(index, index) for index in indices]], device))
 
     def microbatches(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
-        """A microbatch on ``device`` for each entry of ``draws``, which workers take ahead of time."""
+        """Yield a microbatch on ``device`` for each entry of ``draws``, which workers read ahead of time."""
         return self._made_by_workers(draws, device) if self.workers else self._made_here(draws, device)
 
     def _made_here(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
@@ -94,8 +94,8 @@ class GivenSamples(Dataset[Any]):
             collate_fn=_as_it_is,
             num_workers=self.workers,
             pin_memory=device.type == "cuda",
-            multiprocessing_context="fork",  # a spec's file is no module that another process could import
-            generator=torch.Generator(),  # else it draws from the one that dropout draws from
+            multiprocessing_context="fork",  # a spec's file is not a module that a new process could import
+            generator=torch.Generator(),  # so that it does not use the generator of dropout
         )
         obey_this_rank(loader)
         try:
@@ -110,14 +110,14 @@ class GivenSamples(Dataset[Any]):
             ) from error
 
     def __getitem__(self, index: Sequence[Draw]) -> Any:
-        """The microbatch of these draws, made in this process, or why it could not be."""
+        """Return the microbatch of these draws, or an ``_Unread`` with the reason if it could not be read."""
         try:
             items = []
             for position, item in index:
                 seed_host(mixed_seed(self.seed, position))
                 items.append(self.data[item])
             return self.collate(items)
-        except Exception as error:  # noqa: BLE001 - of the user's code, also in a worker
+        except Exception as error:  # noqa: BLE001 - raised by the user's code, possibly in a worker
             return _Unread(
                 f"samples {', '.join(str(item) for _, item in index)} of {type(self.data).__name__} could not be"
                 f" read: {type(error).__name__}: {error}\n  Look at these items, and at TrainSpec(collate=...).",
@@ -127,16 +127,16 @@ class GivenSamples(Dataset[Any]):
 
 @dataclass(slots=True)
 class LoaderSampler(IterableSampler):
-    """Microbatches of a user's loader, of which every reader has one of its own: ``data(reader, readers)`` makes it.
+    """Microbatches of a user's loader; each reader makes its own with ``data(reader, readers)``.
 
-    What a loader draws at random for a batch depends on the run's seed, the reader and the number of the batch.
+    Random numbers that a loader draws for a batch depend on the run's seed, the reader and the number of the batch.
     """
 
-    draws: int = field(kw_only=True)  # of what it draws
+    draws: int = field(kw_only=True)  # seed of the random numbers of batches
     _num_read: int = field(default=0, init=False)
 
     def for_reader(self, micro: int, accumulation: int, reader: int, readers: int) -> LoaderSampler:
-        """Itself, with the loader of one reader."""
+        """Create the loader of one reader, and return this object."""
         IterableSampler.for_reader(self, micro, accumulation, reader, readers)
         self.data = self._call("was not made", lambda: self.data(reader, readers))
         if isinstance(self.data, DataLoader):
@@ -144,17 +144,17 @@ class LoaderSampler(IterableSampler):
         return self
 
     def next_step(self) -> list[list[int]]:
-        """The numbers of the samples that this rank's next microbatches stand for; nothing is read."""
+        """Return the numbers of the samples of this rank's next microbatches; reads nothing."""
         self._own = Sampler.next_step(self)
         return self._own
 
     def next_batch(self) -> Any:
-        """The next microbatch."""
+        """Read the next microbatch."""
         self._num_read += 1
         return self._call(f"did not give its batch {self._num_read}", self._next)
 
     def first(self, most: int) -> list[Any]:
-        """The first batches of the loader."""
+        """Read the first batches of the loader."""
         return self._call("could not be read", lambda: list(itertools.islice(self.data, most)))
 
     def _call(self, what: str, made: Callable[[], Any]) -> Any:
@@ -169,12 +169,12 @@ class LoaderSampler(IterableSampler):
             raise DataError(f"the loader {name} {what}: {type(error).__name__}: {error}") from error
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint: with ``own``, this reader's part."""
+        """Return the state for a checkpoint; ``own`` is this reader's part."""
         own = {"batches": self._num_read, "epoch": self._epoch}
         return Sampler.state(self) | {"own": own | ({"state": self.data.state_dict()} if has_state(self.data) else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, by the loader's state, or by reading up to it."""
+        """Continue from ``state``, with the loader's own state or by reading and dropping the earlier batches."""
         Sampler.load_state(self, state)
         own = state["own"]
         if "state" in own and has_state(self.data):
@@ -186,22 +186,22 @@ class LoaderSampler(IterableSampler):
 
 @dataclass(frozen=True, slots=True)
 class GivenBatches(GivenSamples):
-    """Microbatches of a loader, in its order, whatever samples they stand for; ``data`` is a :class:`LoaderSampler`."""
+    """Microbatches of a loader, in its order, whatever the draws; ``data`` is a :class:`LoaderSampler`."""
 
     def microbatches(self, draws: Iterable[Sequence[Draw]], device: torch.device) -> Iterator[Any]:
-        """A microbatch on ``device`` for each entry of ``draws``."""
+        """Yield a microbatch on ``device`` for each entry of ``draws``."""
         for _ in draws:
             yield on_device(self.data.next_batch(), device)
 
     def batch(self, indices: Sequence[int], device: torch.device) -> Any:
-        """The first microbatch of one reader, as many samples as its loader gives."""
+        """Return the first microbatch of the first reader, with as many samples as its loader gives."""
         return on_device(self.data.for_reader(len(indices), 1, 0, 1).next_batch(), device)
 
     def kept(self, share: tuple[int, int, int, int], most: int, agreed: Callable[[int], int]) -> GivenSamples:
-        """The first ``most`` batches of a reader, kept, as samples that are read by their number.
+        """Store the first ``most`` batches of a reader, and return them as samples that are read by index.
 
-        ``share`` has the sizes of microbatch and step, the reader, and readers; ``agreed`` gives the least of all
-        readers' numbers of batches.
+        ``share`` is the size of a microbatch, microbatches per step, the reader, and the number of readers. ``agreed``
+        returns the minimum over all readers of the number of batches.
         """
         batches = self.data.for_reader(*share).first(most)
         number, at_once = agreed(len(batches)), share[0] * share[3]
@@ -212,7 +212,7 @@ class GivenBatches(GivenSamples):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Batches, each of which is as many items as all readers forward at once."""
+    """Stored batches. Each one counts as many items as all readers together forward at once."""
 
     batches: Sequence[Any]
     at_once: int
@@ -226,7 +226,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """Why a microbatch could not be read."""
+    """The reason why a microbatch could not be read."""
 
     text: str
     cause: Exception | None
@@ -243,7 +243,7 @@ def _as_it_is(made: Any) -> Any:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch whose tensors are on ``device``; any mapping, such as a ``BatchEncoding``, becomes a dict."""
+    """Move a batch's tensors to ``device``; any mapping, such as a ``BatchEncoding``, becomes a dict."""
     if isinstance(batch, Mapping):
         batch = dict(batch)
 
@@ -264,7 +264,7 @@ def given_data(
     seed: int = 0,
     workers: int = 0,
 ) -> Data:
-    """The samples of a spec; of an iterable at most ``num_held_out`` are held out, those of a loader are not read yet.
+    """Return the samples of a spec. Of an iterable at most ``num_held_out`` are held out. Loaders are not read yet.
 
     Rows of a ``datasets.Dataset`` are read as tensors, unless it has a format or there is a ``collate``.
     """

@@ -1,15 +1,15 @@
-"""Several sources in one run, each with a weight: which source a sample is taken from, and which of its samples.
+"""A mixture of several sources with weights: from which source a sample is taken, and which of its samples it is.
 
-The sources are apportioned by Webster's method (Balinski and Young, "Fair Representation", 1982): sample ``k`` of a
-source whose share of the weights is ``w`` is due at ``(k + 1/2) / w``, and samples are taken in the order in which they
-are due, of those due together the one of the first source. So the source at a global position is a function of the
-weights and the position alone, in exact arithmetic. Wherever the sequence is stopped, each count is within half a
-sample of a common multiple of its weight, so that every global batch has the sources in their shares; a draw by hash
-would give the shares on average only.
+The sources are apportioned by Webster's method (Balinski and Young, "Fair Representation", 1982). Sample ``k`` of a
+source with the share ``w`` of the weights is due at ``(k + 1/2) / w``, and samples are taken in the order of these
+times; if several are due together, the earliest source is first. So the source at a global position depends only on the
+weights and the position, in exact arithmetic. At every point of the sequence each count is within half a sample of a
+common multiple of its weight, so every global batch contains the sources in their shares. A random draw would give
+these shares only on average.
 
-Of each source the samples are taken in its own order, as ``sampler`` describes it, with epochs of its own: sample ``k``
-of source ``s`` is ``permutation(seed + s, k // num_samples)[k % num_samples]``. A small source begins again while a
-large one is still in its first epoch.
+The samples of each source are taken in the source's own order (see ``sampler``), with separate epochs: sample ``k`` of
+source ``s`` is ``permutation(seed + s, k // num_samples)[k % num_samples]``. A small source starts again while a large
+one is still in its first epoch.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from shardwise.train.data.sampler import Sampler, permuted
 
 
 class Apportionment:
-    """The order in which sources are taken, by Webster's method. Weights count as they are written: 0.1 is a tenth."""
+    """The order in which sources are taken, by Webster's method. Weights are exact as written: 0.1 is a tenth."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         exact = [Fraction(repr(weight)) for weight in weights]
         shares = [int(weight * math.lcm(*(each.denominator for each in exact))) for weight in exact]
         multiple = math.lcm(*shares)
-        self._halves = [multiple // share for share in shares]  # half the time from one sample of a source to the next
+        self._halves = [multiple // share for share in shares]  # half the time between samples of a source
         self._time_of_sample = Fraction(2 * multiple, sum(shares))
 
     def due(self, source: int, number: int) -> int:
-        """When sample ``number`` of a source is due, in units that make all such times integers."""
+        """Return the time at which a source's sample ``number`` is due, in units in which all times are integers."""
         return (2 * number + 1) * self._halves[source]
 
     def due_before(self, time: int) -> list[int]:
-        """The number of samples of each source that are due before a time."""
+        """Return the number of samples of each source that are due before a time."""
         return [(time + half - 1) // (2 * half) for half in self._halves]
 
     def taken(self, position: int) -> list[int]:
-        """The number of samples of each source among the first ``position``."""
+        """Return the number of samples of each source among the first ``position``."""
         early = max(position - len(self._halves), 0)  # each source is at most half a sample ahead of its share
         counts = self.due_before(math.floor(early * self._time_of_sample))
         while sum(counts) < position:
@@ -52,19 +52,19 @@ class Apportionment:
         return counts
 
     def following(self, counts: Sequence[int]) -> int:
-        """The source of the next sample, where ``counts`` of each have been taken."""
+        """Return the source of the next sample after ``counts`` of each source have been taken."""
         return min(range(len(counts)), key=lambda source: self.due(source, counts[source]))
 
 
 @dataclass(frozen=True, slots=True)
 class MixedSamples:
-    """Samples of several sources under one numbering: those of the first source, then of the second, and so on."""
+    """Samples of several sources in one numbering: those of the first source, then of the second, and so on."""
 
     parts: Sequence[Samples]
     names: Sequence[str]
     weights: Sequence[float]
     seq_len: int
-    counts: Sequence[int]  # how many samples of each part are used, evenly spread over it
+    counts: Sequence[int]  # number of samples of each part that are used, evenly spread over the part
     _ends: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -72,32 +72,32 @@ class MixedSamples:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all sources together."""
+        """Number of samples of all sources."""
         return self._ends[-1]
 
     @property
     def has_positions(self) -> bool:
-        """Whether a source keeps its documents apart. Rows of the other sources are one document each then."""
+        """Whether a source separates documents. Rows of the other sources are then one document each."""
         return any(getattr(part, "has_positions", False) for part in self.parts)
 
     def begin(self, source: int) -> int:
-        """The number of a source's first sample."""
+        """Return the number of a source's first sample."""
         return self._ends[source] - self.counts[source]
 
     def place(self, index: int) -> tuple[int, int]:
-        """The source of a sample, and its number there."""
+        """Return the source of a sample, and the sample's number within the source."""
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
         source = bisect.bisect_right(self._ends, index)
         return source, (index - self.begin(source)) * self.parts[source].num_samples // self.counts[source]
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples."""
+        """Return the rows of these samples."""
         found = [self.parts[source].rows([number]) for source, number in map(self.place, indices)]
         return joined(found, has_positions=self.has_positions)
 
     def num_targets(self, indices: Iterable[int]) -> int | None:
-        """The number of learned tokens of these samples; ``None``: all, as in every source."""
+        """Return the number of learned tokens of these samples; ``None``: all, if all sources learn all tokens."""
         if all(part.num_targets(()) is None for part in self.parts):
             return None
         own: list[list[int]] = [[] for _ in self.parts]
@@ -109,7 +109,7 @@ class MixedSamples:
         )
 
     def shares(self, indices: Sequence[int]) -> dict[str, tuple[float, float]]:
-        """For each source, as ``share_NAME``, how many of these samples are of it, and how many there are."""
+        """Return for each source, as ``share_NAME``, its number of these samples and the number of all."""
         taken = [self.place(index)[0] for index in indices]
         return {f"share_{name}": (taken.count(source), len(taken)) for source, name in enumerate(self.names)}
 
@@ -117,7 +117,7 @@ class MixedSamples:
 def mixed(
     parts: Sequence[Samples], names: Sequence[str], weights: Sequence[float], seq_len: int, *, is_held_out: bool
 ) -> MixedSamples:
-    """The samples of several sources: all of them, or of held-out ones as many as there are in proportion."""
+    """Combine the samples of several sources: all of them, or for held-out data as many as the weights allow."""
     counts = [part.num_samples for part in parts]
     if is_held_out:
         order = Apportionment(weights)
@@ -127,7 +127,7 @@ def mixed(
 
 @dataclass(slots=True)
 class MixedSampler(Sampler):
-    """The samples of one rank of a mixture, step by step. Its state is that of any ``Sampler``."""
+    """The samples of one rank of a mixture, step by step. Its state is the same as that of a ``Sampler``."""
 
     samples: MixedSamples = field(kw_only=True)
     _order: Apportionment = field(init=False)
@@ -139,7 +139,7 @@ class MixedSampler(Sampler):
         self._counts = self._order.taken(0)
 
     def sample(self, position: int) -> int:
-        """The sample at a global position."""
+        """Return the sample at a global position."""
         if position != self._next:
             self._counts = self._order.taken(position)
         source = self._order.following(self._counts)

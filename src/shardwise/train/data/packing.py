@@ -1,9 +1,9 @@
-"""Examples laid into rows of one length.
+"""Places examples into rows of one length.
 
-Packed, an example goes into the fullest row that has room for it, the longest examples first (best fit decreasing: at
-most 11/9 of the fewest rows possible, plus 4; Johnson, "Near-optimal bin packing algorithms", 1973). Positions begin
-anew with every example, and attention does not cross them. What is longer than a row is cut. An example of which no
-token is learned is left out.
+With packing, an example goes into the fullest row with enough room, longest examples first (best fit decreasing: at
+most 11/9 of the minimum number of rows, plus 4; Johnson, "Near-optimal bin packing algorithms", 1973). Positions start
+anew with every example, and attention does not cross examples. Examples longer than a row are cut. Examples without
+learned tokens are left out.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from shardwise.train.data.rows import Rows
 class PackedRows:
     """Rows of examples, as samples."""
 
-    examples: Examples  # they are of these
-    seq_len: int  # tokens per row; what is left over is padding
-    order: np.ndarray  # the examples, row by row
-    ends: np.ndarray  # one past the last example of each row
-    targets: np.ndarray  # how many tokens of each row are learned
+    examples: Examples
+    seq_len: int  # tokens per row; the rest of a row is padding
+    order: np.ndarray  # numbers of the examples, row by row
+    ends: np.ndarray  # end (exclusive) of each row in ``order``
+    targets: np.ndarray  # number of learned tokens of each row
     num_tokens: int  # tokens of all rows, without padding
-    num_cut: int  # examples that are longer than a row
-    num_left_out: int  # examples of which nothing is learned
-    has_positions: bool  # several examples share a row, and do not see each other
+    num_cut: int  # number of examples that are longer than a row
+    num_left_out: int  # number of examples without learned tokens
+    has_positions: bool  # whether several examples share a row, without attending to each other
 
     @property
     def num_samples(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.ends)
 
     def __str__(self) -> str:
-        """The layout of the examples, in a line."""
+        """Describe the layout of the examples in a line."""
         room = max(self.num_samples * self.seq_len, 1)
         notes = [f"{self.num_cut:,} longer than {self.seq_len:,} tokens and cut"] if self.num_cut else []
         notes += [f"{self.num_left_out:,} left out, as nothing of them is learned"] if self.num_left_out else []
@@ -48,11 +48,11 @@ class PackedRows:
         ) + "".join(f"; {note}" for note in notes)
 
     def num_targets(self, indices: Iterable[int]) -> int:
-        """The number of learned tokens of these rows."""
+        """Return the number of learned tokens of these rows."""
         return int(self.targets[list(indices)].sum())
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These rows; padding is a document of its own."""
+        """Return these rows; padding is a separate document."""
         shape = len(indices), self.seq_len
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, -100, np.int64)
         positions = np.zeros(shape, np.int64)
@@ -66,7 +66,7 @@ class PackedRows:
                 inputs[row, at:end] = ids
                 positions[row, at:end] = np.arange(len(ids))
                 for first, last in spans:
-                    begin = max(first, 1)  # the first token has nothing before it
+                    begin = max(first, 1)  # the first token has no predecessor
                     targets[row, at + begin - 1 : at + last - 1] = ids[begin:last]
                 at = end
             positions[row, at:] = np.arange(self.seq_len - at)
@@ -74,9 +74,9 @@ class PackedRows:
 
 
 def pack(examples: Examples, seq_len: int, *, packs: bool) -> PackedRows:
-    """Lay examples into rows of ``seq_len`` tokens: several into one, or each into its own.
+    """Place examples into rows of ``seq_len`` tokens: several per row, or one per row.
 
-    Takes about 2 s for a million examples; the same rows in every process.
+    Takes about 2 s for a million examples. The result is the same in every process.
     """
     lengths, targets = examples.lengths(), examples.num_targets(seq_len)
     kept = np.flatnonzero(targets > 0)
@@ -99,7 +99,7 @@ def pack(examples: Examples, seq_len: int, *, packs: bool) -> PackedRows:
 
 def _best_fit(order: np.ndarray, lengths: np.ndarray, capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # rows by the room that is left
+    with_room: dict[int, list[int]] = {}  # rows by remaining room
     rooms: list[int] = []  # its keys, in order
     for number in order.tolist():
         length = int(lengths[number])

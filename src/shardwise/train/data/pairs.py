@@ -1,6 +1,6 @@
-"""Inputs with a target of their own: an answer for models with an encoder and a decoder, or the number of a class.
+"""Inputs with a separate target: an answer for encoder-decoder models, or the number of a class.
 
-An example of ``data.examples`` holds the input's ids and behind them the target's, which are its one span.
+An example of ``data.examples`` contains the input's ids followed by the target's ids, which are its only span.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardwise.train.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Rows of pairs as examples."""
+    """Converts rows with pairs to examples."""
 
     held: Any  # the tokenizer of transformers
-    column: str  # of the inputs
-    target: str  # column of the targets: texts, or where ``labels`` is set, classes
-    #: Number of each class by its name; empty where classes have numbers only. ``None``: targets are texts.
+    column: str  # column of the inputs
+    target: str  # column of the targets: texts, or classes if ``labels`` is set
+    #: Number of each class by name; empty if classes have only numbers. ``None``: targets are texts.
     labels: Mapping[str, int] | None = None
 
     def check(self, columns: Sequence[str], name: str) -> None:
@@ -40,7 +40,7 @@ class Pairs:
             )
 
     def encode(self, rows: Sequence[Placed]) -> list[Example]:
-        """The examples of rows."""
+        """Convert rows to examples."""
         inputs = self._encoded([text_of(place, row, self.column) for place, row in rows])
         if self.labels is None:
             targets = self._encoded([text_of(place, row, self.target) for place, row in rows])
@@ -54,7 +54,7 @@ class Pairs:
 
     def _label(self, place: str, value: Any) -> int:
         found = (self.labels or {}).get(value, value) if isinstance(value, str) else value
-        found = int(found) if isinstance(found, str) and found.isdecimal() else found  # CSV holds texts alone
+        found = int(found) if isinstance(found, str) and found.isdecimal() else found  # CSV has only texts
         if isinstance(found, bool) or not isinstance(found, int) or found < 0:
             raise DataError(
                 f"{place} has {self.target} {printable(repr(value))}, expected a class's number from 0, or a name in"
@@ -65,25 +65,25 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class PairRows:
-    """Examples of :class:`Pairs` as samples, each cut to ``seq_len`` on both sides."""
+    """Examples of :class:`Pairs` as samples, with input and target cut to ``seq_len`` each."""
 
-    examples: Examples  # they are of these
-    seq_len: int  # tokens of an input, and of a target, at most and with padding
-    pad: int  # the id of padding
-    is_label: bool  # the target is the number of a class
-    targets: np.ndarray  # how many tokens of each target are learned
+    examples: Examples
+    seq_len: int  # maximum number of tokens of an input and of a target, and the padded length
+    pad: int  # id of padding
+    is_label: bool  # whether the target is the number of a class
+    targets: np.ndarray  # number of learned tokens of each target
 
     @property
     def num_samples(self) -> int:
-        """As many as examples."""
+        """Number of examples."""
         return len(self.examples)
 
     def num_targets(self, indices: Iterable[int]) -> int:
-        """Tokens of these targets, or where they are classes, their number."""
+        """Return the number of tokens of these targets, or the number of targets if they are classes."""
         return int(self.targets[list(indices)].sum())
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples: padding is not attended to, and not learned. Targets are (B, T), or (B,) where classes."""
+        """Return these samples. Padding is masked and not learned. Targets are (B, T), or (B,) for classes."""
         inputs = np.full((len(indices), self.seq_len), self.pad, np.int64)
         targets, mask = np.full_like(inputs, -100), np.zeros_like(inputs)
         for row, index in enumerate(indices):
@@ -97,6 +97,6 @@ class PairRows:
 
 
 def pairs(examples: Examples, seq_len: int, task: Task) -> PairRows:
-    """Examples as samples of ``seq_len`` tokens on both sides."""
+    """Make samples of examples, with input and target of at most ``seq_len`` tokens each."""
     starts, ends = examples.edges().T
     return PairRows(examples, seq_len, task.pad, task.labels is not None, np.minimum(ends - starts, seq_len))

@@ -1,8 +1,7 @@
-"""Rows of data sets and blocks of text, read one after the other, and the examples that a form makes of them.
+"""Reads rows of data sets and blocks of text one after the other, and defines the examples that forms make of them.
 
-Nothing is kept in memory or copied. Rows of JSON and CSV are parsed here, within bounds and with their lines: the
-parsers that ``datasets`` has take memory without bound, crash at deep nesting, and refuse a column that only later rows
-have.
+Nothing is stored in memory or copied. JSON and CSV are parsed here, with size limits and line numbers, because the
+parsers of ``datasets`` use unlimited memory, crash at deep nesting, and refuse a column that only later rows have.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from shardwise.train.data.token_files import DataError
 
 
 class Example(NamedTuple):
-    """An example, made of a row."""
+    """An example, made from a row."""
 
-    ids: Any  # of all its tokens
-    #: First and one past the last of those that are learned, in order; of texts none, as all are
+    ids: Any  # token ids
+    #: Start and end (exclusive) of the learned ids, in order; empty for texts, in which all ids are learned
     spans: Sequence[tuple[int, int]] = ()
 
 
-#: A row and its place, such as ``chats.jsonl:3``, which messages name.
+#: A row with its place, such as ``chats.jsonl:3``, for messages.
 Placed = tuple[str, Mapping[str, Any]]
 
 
@@ -40,11 +39,11 @@ class Form(Protocol):
     """The conversion of rows to examples."""
 
     def encode(self, rows: Sequence[Placed]) -> Sequence[Example]:
-        """The examples of rows; a DataError names the place of a row that cannot be used."""
+        """Convert rows to examples; a DataError names the place of an unusable row."""
 
 
 def text_of(place: str, row: Mapping[str, Any], column: str) -> str:
-    """The text in a column of a row."""
+    """Return the text in a column of a row."""
     text = row.get(column)
     if not isinstance(text, str):
         raise DataError(
@@ -54,13 +53,13 @@ def text_of(place: str, row: Mapping[str, Any], column: str) -> str:
     return text
 
 
-#: The most bytes of a row of JSON, of a file that is one list, and of a row of CSV.
+#: Maximum bytes of a JSON row, of a JSON file that is one list, and of a CSV row.
 _ROW_BYTES, _LIST_BYTES, _CSV_BYTES = 1 << 26, 1 << 30, 1 << 23
-#: Bytes of a block of text at least.
+#: Minimum bytes of a block of text.
 _BLOCK_BYTES = 1 << 20
-#: Bytes that are searched at a time for where to cut it.
+#: Bytes that are searched at a time for the end of a block.
 _NEAR_BYTES = 1 << 14
-#: Where text may be cut: where a line begins, but not with a space, so that blocks give the tokens of the whole.
+#: Ends of blocks: a line feed before a line that does not begin with a space, so that tokens do not cross blocks.
 _CUT = re.compile(rb"\n(?=[!-~\xc3-\xe0\xe4-\xf4]|\xe3[^\x80])")
 
 #: Rows with their places, such as ``chats.jsonl:3``.
@@ -68,7 +67,7 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def read_rows(source: Source) -> Rows:
-    """The rows of a source, in the order of its files. Of text a row is a block, which ``block_text`` reads."""
+    """Yield the rows of a source, in the order of its files. A row of text is a block, which ``block_text`` reads."""
     readers = {".jsonl": _json, ".json": _json, ".csv": _csv}
     for file, length in zip(source.files, source.lengths, strict=True):
         if source.kind == "text":
@@ -81,14 +80,14 @@ def read_rows(source: Source) -> Rows:
 
 
 def first_row(source: Source) -> Mapping[str, Any]:
-    """A source's first row; its keys are the columns."""
+    """Return a source's first row, whose keys are the columns."""
     for _, row in read_rows(source):
         return row
     raise DataError(f"{printable(source.name)}: no rows.\n  Name another source.")
 
 
 def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file with their places; a line that is longer is cut."""
+    """Yield the lines of a file with their places; a line of more than ``most`` bytes is split."""
     import fsspec  # pyrefly: ignore[missing-import]
 
     place = str(file)
@@ -99,7 +98,7 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
         )
     with _reading(lambda: place):
         held: Any = fsspec.open(place, "rb", compression="infer")
-        with held as raw:  # fsspec's own files have a readline without a bound
+        with held as raw:  # readline of fsspec's own files has no size limit
             handle = raw if isinstance(raw, io.BufferedIOBase) else io.BufferedReader(raw)
             for number in itertools.count(1):
                 place = f"{file}:{number}"
@@ -112,14 +111,14 @@ def _lines(file: Path, most: int) -> Iterator[tuple[str, bytes]]:
 def _reading(place: Callable[[], object]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  every store and every compression has errors of its own
+    except Exception as error:  # noqa: BLE001  stores and compressions raise errors of their own classes
         raise _unreadable(str(place()), first_line(error)) from None
 
 
 def _json(file: Path) -> Rows:
     lines = _lines(file, _ROW_BYTES)
     for place, line in lines:
-        if line.lstrip().startswith(b"["):  # all rows as one list
+        if line.lstrip().startswith(b"["):  # the file is one list
             whole = bytearray(line)
             while len(whole) <= _LIST_BYTES and (more := next(lines, None)):
                 whole += more[1]
@@ -167,7 +166,7 @@ def _csv(file: Path) -> Rows:
 
 
 def _table(file: Path) -> Rows:
-    """Rows of Parquet and Arrow. ``datasets.load_dataset`` reads them as well, and tells a server about it."""
+    """Yield rows of Parquet and Arrow files. ``datasets.load_dataset`` is avoided because it contacts a server."""
     try:
         import pyarrow as pa  # pyrefly: ignore[missing-import]
         from pyarrow.parquet import ParquetFile  # pyrefly: ignore[missing-import]
@@ -203,14 +202,14 @@ def _blocks(file: Path, length: int) -> Rows:
                 if found := _CUT.search(handle.read(_NEAR_BYTES)):
                     end += found.start() + 1
                     break
-                end += _NEAR_BYTES - 2  # the line feed and the byte behind it, or two, may be cut apart
+                end += _NEAR_BYTES - 2  # in case a match crosses the boundary
             end = min(end, length)
             yield str(file), {"file": file, "begin": begin, "end": end, "is_last": end == length}
             begin = end
 
 
 def block_text(block: Mapping[str, Any]) -> str:
-    """The text of a block; a character that the end of the source cuts in two is left out."""
+    """Return the text of a block, without a character that is cut at the end of the source."""
     file = block["file"]
     with _reading(lambda: file), file.open("rb") as handle:
         handle.seek(block["begin"])
@@ -218,5 +217,5 @@ def block_text(block: Mapping[str, Any]) -> str:
     try:
         return codecs.utf_8_decode(raw, "strict", False)[0]  # noqa: FBT003
     except UnicodeDecodeError:
-        check_text(file, block["end"])  # names the line
+        check_text(file, block["end"])  # raises an error with the line
         raise

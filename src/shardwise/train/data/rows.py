@@ -1,4 +1,4 @@
-"""The samples of a step: some rows of tokens, by their index."""
+"""Samples as rows of tokens, read by index."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 
 class Rows(NamedTuple):
-    """Some samples, int64 each."""
+    """Several samples, int64 each."""
 
     inputs: np.ndarray  # (B, T)
-    targets: np.ndarray  # (B, T), what should follow; -100 where nothing is learned
-    #: (B, T), places in the document, where documents do not see each other; else ``None``
+    targets: np.ndarray  # (B, T), the next tokens; -100 for tokens that are not learned
+    #: (B, T), positions in the document if documents are separated; else ``None``
     positions: np.ndarray | None = None
-    mask: np.ndarray | None = None  # (B, T), 1 where attention may look, 0 at padding; ``None``: everywhere
+    mask: np.ndarray | None = None  # (B, T), 1 for tokens, 0 for padding; ``None``: no padding
 
 
 def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:
-    """Some rows as one, all with a mask or none. Where positions are wanted, rows without any are one document each."""
+    """Concatenate rows, which must all have a mask or none. With ``has_positions``, rows without any get 0, 1, ..."""
     inputs = np.concatenate([rows.inputs for rows in found])
     places = np.arange(inputs.shape[1])
     positions = [
@@ -35,7 +35,7 @@ def joined(found: Sequence[Rows], *, has_positions: bool) -> Rows:
 
 
 def shifted(tokens: np.ndarray, end: int | None) -> Rows:
-    """Rows of (B, T + 1) tokens; positions begin anew behind every ``end``, the end of a document."""
+    """Split (B, T + 1) tokens into inputs and targets; positions start anew after every ``end`` token."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if end is None:
         return Rows(inputs, targets, None)
@@ -50,10 +50,10 @@ class Samples(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """As above."""
+        """Number of samples."""
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples."""
+        """Return the rows of these samples."""
 
     def num_targets(self, indices: Iterable[int]) -> int | None:
-        """The number of learned tokens of these samples; ``None``: all. Reads no tokens."""
+        """Return the number of learned tokens of these samples; ``None``: all. Reads no tokens."""

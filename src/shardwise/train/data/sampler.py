@@ -1,12 +1,12 @@
-"""The reader of each sample: a permutation of each epoch, cut into global batches, cut over ranks.
+"""The order of samples: a permutation for each epoch, divided into global batches, divided over ranks.
 
-The order of samples is one endless sequence of *global positions* 0, 1, 2, ... Position ``p`` belongs to epoch
-``p // num_samples`` and reads sample ``permutation(seed, epoch)[p % num_samples]``. A step with a global batch of ``B``
-samples takes the next ``B`` positions, whatever the world is; so at a constant global batch every world size sees the
-same sequence of global batches, and the number of positions taken is all the state there is. Batches run across the
-end of an epoch: no sample is dropped.
+The order of samples is one endless sequence of *global positions* 0, 1, 2, ... Position ``p`` belongs to epoch ``p //
+num_samples`` and reads sample ``permutation(seed, epoch)[p % num_samples]``. A step with a global batch of ``B``
+samples takes the next ``B`` positions, for any number of ranks. So with a constant global batch every world size sees
+the same sequence of global batches, and the number of positions taken is the only state. Batches may span two epochs:
+no sample is dropped.
 
-Of several sources each has its own permutations, and ``mixture`` says which source a position reads.
+With several sources each has its own permutations, and ``mixture`` chooses the source of a position.
 
 Inside a global batch the order is rank-major. With ``R`` data-parallel ranks and ``A`` microbatches of ``M`` samples::
 
@@ -14,9 +14,9 @@ Inside a global batch the order is rank-major. With ``R`` data-parallel ranks an
 
 so rank ``r`` reads one contiguous range of ``A * M`` positions.
 
-Permutations are never materialised: a keyed Feistel network on ``2k`` bits, walked until the value falls below
-``num_samples`` (fewer than four rounds on average, as the domain is less than four times as large; Black and Rogaway,
-"Ciphers with Arbitrary Finite Domains", 2002). About 10 microseconds and no memory per sample.
+Permutations are never materialized: a keyed Feistel network on ``2k`` bits is applied until the value is below
+``num_samples`` (fewer than four rounds on average, because the domain is less than four times as large; Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). About 10 microseconds and no memory per sample.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def _mix(value: int) -> int:
 
 
 def mixed_seed(seed: int, position: int) -> int:
-    """A seed of 63 bits for what a sample draws, of a run's seed and the sample's position."""
+    """Return a seed of 63 bits for a sample's random numbers, from a run's seed and the sample's position."""
     return _mix(_mix(seed & _MASK) + position) >> 1
 
 
 class Permutation:
-    """A bijection of ``range(size)`` that depends on ``seed`` and ``epoch`` only."""
+    """A bijection of ``range(size)`` that depends only on ``seed`` and ``epoch``."""
 
     def __init__(self, size: int, *, seed: int, epoch: int) -> None:
         if size < 1:
@@ -66,7 +66,7 @@ class Permutation:
         return self.size
 
     def __getitem__(self, index: int) -> int:
-        """The sample at place ``index`` of this epoch."""
+        """Return the sample at place ``index`` of this epoch."""
         if not 0 <= index < self.size:
             raise IndexError(index)
         value = self._round_trip(index)
@@ -85,7 +85,7 @@ _permutation = functools.lru_cache(64)(Permutation)
 
 
 def permuted(position: int, num_samples: int, seed: int) -> int:
-    """The sample at a position of an endless sequence of epochs."""
+    """Return the sample at a position of an endless sequence of epochs."""
     epoch, place = divmod(position, num_samples)
     return _permutation(num_samples, seed=seed, epoch=epoch)[place]
 
@@ -104,19 +104,19 @@ class Sampler:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step over all ranks."""
+        """Number of samples per step over all ranks."""
         return self.micro_batch_size * self.accumulation * self.data_parallel_size
 
     def sample(self, position: int) -> int:
-        """The sample at a global position."""
+        """Return the sample at a global position."""
         return permuted(position, self.num_samples, self.seed)
 
     def whole_step(self) -> Iterator[int]:
-        """The samples of the next global batch, of all ranks."""
+        """Return the samples of the next global batch, of all ranks."""
         return (self.sample(place) for place in range(self.position, self.position + self.global_batch_size))
 
     def next_step(self) -> list[list[int]]:
-        """This rank's samples of the next global batch, one list per microbatch; moves on by one global batch."""
+        """Return this rank's samples of the next global batch, one list per microbatch, and advance past that batch."""
         per_rank = self.micro_batch_size * self.accumulation
         start = self.position + self.data_parallel_rank * per_rank
         samples = [self.sample(position) for position in range(start, start + per_rank)]
@@ -125,15 +125,15 @@ class Sampler:
         return [samples[m * size : (m + 1) * size] for m in range(self.accumulation)]
 
     def upcoming(self) -> Iterator[list[Draw]]:
-        """This rank's microbatches from the next step on, without end. Moves nothing on."""
+        """Return this rank's microbatches from the next step on, without end and without advancing."""
         return _without_end(dataclasses.replace(self))
 
     def state(self) -> dict[str, int]:
-        """The state for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"position": self.position, "seed": self.seed, "num_samples": self.num_samples}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, on any number of ranks; refuses that of other data or another seed."""
+        """Continue from ``state``, on any number of ranks; refuse the state of other data or another seed."""
         _check_same(state, self)
         self.position = natural(state, "position")
 
@@ -147,12 +147,12 @@ def _without_end(sampler: Sampler) -> Iterator[list[Draw]]:
 
 
 class DistributedSampler:
-    """The samples of a data set that this rank reads, for ``DataLoader(data, batch_size, sampler=...)``.
+    """Yield the samples of a data set that this rank reads, for ``DataLoader(data, batch_size, sampler=...)``.
 
-    Every sample is read once in an epoch, by one rank: nothing is repeated to fill up, and nothing is left out unless
-    ``drop_last`` says so. The order of an epoch depends on ``seed`` and the epoch alone; rank ``r`` of ``n`` takes
-    places ``r, r + n, r + 2n, ...`` of it, so that batches of one size over all ranks together hold the same samples on
-    any number of ranks, and a run may continue on another number. ::
+    Every sample is read once in an epoch, by one rank: none is repeated, and none is left out without ``drop_last``.
+    The order of an epoch depends only on ``seed`` and the epoch. Rank ``r`` of ``n`` takes places ``r, r + n, r + 2n,
+    ...`` of it, so that for one global batch size the global batches are the same on any number of ranks, and a run may
+    continue on a different number. ::
 
         sampler = sw.DistributedSampler(data, model=model)
         loader = DataLoader(data, batch_size=8, sampler=sampler)
@@ -161,20 +161,20 @@ class DistributedSampler:
             for batch in loader:
                 ...
 
-    Where the ranks do not divide the data, the first ranks have one sample more than the others: train over
-    ``sw.join(model, loader)``, or set ``drop_last=True``.
+    If the number of samples is not a multiple of the ranks, the first ranks have one sample more than the others: train
+    over ``sw.join(model, loader)``, or set ``drop_last=True``.
 
     Args:
         data: A data set with a length, or the number of samples.
-        model: A parallelized model: its ``sw.data_parallel_rank`` and ``sw.data_parallel_size`` are taken, which differ
+        model: A parallelized model, whose ``sw.data_parallel_rank`` and ``sw.data_parallel_size`` are used. They differ
             from rank and world size under ``tp``, ``cp`` and ``pp``.
         num_replicas: Without ``model``: how many ranks read different samples. ``None``: the ranks of
             ``torch.distributed``, or one.
-        rank: This rank among them.
-        shuffle: ``False``: the order of the data set, in every epoch.
+        rank: Without ``model``: this rank, below ``num_replicas``.
+        shuffle: ``False``: use the data set's order in every epoch.
         seed: Seed of the orders.
-        drop_last: Leave out what the ranks do not divide, fewer samples than there are ranks; with ``shuffle`` other
-            ones in each epoch.
+        drop_last: Leave out the remainder, fewer samples than there are ranks; with ``shuffle`` different ones in each
+            epoch.
 
     Raises:
         ConfigError: There are no samples, or ``rank`` is not below ``num_replicas``.
@@ -195,8 +195,8 @@ class DistributedSampler:
         self.rank, self.num_replicas = _place_of(model, rank, num_replicas)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        self._start = 0  # places of this epoch that all ranks together have consumed before
-        self._num_given = 0  # by this rank since; iterating again counts anew
+        self._start = 0  # places of this epoch that all ranks together consumed before the resume
+        self._num_given = 0  # samples given by the current iterator of this rank
         if self.num_samples < 1 or not 0 <= self.rank < self.num_replicas:
             raise ConfigError(
                 f"DistributedSampler of {self.num_samples} samples for rank {self.rank} of {self.num_replicas}.\n"
@@ -204,7 +204,7 @@ class DistributedSampler:
             )
 
     def __len__(self) -> int:
-        """Samples that this rank has left to read in this epoch."""
+        """Return the number of samples that this rank has left in this epoch."""
         return len(self._places)
 
     @property
@@ -215,7 +215,7 @@ class DistributedSampler:
         return range(self._start + self.rank, end, self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples of the epoch, from where it was loaded."""
+        """Yield this rank's samples of the epoch, from the loaded position."""
         order = Permutation(self.num_samples, seed=self.seed, epoch=self.epoch) if self.shuffle else None
         self._num_given = 0
         for place in self._places:
@@ -223,14 +223,14 @@ class DistributedSampler:
             yield place if order is None else order[place]
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of ``epoch`` from now on; another one than before begins at its first sample."""
+        """Set the epoch, and with it the order; if the epoch changes, it starts at its first sample."""
         if epoch != self.epoch:
             self.epoch, self._start, self._num_given = epoch, 0, 0
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """The place in the epoch, for any number of ranks.
+        """Return the position in the epoch, for any number of ranks.
 
-        With ``DataLoader(num_workers=...)`` the iterator is ahead of training, because workers read in advance. So give
+        With ``DataLoader(num_workers=...)`` the iterator is ahead of training, because workers read in advance. Pass
         the number of samples that training has consumed::
 
             for step, batch in enumerate(loader, start=1):
@@ -239,12 +239,12 @@ class DistributedSampler:
 
         Args:
             consumed: Samples that all ranks together have trained with since the epoch began, or since
-                :meth:`load_state_dict` in an epoch that was resumed. The last batch of an epoch may count as a full
-                one. ``None``: what the iterator has given.
+                :meth:`load_state_dict` in a resumed epoch. The last batch of an epoch may count as a full one.
+                ``None``: the samples that the iterator has given.
 
         Raises:
-            ConfigError: ``consumed`` is no such number: it is negative, more than this sampler has given, or not the
-                same number of samples on every rank.
+            ConfigError: ``consumed`` is negative, more than this sampler has given, or not the same number of samples
+                on every rank.
         """
         places, size = self._places, self.num_replicas
         left = len(places) * size if self.drop_last else self.num_samples - self._start
@@ -252,7 +252,7 @@ class DistributedSampler:
         if consumed is None:
             consumed = given
         else:
-            is_whole = self._num_given == len(places)  # the last batch may be a part, of a size that is not known here
+            is_whole = self._num_given == len(places)  # the last batch may be smaller, by an unknown number
             if consumed < 0 or (consumed > given and not is_whole) or (consumed % size and consumed < left):
                 raise ConfigError(
                     f"DistributedSampler.state_dict(consumed={consumed}): expected the samples that all {size} ranks"
@@ -265,10 +265,10 @@ class DistributedSampler:
         return {"epoch": self.epoch, "position": position, "seed": self.seed, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken, on any number of ranks; the next iteration begins there.
+        """Continue from a :meth:`state_dict`, on any number of ranks; the next iteration starts there.
 
         Raises:
-            CheckpointError: The state belongs to other data or another seed, or names no place in an epoch.
+            CheckpointError: The state belongs to other data or another seed, or has no valid position.
         """
         _check_same(state, self)
         epoch, position = natural(state, "epoch"), natural(state, "position")
@@ -281,7 +281,7 @@ class DistributedSampler:
 
 
 def _check_same(state: Mapping[str, Any], sampler: Sampler | DistributedSampler) -> None:
-    """Refuse the state of a sampler of other data, or with another seed."""
+    """Refuse the state of a sampler with other data or another seed."""
     for key in ("seed", "num_samples"):
         if state.get(key) != getattr(sampler, key):
             raise CheckpointError(
@@ -291,7 +291,7 @@ def _check_same(state: Mapping[str, Any], sampler: Sampler | DistributedSampler)
 
 
 def natural(state: Mapping[str, Any], key: str) -> int:
-    """A count of a sampler's state."""
+    """Return a count of a sampler's state, or raise if it is not a natural number."""
     value = state.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise CheckpointError(f"the checkpoint's sampler has {key}={value!r}.\n  Continue from another checkpoint.")
@@ -299,7 +299,7 @@ def natural(state: Mapping[str, Any], key: str) -> int:
 
 
 def _place_of(model: Any, rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """The share of the samples that is read here, and of how many."""
+    """Return this rank's share of the samples, and the number of shares."""
     if (rank is None) != (num_replicas is None) or (model is not None and rank is not None):
         raise ConfigError(
             "DistributedSampler: rank and num_replicas are given together, or a model, which knows both.\n"

@@ -1,10 +1,10 @@
-"""The samples of a source by their index: how its tokens are cut, and which are held out.
+"""The samples of a source by index: how its tokens are divided, and which samples are held out.
 
-Of text and token files sample ``i`` of a part is ``seq_len + 1`` tokens from ``i * seq_len`` on: inputs are all but the
-last, targets all but the first. The last ``held_out`` of the tokens is the held-out part, so the two share no token. Of
-examples a sample is a row of them (``data.packing``), and the last of the examples are held out.
+For text and token files, sample ``i`` of a part is the ``seq_len + 1`` tokens from ``i * seq_len`` on: inputs are all
+but the last, targets all but the first. The last ``held_out`` of the tokens are the held-out part, so the two parts
+share no token. For examples, a sample is a row of examples (``data.packing``), and the last examples are held out.
 
-A file is opened and mapped when a sample asks for it, and a sample's ids are compared with the vocabulary then.
+A file is opened and mapped when a sample needs it, and only then are the sample's ids compared with the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shardwise.train.data.stream import StreamRows, StreamSampler
 from shardwise.train.data.token_files import DataError, is_token_file, map_tokens, unknown_token
 from shardwise.train.task import CAUSAL, Task
 
-#: Files that are mapped at a time.
+#: Maximum number of files that are mapped at a time.
 MAPPED_FILES = 64
-#: Of the tokens of a masked sample this part is learned; of these 8 in 10 are hidden, 1 is replaced, and 1 stays
+#: The fraction of a masked sample's tokens that is learned; of these 80% are masked, 10% replaced, and 10% unchanged
 #: (Devlin et al., "BERT", 2019, 3.1).
 _LEARNED, _HIDDEN, _REPLACED = 0.15, 0.8, 0.1
 
@@ -42,8 +42,8 @@ class Part:
     start: int  # first token of the part, counted over all files
     num_tokens: int  # tokens of the part
     seq_len: int
-    vocab_size: int | None = None  # ids have to be below; ``None``: they are
-    end: int | None = None  # the id that ends a document, where documents do not see each other
+    vocab_size: int | None = None  # ids must be below it; ``None``: already checked
+    end: int | None = None  # end-of-document token, if documents do not attend to each other
     _ends: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -53,26 +53,26 @@ class Part:
 
     @property
     def has_positions(self) -> bool:
-        """Whether documents do not see each other."""
+        """Whether documents do not attend to each other."""
         return self.end is not None
 
     @property
     def num_samples(self) -> int:
-        """Samples of the part."""
+        """Number of samples of the part."""
         return max(0, (self.num_tokens - 1) // self.seq_len)
 
     def sample(self, index: int) -> np.ndarray:
-        """The ``seq_len + 1`` tokens of a sample, int64."""
+        """Return the ``seq_len + 1`` tokens of a sample, int64."""
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
         return self._read(self.start + index * self.seq_len, self.seq_len + 1)
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples; positions begin anew behind every end of a document."""
+        """Return these samples; positions start anew after every end of a document."""
         return shifted(np.stack([self.sample(index) for index in indices]), self.end)
 
     def num_targets(self, indices: Iterable[int]) -> None:
-        """Every token is learned."""
+        """Return ``None``: every token is learned."""
 
     def _read(self, start: int, count: int) -> np.ndarray:
         out = np.empty(count, np.int64)
@@ -95,7 +95,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RandomPart:
-    """Endless uniform tokens; sample ``i`` depends on the seed and ``i`` only."""
+    """Endless uniform random tokens; sample ``i`` depends only on the seed and ``i``."""
 
     seed: int
     stream: int
@@ -104,20 +104,20 @@ class RandomPart:
     num_samples: int = 1 << 40
 
     def sample(self, index: int) -> np.ndarray:
-        """The ``seq_len + 1`` tokens of a sample, int64."""
+        """Return the ``seq_len + 1`` tokens of a sample, int64."""
         return _generator(self.seed, self.stream, index).integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64)
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples."""
+        """Return these samples."""
         return shifted(np.stack([self.sample(index) for index in indices]), None)
 
     def num_targets(self, indices: Iterable[int]) -> None:
-        """Every token is learned."""
+        """Return ``None``: every token is learned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Both parts of a source."""
+    """The training part and the held-out part of a source."""
 
     train: Samples
     held_out: Samples
@@ -134,17 +134,17 @@ def open_data(
     end: int | None = None,
     task: Task = CAUSAL,
 ) -> Data:
-    """Split a source of any kind but ``records``. Its files are opened when samples are read.
+    """Split a source of any kind except ``records``. Its files are opened when samples are read.
 
     Args:
-        source: All of ``source.evaluated``, where it is given, is held out instead of a part.
+        source: The source. If ``source.evaluated`` is set, all of it is held out instead of a part of the source.
         seq_len: Tokens per sample.
-        held_out: Share that is not trained on, of each source of a mixture; ``None``: nothing is held out.
-        vocab_size: The model's.
-        seed: Of ``random`` and of masks.
-        packs: Several examples share a row; else each has one.
-        end: The id that ends a document, where documents of a stream do not see each other.
-        task: What the model is trained for.
+        held_out: Fraction of each source that is held out; ``None``: nothing.
+        vocab_size: Vocabulary size of the model.
+        seed: Seed of ``random`` and of masks.
+        packs: Whether several examples share a row.
+        end: End-of-document token of a stream, if documents do not attend to each other.
+        task: The task that the model is trained for.
     """
     opened = functools.partial(
         open_data, seq_len=seq_len, vocab_size=vocab_size, seed=seed, packs=packs, end=end, task=task
@@ -186,7 +186,7 @@ def open_data(
 
 
 def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
-    """The number of tokens for training; the rest, at least one sample where there are two, is held out."""
+    """Return the number of tokens for training; the rest, at least one sample if there are two, is held out."""
     held = max(int(num_tokens * held_out), min(seq_len + 1, num_tokens // 2))
     return num_tokens - held
 
@@ -209,18 +209,18 @@ def check_size(source: Source, data: Data, *, seq_len: int, needed: int, needed_
 
 
 class MappedFiles(Sequence[np.ndarray]):
-    """The tokens of each file of a source, mapped when first read; at most ``MAPPED_FILES`` are kept."""
+    """The tokens of each file of a source, mapped when first read; at most ``MAPPED_FILES`` stay mapped."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._map = functools.lru_cache(MAPPED_FILES)(self._mapped)
 
     def __len__(self) -> int:
-        """Number of files."""
+        """Return the number of files."""
         return len(self.source.files)
 
     def __getitem__(self, index: int) -> np.ndarray:  # pyrefly: ignore[bad-override]
-        """The tokens of a file."""
+        """Return the tokens of a file."""
         return self._map(index)
 
     def _mapped(self, index: int) -> np.ndarray:
@@ -241,17 +241,17 @@ class MappedFiles(Sequence[np.ndarray]):
 
 @dataclass(frozen=True, slots=True)
 class MaskedSamples:
-    """Samples of which some tokens are hidden and are to be found again. The seed and the sample alone say which."""
+    """Samples in which some tokens are masked and learned. The choice depends only on the seed and the sample."""
 
     whole: Samples
     seq_len: int
-    mask: int  # the id that stands for a hidden token
-    vocab_size: int  # ids that replace others are below
-    seed: int  # of the choices
+    mask: int  # id of masked tokens
+    vocab_size: int  # replacement ids are below it
+    seed: int  # seed of the choice
 
     @property
     def num_samples(self) -> int:
-        """As many as there are."""
+        """Number of samples."""
         return self.whole.num_samples
 
     @property
@@ -259,11 +259,11 @@ class MaskedSamples:
         return max(1, round(_LEARNED * self.seq_len))
 
     def num_targets(self, indices: Iterable[int]) -> int:
-        """The same number of each."""
+        """Return the number of learned tokens, which is the same for each sample."""
         return self._num_learned * sum(1 for _ in indices)
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples."""
+        """Return these samples."""
         inputs = self.whole.rows(indices).inputs.copy()
         targets = np.full_like(inputs, -100)
         for row, index in enumerate(indices):
@@ -278,6 +278,6 @@ class MaskedSamples:
 
 
 def _generator(seed: int, stream: int, index: int) -> np.random.Generator:
-    """The generator of a sample in one of several streams of a seed."""
+    """Return the generator of a sample in one of several streams of a seed."""
     key, counter = np.array([seed, stream], np.uint64), np.array([0, 0, 0, index], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))

@@ -1,11 +1,11 @@
-"""Sources by name: their files, the contents of these, and a check of them before training.
+"""Sources by name: their files, the kind of the files, and checks before training.
 
-A *source* is a file, a folder (every visible file below it), a glob, ``stdlib`` (the source text of Python's own
-standard library) or ``random``. Its files hold text, token ids (``token_files``), or the rows of a data set
-(``records``); one kind only. They are taken in the order of their paths. Text must be UTF-8.
+A *source* is a file, a folder (every visible file below it), a glob, ``stdlib`` (the source text of Python's standard
+library) or ``random``. Its files contain text, token ids (``token_files``), or rows of a data set (``records``), but
+only one of these kinds. They are read in the order of their paths. Text must be UTF-8.
 
-A run starts in seconds however much data there is. Before the first step names and sizes are read, and of the content
-at most ``LOOKED_AT_BYTES`` of at most ``LOOKED_AT_FILES`` files, evenly spaced.
+A run starts in seconds, whatever the amount of data. Before the first step only names and sizes are read, and at most
+``LOOKED_AT_BYTES`` of content from at most ``LOOKED_AT_FILES`` files, evenly spaced.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from shardwise.train.data.token_files import DataError, check_tokens, is_index_o
 
 T = TypeVar("T")
 
-#: Tokens of the byte-level tokenizer.
+#: Vocabulary size of the byte-level tokenizer.
 BYTE_VOCAB = 256
 
-#: How much of the standard library's text is used unless ``max_bytes`` says otherwise.
+#: Default of ``max_bytes`` for the text of the standard library.
 STDLIB_BYTES = 4_000_000
 
-#: What is opened and read before training begins: of more files, or more bytes, only so many.
+#: Maximum number of files and bytes that are read before training starts.
 LOOKED_AT_FILES, LOOKED_AT_BYTES = 256, 1 << 24
 
 _CHUNK = 1 << 22
-#: How the names of files end that hold the rows of a data set, before an ending such as ``.gz``; those of the second
-#: kind are text where others lie beside them.
+#: File name endings of data set rows, before an ending such as ``.gz``. Files with an ending of the second group are
+#: text if there are other files in the folder.
 RECORDS, RECORDS_OR_TEXT = (".jsonl", ".parquet", ".arrow"), (".json", ".csv")
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-#: What ``datasets.Dataset.save_to_disk`` writes beside its files.
+#: Files that ``datasets.Dataset.save_to_disk`` writes in addition to the rows.
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")
 
-#: Stores that fsspec reads, and that say the size of a file and whether it has changed, as web servers may not.
+#: Stores of fsspec that report a file's size and whether the file has changed; web servers may not.
 _PROTOCOLS = ("s3", "gs", "az", "abfs", "hf", "memory")
 
 _LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
@@ -51,26 +51,27 @@ _LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source: its files, the kind of their tokens, and how many."""
+    """A source: its files, their kind, and their numbers of tokens."""
 
-    name: str  # as it was configured
+    name: str  # the name in the configuration
     #: ``text``, ``tokens``, ``records``, ``examples`` (``data.examples``), ``random``, a ``mixture`` of several
     #: sources, or ``given`` by a spec
     kind: str
     files: tuple[Path, ...]
-    lengths: tuple[int, ...]  # tokens taken from each file; of records, which nobody has read yet, its bytes
-    vocab_size: int | None  # ids are below this; ``None``: the model's, as for ``random`` and files that do not say
-    streams: Any | None = None  # the form by which text or rows are tokenized while training goes on (``data.stream``)
-    #: What stands for the content of files that are not looked at: those of a cache, and a user's data set
+    lengths: tuple[int, ...]  # tokens of each file; of records, which are not read yet, bytes
+    vocab_size: int | None  # ids are below it; ``None``: unknown, as for ``random`` and some files
+    streams: Any | None = None  # the form that tokenizes text or rows during training
+    #: Replaces the content of files in the fingerprint, for files of a cache or a store and a user's data set
     content: str = ""
-    num_samples: int | None = None  # items of a user's data set; ``None`` of an iterable
+    num_samples: int | None = None  # items of a user's data set; ``None`` for an iterable
+    #: Sources of a mixture (``data.mixture``), each with its name in metrics and its weight
     #: Of a mixture (``data.mixture``): its sources, each with its name in metrics and its weight
     parts: tuple[tuple[Source, str, float], ...] = ()
-    evaluated: Source | None = None  # the source of the held-out samples; ``None``: they are the last part of this one
+    evaluated: Source | None = None  # source of the held-out samples; ``None``: the end of this one
 
     @property
     def kinds(self) -> set[str]:
-        """Its kind, or those of the sources of a mixture."""
+        """The kind of the source, or the kinds of all sources of a mixture."""
         return {part.kind for part, *_ in self.parts} or {self.kind}
 
     @property
@@ -79,13 +80,13 @@ class Source:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
+        """Total number of tokens."""
         return sum(self.lengths)
 
     def check(self, vocab_size: int) -> None:
         """Refuse text that is not UTF-8, and token ids that are not below ``vocab_size``.
 
-        Of much data only the beginnings of some files are read; ids beyond are compared when their sample is read.
+        Of large data only the beginnings of some files are read; other ids are checked when their sample is read.
         """
         for file, length, most in self._looked_at():
             if self.kind in {"tokens", "examples"}:
@@ -96,13 +97,13 @@ class Source:
             other.check(vocab_size)
 
     def fingerprint(self) -> str:
-        """A hash of kind, names, lengths and what is looked at of the content: of much data parts of some files."""
+        """Return a hash of kind, names, lengths and content; of large data only parts of some files are hashed."""
         if self.kind == "given":
             return hashlib.sha256(f"given\0{self.num_samples}\0{self.content}".encode()).hexdigest()
         digest = hashlib.sha256(f"{self.kind}\0{self.vocab_size}\0{self.content}".encode())
         files = [("" if self.content else file.name, num) for file, num in zip(self.files, self.lengths, strict=True)]
         if self.parts or (self.content and self.kind in {"tokens", "examples"}):
-            files = [("", self.num_tokens)]  # of a cache: the machine decided how many files it has
+            files = [("", self.num_tokens)]  # the number of files of a cache depends on the machine
         for name, length in files:
             digest.update(f"{name}\0{length}\0".encode())
         for file, _, most in self._looked_at():
@@ -120,7 +121,7 @@ class Source:
         return digest.hexdigest()
 
     def _looked_at(self) -> list[tuple[Path, int, int]]:
-        """The files that are opened before training, their tokens, and how many bytes are read of each."""
+        """Return the files to read before training, each with its tokens and the maximum bytes to read."""
         if self.content or self.parts:
             return []
         held = _spaced(list(zip(self.files, self.lengths, strict=True)))
@@ -130,28 +131,28 @@ class Source:
 
 
 class RemoteFile(str):
-    """The URL of a file that fsspec reads, with what is asked of a path here."""
+    """The URL of a file that fsspec reads, with the methods of a local path that are used here."""
 
     __slots__ = ("size",)
-    size: int  # its bytes
+    size: int  # in bytes
 
     def open(self, mode: str) -> Any:
-        """Its content, of which is read what is asked for."""
+        """Open the file; only the parts that are read are transferred."""
         from fsspec.core import url_to_fs  # pyrefly: ignore[missing-import]
 
         system, path = url_to_fs(str(self))
         return system.open(path, mode)
 
     def stat(self) -> os.stat_result:
-        """Its size; when it was changed is in ``Source.content``."""
+        """Return the size; the time of the last change is part of ``Source.content``."""
         return os.stat_result((0, 0, 0, 0, 0, 0, self.size, 0, 0, 0))
 
 
 def _remote(name: str, max_bytes: int | None) -> Source:
-    """The source of a folder, file or glob that fsspec reads."""
+    """Return the source of a folder, file or glob that fsspec reads."""
     from fsspec.core import url_to_fs  # pyrefly: ignore[missing-import]
 
-    if (scheme := name.partition("://")[0]) not in _PROTOCOLS or "::" in name:  # the rest may hold a password
+    if (scheme := name.partition("://")[0]) not in _PROTOCOLS or "::" in name:  # the rest may contain a password
         raise DataError(
             f"{printable(scheme)}://... cannot be read: stores are {', '.join(_PROTOCOLS)}.\n  Name a folder of one of"
             " them (of huggingface.co: hf://datasets/OWNER/NAME), or download the files and name their folder."
@@ -161,7 +162,7 @@ def _remote(name: str, max_bytes: int | None) -> Source:
         listed = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
         found = {system.unstrip_protocol(each): info for each, info in listed.items() if info["type"] == "file"}
         marks = [system.ukey(each) for each in sorted(found)]
-    except Exception as error:  # noqa: BLE001  every store has errors of its own
+    except Exception as error:  # noqa: BLE001  stores raise errors of their own classes
         raise DataError(
             f"{printable(name)} cannot be listed: {first_line(error)}.\n  Look at its name, at your credentials, and"
             " whether the package of fsspec for it is installed, such as s3fs or gcsfs."
@@ -176,7 +177,7 @@ def _remote(name: str, max_bytes: int | None) -> Source:
 
 
 def mixture_of(sources: Sequence[Source], names: Sequence[str], weights: Sequence[float]) -> Source:
-    """A source that is several ones, under their names in metrics."""
+    """Combine several sources, under their names in metrics, into a mixture."""
     shares = [f"{name} ({weight / sum(weights):.3g})" for name, weight in zip(names, weights, strict=True)]
     files = tuple(file for source in sources for file in source.files)
     lengths = tuple(length for source in sources for length in source.lengths)
@@ -186,28 +187,28 @@ def mixture_of(sources: Sequence[Source], names: Sequence[str], weights: Sequenc
 
 
 def given_source(data: Any) -> Source:
-    """The source of a run on a user's data set or iterable."""
+    """Return the source of a run on a user's data set or iterable."""
     count = len(data) if is_indexed(data) else None
-    content = getattr(data, "_fingerprint", "")  # of datasets.Dataset: a hash of its content and of what made it
+    content = getattr(data, "_fingerprint", "")  # datasets.Dataset: hash of the content and its origin
     name = getattr(data, "__name__", type(data).__name__)
     return Source(name, "given", (), (), None, content=str(content), num_samples=count)
 
 
 def is_indexed(data: Any) -> bool:
-    """Whether items are read by their number."""
+    """Return whether items are read by index."""
     is_iterable = any(
         kind.__name__ == "IterableDataset" for kind in type(data).__mro__
-    )  # torch's has both all the same
+    )  # torch's IterableDataset may have both methods
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_iterable
 
 
 def is_loader(data: Any) -> bool:
-    """Whether a call of it makes the loader of a reader: a function or a class, and no data by itself."""
+    """Return whether calling ``data`` makes a reader's loader: it is a function or a class, and no data itself."""
     return callable(data) and not is_indexed(data) and (isinstance(data, type) or not hasattr(data, "__iter__"))
 
 
 def find_source(name: str, *, max_bytes: int | None = None) -> Source:
-    """Find the files behind a source name; reads names, sizes and headers only."""
+    """Find the files of a source by its name; reads only names, sizes and headers."""
     if name == "random":
         return Source(name, "random", (), (), None)
     if name == "stdlib":
@@ -232,24 +233,24 @@ def find_source(name: str, *, max_bytes: int | None = None) -> Source:
 
 
 def _spaced(items: Sequence[T]) -> list[T]:
-    """At most ``LOOKED_AT_FILES`` of them, evenly spaced, the first and the last among them."""
+    """Return at most ``LOOKED_AT_FILES`` items, evenly spaced, including the first and the last."""
     count = min(len(items), LOOKED_AT_FILES)
     return [items[index * (len(items) - 1) // max(count - 1, 1)] for index in range(count)]
 
 
 def text_among_tokens(file: Path, name: str) -> DataError:
-    """The error for a file that holds no ids, beside others that do."""
+    """Return the error for a file without token ids among token files."""
     return DataError(f"{file}: a text file beside token files in {name!r}.\n  Keep them in separate folders.")
 
 
 def ending(file: Path) -> str:
-    """The ending of a file's name, without that of a compression."""
+    """Return the ending of a file's name, without the ending of a compression."""
     endings = [part for part in Path(str(file)).suffixes if part not in _COMPRESSED]
     return endings[-1] if endings else ""
 
 
 def holds_records(files: Sequence[Path]) -> bool:
-    """Whether the names say that these are rows of a data set."""
+    """Return whether the file names indicate rows of a data set."""
     endings = {ending(file) for file in files if Path(str(file)).name not in _SAVED}
     return not endings.isdisjoint(RECORDS) or (bool(endings) and endings.issubset(RECORDS_OR_TEXT))
 
@@ -301,7 +302,7 @@ def _text(name: str, files: Iterable[Path], limit: int | None) -> Source:
 
 def _find_files(name: str) -> list[Path]:
     path = Path(name).expanduser()
-    pair = path.parent / f"{path.name}.bin"  # Megatron names its two files by what they have in common
+    pair = path.parent / f"{path.name}.bin"  # Megatron names a pair of files by their common stem
     path = pair if not path.exists() and pair.is_file() and is_token_file(pair) else path
     if path.is_file():
         return [path.with_suffix(".bin") if is_index_of_tokens(path) else path]
@@ -321,7 +322,7 @@ def _find_files(name: str) -> list[Path]:
             raise DataError(f"{path}: no files in this folder.\n  Name a folder with text or token files.")
         return files
     if glob.has_magic(name):
-        matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  Path.glob takes no absolute patterns
+        matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  Path.glob does not accept absolute patterns
         files = sorted(
             Path(match) for match in matches if Path(match).is_file() and not is_index_of_tokens(Path(match))
         )
@@ -343,7 +344,7 @@ def _stdlib_files() -> list[Path]:
 
 
 def check_text(file: Path, length: int) -> None:
-    """Refuse a text file of which the first ``length`` bytes are not UTF-8."""
+    """Refuse a text file whose first ``length`` bytes are not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, left = 1, length
     with file.open("rb") as handle:

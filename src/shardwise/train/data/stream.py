@@ -1,11 +1,11 @@
-"""Samples without numbers: of a user's iterable, and of text that is tokenized while training goes on.
+"""Samples without an index: items of a user's iterable, and text that is tokenized during training.
 
-Every rank reads all samples and keeps its share, so that a step has the same ones on any number of ranks.
+Every rank reads all samples and keeps its share, so that a step has the same samples on any number of ranks.
 
-Text is read by the window: an epoch takes the files in an order of its own, and the samples of a window of neighbouring
-files in an order of its own; both depend on the seed and on where the window begins. That is all the state there is,
-with the number of samples taken from the window. A thread tokenizes the next window while one is trained on. What is
-less than a sample at the end of a window is left out.
+Text is read in windows of neighbouring files. The order of files in an epoch, and the order of samples in a window, are
+random and depend only on the seed and the start of the window. The start of the window and the number of samples taken
+from it are the only state. A thread tokenizes the next window while training uses the current one. The remainder at the
+end of a window, less than a sample, is left out.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shardwise.train.data.rows import Rows, shifted
 from shardwise.train.data.sampler import Draw, Permutation, Sampler, natural
 from shardwise.train.data.token_files import DataError
 
-#: Tokens of a window at least, unless an epoch ends before.
+#: Minimum number of tokens of a window, unless the epoch ends earlier.
 WINDOW_TOKENS = 1 << 22
-#: What ``len`` says of an iterable: more than a run takes.
+#: ``len`` of an iterable: more items than a run uses.
 ENDLESS = 1 << 40
 
 
 @dataclass(slots=True)
 class IterableSampler(Sampler):
-    """Items of an iterable in its own order: a step takes the next ones. One that ends begins again (``set_epoch``).
+    """Items of an iterable, in its order. A step takes the next ones. At its end the iterable restarts (``set_epoch``).
 
     Where an item costs much, a data set with ``len`` and items is better, or an iterable with ``state_dict``: others
     are read up to their place at a resume.
@@ -52,24 +52,24 @@ class IterableSampler(Sampler):
     _own: list[list[int]] = field(default_factory=list, init=False)
 
     def for_reader(self, micro: int, accumulation: int, reader: int, readers: int) -> IterableSampler:
-        """Itself, that gives the items of one reader."""
+        """Set the reader's share of the items, and return this object."""
         self.micro_batch_size, self.accumulation = micro, accumulation
         self.data_parallel_rank, self.data_parallel_size = reader, readers
         return self
 
     def sample(self, position: int) -> int:
-        """Items are numbered in their order."""
+        """Return ``position``, because items are numbered in their order."""
         return position
 
     def next_step(self) -> list[list[int]]:
-        """This rank's items of the next global batch, by microbatch; they can be read until the next call."""
+        """Read the next global batch; return this rank's items by microbatch, readable until the next call."""
         items = {place: self._next() for place in range(self.position, self.position + self.global_batch_size)}
         self._own = Sampler.next_step(self)
         self._held = {place: items[place] for each in self._own for place in each}
         return self._own
 
     def upcoming(self) -> Iterator[list[Draw]]:
-        """This rank's microbatches of the step that :meth:`next_step` has begun, and of those that it will begin."""
+        """Return this rank's microbatches of the step that :meth:`next_step` has read, and of the steps after it."""
         while True:
             for places in self._own:
                 yield [(place, place) for place in places]
@@ -83,26 +83,26 @@ class IterableSampler(Sampler):
 
     def _start(self, epoch: int) -> None:
         self._epoch = epoch
-        for each in (self.data, getattr(self.data, "sampler", None)):  # of a DataLoader its sampler
+        for each in (self.data, getattr(self.data, "sampler", None)):  # a DataLoader has a sampler
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
         self._items = iter(self.data)
 
     def __getitem__(self, place: int) -> Any:
-        """An item of the present step."""
+        """Return an item of the current step."""
         return self._held[place]
 
     def __len__(self) -> int:
-        """More than a run takes."""
+        """Return more than a run uses."""
         return ENDLESS
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint; for an iterable with ``state_dict`` its own state, too."""
+        """Return the state for a checkpoint, including that of an iterable with ``state_dict``."""
         own = {"epoch": self._epoch, "state": self.data.state_dict()} if has_state(self.data) else None
         return Sampler.state(self) | ({} if own is None else {"own": own})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, on any number of ranks; an iterable without a state is read up to it."""
+        """Continue from ``state``, on any number of ranks. An iterable without a state is read up to the position."""
         Sampler.load_state(self, state)
         if "own" in state and has_state(self.data):
             self._load_own(state["own"])
@@ -116,17 +116,17 @@ class IterableSampler(Sampler):
 
 
 def has_state(data: Any) -> bool:
-    """Whether it can say where it is, and continue there."""
+    """Return whether an iterable can save and restore its position."""
     return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
 @dataclass(slots=True)
 class StreamSampler(IterableSampler):
-    """Samples of text, or of the texts in rows of a data set (``data``), tokenized on the way."""
+    """Samples of text, or of texts in rows of a data set (``data``), tokenized during training."""
 
-    form: Form = field(kw_only=True)  # how rows become tokens
+    form: Form = field(kw_only=True)  # converts rows to tokens
     seq_len: int = field(kw_only=True)
-    _begin: tuple[int, int, int] = field(default=(0, 0, 0), init=False)  # epoch, place among its files, row there
+    _begin: tuple[int, int, int] = field(default=(0, 0, 0), init=False)  # epoch, file's place in it, row in the file
     _window: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)), init=False)
     _taken: int = field(default=0, init=False)
     _order: Sequence[int] | Permutation = field(default=(), init=False)
@@ -148,7 +148,7 @@ class StreamSampler(IterableSampler):
         self._taken = taken
 
     def _windows(self, begin: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
-        """The windows from where one begins, each with where it does: (number of samples, seq_len + 1) tokens."""
+        """Yield windows from ``begin`` on, each with its start, as tokens (number of samples, seq_len + 1)."""
         (epoch, place, row), files, is_empty = begin, list(zip(self.data.files, self.data.lengths, strict=True)), False
         found: list[np.ndarray] = []
         while True:
@@ -156,7 +156,7 @@ class StreamSampler(IterableSampler):
             rows = itertools.islice(read_rows(replace(self.data, files=(file,), lengths=(length,))), row, None)
             while some := list(itertools.islice(rows, 8 if self.data.kind == "text" else 200)):
                 if not threading.main_thread().is_alive():
-                    return  # the process ends, and waits for this thread
+                    return  # the process is exiting and would wait for this thread
                 found += [np.asarray(example.ids) for example in self.form.encode(some)]
                 row += len(some)
                 if sum(map(len, found)) >= max(WINDOW_TOKENS, self.seq_len + 1):
@@ -177,12 +177,12 @@ class StreamSampler(IterableSampler):
         return tokens[starts + np.arange(self.seq_len + 1)]
 
     def state(self) -> dict[str, int]:
-        """The state for a checkpoint."""
+        """Return the state for a checkpoint."""
         where = dict(zip(("epoch", "place", "row"), self._begin, strict=True))
         return {**Sampler.state(self), **where, "taken": self._taken, "num_files": len(self.data.files)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, on any number of ranks; reads the window that it was in."""
+        """Continue from ``state``, on any number of ranks; reads the window again."""
         Sampler.load_state(self, state)
         epoch, place, row, taken = (natural(state, key) for key in ("epoch", "place", "row", "taken"))
         if place < len(self.data.files):
@@ -193,7 +193,7 @@ class StreamSampler(IterableSampler):
 
 
 def _one_ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """The same items, each made by a thread while the one before is used."""
+    """Yield the same items; a thread computes each of them while the item before is used."""
     made = _begun(items)
     while True:
         found, made = made.result(), _begun(items)
@@ -206,24 +206,24 @@ def _begun(items: Iterator[Any]) -> Future[Any]:
     def make() -> None:
         try:
             made.set_result(next(items))
-        except BaseException as error:  # noqa: BLE001  raised where the item is asked for
+        except BaseException as error:  # noqa: BLE001  raised in the thread that needs the item
             made.set_exception(error)
 
-    threading.Thread(target=make, name="shardwise-window").start()  # an executor's would not see that the process ends
+    threading.Thread(target=make, name="shardwise-window").start()  # an executor's thread would ignore the exit
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRows:
-    """The rows of a sampler of text, as samples of the present step."""
+    """The rows of a sampler of text, as samples of the current step."""
 
     data: StreamSampler
-    end: int | None  # the id that ends a document, where documents do not see each other
-    num_samples: int = ENDLESS  # more than a run takes
+    end: int | None  # end-of-document token, if documents do not attend to each other
+    num_samples: int = ENDLESS  # more than a run uses
 
     def rows(self, indices: Sequence[int]) -> Rows:
-        """These samples."""
+        """Return these samples."""
         return shifted(np.stack([self.data[index] for index in indices]), self.end)
 
     def num_targets(self, indices: Iterable[int]) -> None:
-        """Every token is learned."""
+        """Return ``None``: every token is learned."""

@@ -1,7 +1,7 @@
-"""Files of token ids: our own, NumPy's ``.npy``, and Megatron's ``.bin`` with its ``.idx``. All are memory-mapped.
+"""Files of token ids: our own format, NumPy's ``.npy``, and Megatron's ``.bin`` with its ``.idx``; all memory-mapped.
 
-Our own file is 64 bytes of header, then ids of 2 or 4 bytes. Its header alone says how large the vocabulary is; ids of
-the others are compared with the model's.
+Our format has a header of 64 bytes, then ids of 2 or 4 bytes. Only this header contains the vocabulary size; ids of the
+other formats are compared with the model's.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class DataError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class TokenHeader:
-    """The place and kind of the ids in a file."""
+    """The dtype, position and number of the ids in a file."""
 
-    dtype: np.dtype  # of an id, unsigned: an id below 0 is one beyond every vocabulary
-    offset: int  # bytes before the first
-    num_tokens: int  # how many
-    vocab_size: int | None  # ids are below; ``None``: the file does not say
+    dtype: np.dtype  # unsigned, so that a negative id is above every vocabulary
+    offset: int  # bytes before the first id
+    num_tokens: int
+    vocab_size: int | None  # ids are below it; ``None``: unknown
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether ``path`` is a file of ids, by how it begins, or by how the index beside it does."""
+    """Return whether ``path`` is a file of ids, from its first bytes or those of its index file."""
     with path.open("rb") as file:
         begin = file.read(len(MAGIC))
     return begin == MAGIC or begin.startswith(_NUMPY) or (path.suffix == ".bin" and _is_index(path.with_suffix(".idx")))
 
 
 def is_index_of_tokens(path: Path) -> bool:
-    """Whether ``path`` only says how the file of ids beside it is divided into documents."""
+    """Return whether ``path`` is only the index of a file of ids, which divides it into documents."""
     return path.suffix == ".idx" and path.with_suffix(".bin").is_file() and _is_index(path)
 
 
@@ -65,7 +65,7 @@ def _is_index(path: Path) -> bool:
 
 
 def read_header(path: Path) -> TokenHeader:
-    """Read the header of a file of ids, and compare it with the file's real size."""
+    """Read the header of a file of ids, and check it against the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
@@ -114,7 +114,7 @@ def _of_megatron(path: Path, size: int) -> TokenHeader:
             f"{index}: version {version} with dtype code {code}, expected version 1 and integers.\n  {_AGAIN_THERE}"
         )
     expected = _INDEX.size + num_sequences * 12 + num_documents * 8
-    if index.stat().st_size < expected:  # with modes of a multimodal data set there is more
+    if index.stat().st_size < expected:  # an index of a multimodal data set is longer
         raise DataError(
             f"{index}: {num_sequences:,} sequences and {num_documents:,} documents need {expected:,} bytes, the file"
             f" has {index.stat().st_size:,}: truncated.\n  {_AGAIN_THERE}"
@@ -138,7 +138,7 @@ def _unsigned(dtype: np.dtype) -> np.dtype:
 
 
 def map_tokens(path: Path) -> np.ndarray:
-    """The tokens of a file as a read-only memory map; nothing is read yet."""
+    """Map the tokens of a file read-only; nothing is read yet."""
     header = read_header(path)
     if header.num_tokens == 0:
         return np.zeros(0, header.dtype)
@@ -146,7 +146,7 @@ def map_tokens(path: Path) -> np.ndarray:
 
 
 def check_tokens(path: Path, vocab_size: int, *, num_bytes: int | None = None) -> None:
-    """Refuse ids that the model has no embedding for, in the first ``num_bytes`` of tokens or in all. About 1 GB/s."""
+    """Refuse ids that are not below ``vocab_size``, in the first ``num_bytes`` of tokens or in all. About 1 GB/s."""
     header = read_header(path)
     count = header.num_tokens if num_bytes is None else min(header.num_tokens, num_bytes // header.dtype.itemsize)
     for start in range(0, count, _AT_ONCE):
@@ -157,7 +157,7 @@ def check_tokens(path: Path, vocab_size: int, *, num_bytes: int | None = None) -
 
 
 def unknown_token(path: Path | int, start: int, chunk: np.ndarray, vocab_size: int) -> DataError:
-    """The error for a file's tokens from ``start`` on, of which one is not below ``vocab_size``."""
+    """Return the error for a file's tokens from ``start`` on, one of which is not below ``vocab_size``."""
     place = int(np.argmax(chunk >= vocab_size))
     return DataError(
         f"{path}: token {start + place:,} is {int(chunk[place])}, but the vocabulary has {vocab_size:,} ids.\n"
@@ -166,7 +166,7 @@ def unknown_token(path: Path | int, start: int, chunk: np.ndarray, vocab_size: i
 
 
 def write_tokens(path: Path, chunks: Iterable[np.ndarray], *, vocab_size: int, should_replace: bool = False) -> int:
-    """Write a token file and return how many: flushed, then renamed. uint16 where the vocabulary fits, else uint32."""
+    """Write a token file durably and rename it; return the number of tokens. Ids take 2 bytes if they fit, else 4."""
     if path.exists() and not should_replace:
         raise ConfigError(f"{path} exists.\n  Name another file, or pass --force to replace it.")
     item_bytes = 2 if vocab_size <= 1 << 16 else 4

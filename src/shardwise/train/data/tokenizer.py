@@ -1,4 +1,4 @@
-"""Between text and token ids: one token per byte, or the tokenizer of a Hugging Face folder."""
+"""Conversion between text and token ids: one token per byte, or the tokenizer of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardwise.train.data.source import BYTE_VOCAB
 #: The name of the tokenizer that needs no folder.
 BYTES = "bytes"
 
-#: One of these in a folder makes it a tokenizer's.
+#: A folder with one of these files has a tokenizer.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-#: These decide about ids as well.
+#: Further files that ids depend on.
 _SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -31,29 +31,29 @@ _SETTINGS = (
 class Bytes:
     """One token per byte."""
 
-    ends: tuple[int, ...] = ()  # ids that end a text, the tokenizer's own end-of-text token first
+    ends: tuple[int, ...] = ()  # end-of-text ids; the tokenizer's own one first
     vocab_size = BYTE_VOCAB
 
     def encode(self, text: str) -> list[int]:
-        """A prompt's ids."""
+        """Return a prompt's ids."""
         return list(text.encode())
 
     def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of pieces of training text, with nothing put before or behind them."""
+        """Return the ids of pieces of training text, without special tokens."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids. Those that are no byte, or no UTF-8, become U+FFFD."""
+        """Decode ids to text. Ids that are not bytes, or not UTF-8, become U+FFFD."""
         return bytes(token if token < BYTE_VOCAB else 0xFF for token in ids).decode("utf-8", "replace")
 
 
 def byte_tokenizer() -> Any:
-    """:class:`Bytes` as a tokenizer of transformers, for folders that others load."""
+    """Return :class:`Bytes` as a tokenizer of transformers, for folders that other programs load."""
     from tokenizers import Tokenizer as Held  # pyrefly: ignore[missing-import]
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast  # pyrefly: ignore[missing-import]
 
-    # GPT-2 writes a byte as the character of this number where that is visible, else as one above 255, in order.
+    # GPT-2 writes a byte as the character of this number if it is visible, else as a character from 256 on, in order.
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(BYTE_VOCAB) if byte not in visible]
     vocab = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
@@ -64,7 +64,7 @@ def byte_tokenizer() -> Any:
 
 
 class OfFolder:
-    """The tokenizer of a Hugging Face folder (``held`` is that of transformers), used as :class:`Bytes` is."""
+    """The tokenizer of a Hugging Face folder, with the methods of :class:`Bytes`; ``held`` is that of transformers."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -87,23 +87,23 @@ class OfFolder:
         self.vocab_size = 1 + max(held.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
-        """With what the tokenizer puts before a text."""
+        """Return a prompt's ids, with the tokenizer's special tokens."""
         return list(self.held.encode(text))
 
     def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
-        """Without special tokens."""
+        """Return the ids of pieces of training text, without special tokens."""
         return self.held(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
-        """A conversation in its chat template, with what announces the next answer; ``None``: the tokenizer's own.
+        """Return the ids of a conversation in a chat template, with the header of the next answer.
 
-        Templates raise exceptions of any class.
+        With ``template=None`` the tokenizer's own template is used. Templates may raise any exception.
         """
         text = rendered(self.held, list(messages), chat_template=template, add_generation_prompt=True)
         return self.encode_pieces([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Without special tokens."""
+        """Decode ids to text, without special tokens."""
         return str(self.held.decode(list(ids), skip_special_tokens=True))
 
 
@@ -123,7 +123,7 @@ def _check_links(folder: Path) -> None:
 
 
 def _further_ends(folder: Path) -> list[int]:
-    """The tokens that end an answer by the folder's settings for generation: chat models often have one."""
+    """Return further tokens that end an answer, from ``generation_config.json``; chat models often have one."""
     try:
         ends = read_json(folder / "generation_config.json").get("eos_token_id")
     except (OSError, ValueError, AttributeError):
@@ -133,12 +133,12 @@ def _further_ends(folder: Path) -> list[int]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer's files."""
+    """Return whether a folder contains a tokenizer's files."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def find_tokenizer(name: str) -> Tokenizer:
-    """``bytes``, or that of the folder ``name``."""
+    """Return the byte-level tokenizer for ``bytes``, else that of the folder ``name``."""
     if name == BYTES:
         return Bytes()
     folder = Path(name).expanduser()
@@ -152,6 +152,6 @@ def find_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
-    """The files that decide about a tokenizer's ids."""
+    """Return the files that a tokenizer's ids depend on."""
     folder = tokenizer.folder if isinstance(tokenizer, OfFolder) else None
     return [] if folder is None else [path for name in (*_FILES, *_SETTINGS) if (path := folder / name).is_file()]

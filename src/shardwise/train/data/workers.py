@@ -1,4 +1,4 @@
-"""The worker processes of a ``DataLoader``: they leave a request to stop to the rank that has started them."""
+"""Worker processes of a ``DataLoader``: they ignore signals to stop, which only their rank handles."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.utils.data import DataLoader
 
 
 def obey_this_rank(loader: DataLoader[Any]) -> None:
-    """Leave a request to stop, which a terminal or a scheduler sends to all processes, to this rank itself.
+    """Make the workers of a loader ignore SIGINT and SIGTERM, which terminals and schedulers send to all processes.
 
-    A loader whose workers have ended gives no batch for the step that the rank still makes, and fails.
+    Otherwise the workers would exit, and the loader would fail in the step that this rank still makes before it stops.
     """
     begin = loader.worker_init_fn
-    if not isinstance(begin, functools.partial) or begin.func is not _begin:  # else it obeys already
+    if not isinstance(begin, functools.partial) or begin.func is not _begin:  # else already done
         loader.worker_init_fn = functools.partial(_begin, _exit_of(os.getpid()), begin)
 
 
 @contextlib.contextmanager
 def all_obey() -> Iterator[None]:
-    """:func:`obey_this_rank` for every loader that starts workers meanwhile, as those of a user's own loop."""
+    """Apply :func:`obey_this_rank` to every loader that starts workers in the block, such as those of a user's loop."""
 
     def obeying(begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(begin)
@@ -50,13 +50,13 @@ def all_obey() -> Iterator[None]:
 
 
 def _classes(base: type[Any]) -> set[type[Any]]:
-    """A class and all that derive from it."""
+    """Return a class and all of its subclasses."""
     return {base}.union(*(_classes(each) for each in base.__subclasses__()))
 
 
 @functools.cache
 def _exit_of(_rank: int) -> Connection:
-    """A pipe that can be read once this process exits: Python then sends SIGTERM to workers and waits for them."""
+    """Return a pipe that becomes readable when this process exits: Python then sends SIGTERM to workers and waits."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     util.Finalize(None, writer.send_bytes, (b"exit",), exitpriority=0)  # runs before the workers get their signal
     return reader
@@ -64,10 +64,10 @@ def _exit_of(_rank: int) -> Connection:
 
 def _begin(rank_exit: Connection, then: Callable[[int], None] | None, worker: int) -> None:
     def hear(*_: object) -> None:
-        if rank_exit.poll():  # nobody reads it, so that all workers see it
+        if rank_exit.poll():  # never read, so that all workers see it
             os._exit(0)
 
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, hear)  # programs that a worker starts inherit a blocked or ignored signal, but no handler
+        signal.signal(each, hear)  # programs that a worker starts do not inherit handlers
     if then is not None:
         then(worker)

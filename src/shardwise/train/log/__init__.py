@@ -1,1 +1,1 @@
-"""The files and the output of a run."""
+"""The files and the terminal output of a run."""

@@ -1,4 +1,4 @@
-"""The lines and the bar that a run shows in the terminal."""
+"""The lines and the progress bar of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.train.callback import Record
 
 
 class Progress:
-    """Lines and a bar. Ranks other than 0 show nothing."""
+    """Lines and a progress bar, on rank 0 only."""
 
     def __init__(self, *, steps: int, every: int, is_shown: bool) -> None:
         self._steps = steps
@@ -20,7 +20,7 @@ class Progress:
         self._bar: Any = None
 
     def open(self, start: int) -> None:
-        """Show the bar, of a run that has made ``start`` steps."""
+        """Show the bar for a run that has made ``start`` steps."""
         if self._is_shown and sys.stdout.isatty():
             self._bar = _bar()
             self._task = self._bar.add_task("training", total=self._steps, completed=start, numbers="")
@@ -47,7 +47,7 @@ class Progress:
             )
 
     def say(self, text: str) -> None:
-        """Show a line above the bar."""
+        """Show a line of text above the bar."""
         if not self._is_shown:
             return
         safe = printable(text, is_block=True)
@@ -58,7 +58,7 @@ class Progress:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""Rank 0's writers of the numbers of a step: metrics.jsonl, TensorBoard, Weights & Biases, MLflow, Trackio."""
+"""Writers of step metrics on rank 0: metrics.jsonl, TensorBoard, Weights & Biases, MLflow, Trackio."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from shardwise.train.folder import replace_text
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line, each line written whole."""
+    """``metrics.jsonl``: one JSON object per line; each line is written at once."""
 
     def __init__(self, path: Path, *, keep_steps: int = 0) -> None:
-        """Open the file; of an earlier run, records after step ``keep_steps`` are dropped: they are made again."""
+        """Open the file; drop an earlier run's records after step ``keep_steps``, because these steps are repeated."""
         self.path = path
         with self._refusals():
             kept = [line for line in _lines(path) if _step(line) <= keep_steps]
@@ -40,7 +40,7 @@ class MetricsFile:
             self._file.write(to_line(record))
 
     def close(self) -> None:
-        """Close the file. What could not be written is refused a second time, which is no news."""
+        """Close the file. Ignores errors, because a failed write was already raised."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -55,7 +55,7 @@ class MetricsFile:
 
 
 def to_line(record: Record) -> str:
-    """A record as its line of the file."""
+    """Return a record as a line of the file."""
     values: dict[str, Any] = asdict(record)
     values |= values.pop("values")
     if record.eval_loss is None:
@@ -71,7 +71,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _step(line: str) -> float:
-    """The step of a line; lines cut short by a crash count as after everything."""
+    """Return the step of a line, or infinity for a line that a crash cut short."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -85,24 +85,24 @@ _SHOWN = (
 
 
 def check_extras(config: Config) -> None:
-    """Refuse a run that asks for a package which is not installed."""
+    """Refuse a configuration that needs a package which is not installed."""
     for name in ("tensorboard", *TRACKERS):
         if getattr(config.log, name) is True and importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.{name}=true, but {name} is not installed.\n  Install shardwise[{name}].")
 
 
-#: Sends values of a step; ends the run with its exit code.
+#: A function that sends a step's values, and one that ends the tracker's run with an exit code.
 _Tracker = tuple[Callable[[int, Mapping[str, float]], object], Callable[[int], object]]
 
 
 def _kept_id(directory: Path, tracker: str) -> str:
-    """The name of this folder's run at a tracker, under which a resumed run goes on; empty before the first start."""
+    """Return the id of this folder's run at a tracker, for a resume; empty before the first start."""
     path = directory / f"{tracker}-id"
     return path.read_text("utf-8").strip() if path.is_file() else ""
 
 
 def _keep_id(directory: Path, tracker: str, chosen: str) -> str:
-    """Keep it for later starts, and return it."""
+    """Store the id for later starts, and return it."""
     replace_text(directory / f"{tracker}-id", chosen + "\n")
     return chosen
 
@@ -141,7 +141,7 @@ def _trackio(directory: Path, config: dict[str, Any]) -> _Tracker:
     return lambda step, values: run.log(dict(values), step=step), lambda _exit_code: run.finish()
 
 
-#: Services that take the values of steps, by their field in ``log:``, which is also the name of the package.
+#: Experiment trackers, by field of ``log:``, which is also the name of the package.
 TRACKERS = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 
 
@@ -158,10 +158,10 @@ def _begun(name: str, directory: Path, config: Config) -> _Tracker:
 
 
 class Recorder:
-    """All places that rank 0 writes a step's numbers to."""
+    """Writes a step's metrics to all destinations, on rank 0."""
 
     def __init__(self, directory: Path, config: Config, step: int) -> None:
-        """Open them; of an earlier run, what comes after ``step`` is dropped from metrics.jsonl."""
+        """Open all destinations; drop records after ``step`` from an earlier run's metrics.jsonl."""
         self._trackers = [_begun(name, directory, config) for name in TRACKERS if getattr(config.log, name)]
         self._file = MetricsFile(directory / METRICS, keep_steps=step)
         self._board: Any = None
@@ -178,7 +178,7 @@ class Recorder:
         self.send(record.step, values | record.values)
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
-        """Send values of a step everywhere but to metrics.jsonl."""
+        """Send values of a step to all destinations except metrics.jsonl."""
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
@@ -186,7 +186,7 @@ class Recorder:
             send(step, values)
 
     def close(self, exit_code: int = 0) -> None:
-        """Write what is buffered and close. What a tracker says that cannot end its run is printed."""
+        """Flush and close. Errors of trackers are printed."""
         self._file.close()
         if self._board is not None:
             with contextlib.suppress(OSError):
@@ -194,5 +194,5 @@ class Recorder:
         for _, end in self._trackers:
             try:
                 end(exit_code)
-            except Exception as error:  # noqa: BLE001 - of another package; the run itself has ended
+            except Exception as error:  # noqa: BLE001 - an error of another package; the run itself has ended
                 tell_once(f"values may be missing at a tracker: {first_line(error)}")

@@ -1,4 +1,4 @@
-"""Reports of a run: plan.json, summary.json and other files of its folder, first and last lines."""
+"""Reports of a run: plan.json, summary.json and other files of its folder; first and last lines in the terminal."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from shardwise.train.log.progress import Progress
 from shardwise.train.predicted.step import PredictedStep
 from shardwise.train.saves.saved_state import Progressed
 
-#: What the steps of a start measured, in summary.json.
+#: Measurements of the steps of a start, in summary.json.
 _MEASURED = (
     *("tokens_per_s", "peak_memory_bytes", "step_time_s", "timed_steps"),
     *("wall_time_s", "steps_time_s", "eval_time_s", "checkpoint_time_s"),
 )
-#: The fields that tell whether the steps before were of the same plan.
+#: Fields that must be equal for earlier measurements to be kept.
 _SAME = "steps", "world_size", "strategy", "predicted_peak_memory_bytes", "predicted_step_time_s"
-#: Units that are named at the end of a run.
+#: Number of units that are named at the end of a run.
 _LARGEST = 4
-#: The share of a step that data takes, from which on it is said.
+#: Fraction of the step time above which the time for data is reported.
 _MUCH_DATA = 0.1
-#: The reason of a run that has made all of its steps.
+#: Outcome reason of a run that made all of its steps.
 FINISHED = "finished"
 
 
@@ -55,25 +55,25 @@ class Outcome:
 
 @dataclass(slots=True)
 class Speed:
-    """Measurements of this process's steps."""
+    """Time and memory measurements of this process's steps."""
 
-    tokens: int = 0  # tokens of the steps that are timed, over all ranks
-    seconds: float = 0.0  # time of these steps
+    tokens: int = 0  # tokens of the timed steps, over all ranks
+    seconds: float = 0.0  # total time of the timed steps
     data_s: float = 0.0  # part of it that this rank's host spent on data
-    timed_steps: int = 0  # how many they are
+    timed_steps: int = 0  # number of timed steps
     made_steps: int = 0  # steps of this process
-    timed_from: int = 0  # the first so many of them are not timed
-    own_peak_bytes: int = 0  # the most bytes of tensors that this rank has held
-    #: On a CPU, at the peak of a measured step on this rank, what the step had made, by unit
+    timed_from: int = 0  # number of first steps that are not timed
+    own_peak_bytes: int = 0  # peak bytes of this rank's tensors
+    #: On a CPU: bytes allocated by each unit, at the peak of a measured step on this rank
     peak_by_unit: dict[str, int] = field(default_factory=dict)
-    steps_s: float = 0.0  # seconds of all steps, those that are not timed included
-    eval_s: float = 0.0  # seconds between steps that held-out losses took
-    checkpoint_s: float = 0.0  # seconds between steps that saves took
-    began_at: float = field(default_factory=time.perf_counter)  # when this process began, by ``time.perf_counter``
+    steps_s: float = 0.0  # seconds of all steps, also those that are not timed
+    eval_s: float = 0.0  # seconds of evaluations
+    checkpoint_s: float = 0.0  # seconds that training waited for saves
+    began_at: float = field(default_factory=time.perf_counter)  # start of this process, in ``time.perf_counter``
 
     @property
     def tokens_per_s(self) -> float | None:
-        """``None`` before the first timed step."""
+        """Tokens per second; ``None`` before the first timed step."""
         return self.tokens / self.seconds if self.seconds else None
 
     @property
@@ -84,31 +84,31 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The facts of a run, and how they are told. Files are rank 0's."""
+    """The facts of a run, and their output in files (on rank 0) and in the terminal."""
 
     directory: Path  # the run's folder
     device: torch.device  # this rank's device
     config: str  # the text of config.yaml
-    #: What plan.json says beside the predictions: ``world_size``, ``mesh``, ``parallel``, ``batch``
+    #: Content of plan.json apart from the predictions: ``world_size``, ``mesh``, ``parallel``, ``batch``
     plan: dict[str, Any]
-    model: str  # what ``sw.summary`` says of the model
-    lines: Sequence[str]  # what is said first
+    model: str  # the text of ``sw.summary``
+    lines: Sequence[str]  # the first lines of output
     predicted: dict[str, Any]  # the content of predicted.json
-    predicted_bytes: dict[str, int]  # bytes by category on the rank that holds most
-    units: list[dict[str, Any]]  # each unit's name, class and elements, and how many of these each rank owns
+    predicted_bytes: dict[str, int]  # bytes by category on the rank with the most
+    units: list[dict[str, Any]]  # name, class and elements of each unit, and how many elements each rank owns
     predicted_step: PredictedStep  # the predicted time of a step, or why there is none
-    #: The share of all devices' peaks that one step a second takes, where it is known
+    #: MFU of a step that takes one second, if the devices' peak is known
     mfu_of_step: float | None = None
-    data_advice: str = ""  # what is added where much of a step is spent on data
+    data_advice: str = ""  # advice that is added if data takes much of a step's time
 
     @property
     def predicted_total(self) -> int:
-        """Predicted bytes of what is measured: on CUDA only what the device holds."""
+        """Predicted bytes of the tensors that are measured: on CUDA only those on the device."""
         return sum(held for name, held in self.predicted_bytes.items() if name != "host" or self.device.type == "cpu")
 
     @property
     def predicted_peak(self) -> int | None:
-        """The predicted peak; ``None`` where the model's activations are not known beforehand."""
+        """The predicted peak; ``None`` if the activations cannot be predicted."""
         return self.predicted_total if "activations" in self.predicted_bytes else None
 
     def write_start(self) -> None:
@@ -126,17 +126,17 @@ class Report:
         replace_json(self.directory / PLAN, self.plan | predictions)
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Write summary.json, if the disk allows it: the run's own outcome is what matters by then."""
+        """Write summary.json. A full disk is ignored, because the outcome of the run is already known."""
         with contextlib.suppress(StorageError):
             replace_json(self.directory / SUMMARY, values)
 
     def summary(
         self, done: Progressed, outcome: Outcome, speed: Speed, *, peak_bytes: int, failed_saves: list[str]
     ) -> dict[str, Any]:
-        """The content of summary.json: steps, losses, predicted and measured memory and time.
+        """Return the content of summary.json: steps, losses, predicted and measured memory and time.
 
-        A start that made no step, as the resume of a finished run, keeps what the steps before it measured, if the
-        plan is the same.
+        A start that makes no step, such as the resume of a finished run, keeps the earlier measurements if the plan is
+        the same.
         """
         found = {
             "steps": done.step,
@@ -165,7 +165,7 @@ class Report:
         return found if speed.made_steps else found | self._measured_before(found)
 
     def _measured_before(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """The measurements that summary.json has of the same number of steps under the same plan."""
+        """Return the measurements in summary.json if they are of as many steps under the same plan."""
         with contextlib.suppress(OSError, ValueError):
             before = read_json(self.directory / SUMMARY)
             if isinstance(before, dict) and all(before.get(name) == found[name] for name in _SAME):
@@ -175,7 +175,7 @@ class Report:
     def write_memory(
         self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int], by_unit: Mapping[str, int]
     ) -> None:
-        """Write memory.json: this rank's bytes of tensors over one step, at its end, and of its peak by unit."""
+        """Write memory.json: this rank's tensor bytes over one step, at its end, and at its peak by unit."""
         begin = history[0][0]
         points = thin([moment - begin for moment, _ in history], [held for _, held in history], columns=150)
         kept = [point for point in points if point is not None]
@@ -190,14 +190,14 @@ class Report:
             replace_json(self.directory / MEMORY, values)
 
     def write_page(self) -> None:
-        """Write report.html from the run's files. Whatever goes wrong there does not change how the run ends."""
+        """Write report.html from the run's files. An error here does not change the outcome of the run."""
         try:
             replace_text(self.directory / REPORT, run_page(read_run(self.directory)))
         except Exception as error:  # noqa: BLE001
             sys.stderr.write(f"{REPORT} was not written: {printable(error, is_block=True)}\n")
 
     def conclude(self, progress: Progress, done: Progressed, speed: Speed, *, peak_bytes: int, reason: str) -> None:
-        """Say how fast it went, why it ended, what the loss became, and which peak was predicted and measured."""
+        """Print speed, reason of the end, final loss, and predicted and measured peak memory."""
         pace = speed.tokens_per_s
         why = "" if reason == FINISHED else f": {reason}"
         progress.say(f"finished {done.step} steps" + (f", {pace:,.0f} tokens/s" if pace else "") + why)
@@ -221,7 +221,7 @@ class Report:
         self._say_time(progress, speed)
 
     def _say_time(self, progress: Progress, speed: Speed) -> None:
-        """Say which time of a step was predicted and measured."""
+        """Print the predicted and the measured time of a step."""
         found = self.predicted_step
         progress.say("time of a step")
         if found.seconds is None:
@@ -238,10 +238,10 @@ class Report:
 
 
 def owned_units(model: nn.Module, mesh: Mesh, control: Control) -> list[dict[str, Any]]:
-    """Each unit with its elements and how many of them each rank keeps between steps, in the order of the model.
+    """Return each unit with its elements and how many of them each rank stores between steps, in the model's order.
 
-    ``owned`` is 0 on ranks of other pipeline stages. What ``tp`` replicates, several ranks own. Every stage of a
-    pipeline has a root. One all-gather of small JSON.
+    ``owned`` is 0 on ranks of other pipeline stages. Elements replicated over ``tp`` count on several ranks. Every
+    stage of a pipeline has a root. One all-gather of small JSON.
     """
     mine = [
         (

@@ -1,1 +1,1 @@
-"""The model and the optimizer that a configuration describes."""
+"""Model, objective and optimizer of a configuration."""

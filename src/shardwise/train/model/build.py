@@ -1,4 +1,4 @@
-"""The model and the optimizer that a configuration describes."""
+"""Builds model, objective and optimizer from a configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shardwise.train.spec import Mean
 from shardwise.train.task import ANSWER, CAUSAL, CLASS, Task
 
 OptimizerFactory = Callable[[list[dict[str, Any]], float], torch.optim.Optimizer]
-#: Where a group of a user's optimizer keeps its peak rate, under the name that torch's schedulers use.
+#: Key for the peak learning rate in a group of a user's optimizer; torch's schedulers use the same key.
 PEAK = "initial_lr"
 
 
@@ -39,16 +39,17 @@ class TokenBatch(NamedTuple):
     """A microbatch."""
 
     inputs: Tensor  # (B, T), int64
-    targets: Tensor  # (B, T), int64; -100 where nothing is learned
-    positions: Tensor | None = None  # (B, T), int64, where documents in a row do not see each other; else ``None``
-    #: The learned tokens by which the sum of this microbatch's losses is divided, so that the mean over microbatches
-    #: and ranks is that over all learned tokens of the step; ``None``: all tokens are learned
+    targets: Tensor  # (B, T), int64; -100 for tokens that are not learned
+    positions: Tensor | None = None  # (B, T), int64, if a row has several separate documents; else ``None``
+    #: Divisor of the sum of this microbatch's losses, chosen so that the mean over microbatches and ranks equals the
+    #: mean
+    #: over all learned tokens of the step; ``None``: all tokens are learned
     num_targets: float | None = None
-    mask: Tensor | None = None  # (B, T), int64, 0 at padding; ``None``: there is none
+    mask: Tensor | None = None  # (B, T), int64, 0 for padding; ``None``: no padding
 
 
 def build_model(resolved: RunConfig, device: torch.device) -> nn.Module:
-    """The whole model, on ``device``, with the weights that its folder has, or that the current random state draws."""
+    """Build the full model on ``device``, with weights from its folder or from the current random state."""
     section, lora = resolved.config.model, resolved.config.lora
     if resolved.spec.model is not None:
         with device:
@@ -59,14 +60,14 @@ def build_model(resolved: RunConfig, device: torch.device) -> nn.Module:
         if lora.is_used:
             model = adapt(model, lora, folder, draws=device.type != "meta")
         model = _with_loss(resolved, model)
-        return model if device.type == "cpu" else model.to(device)  # fake tensors cannot be moved, not even to the CPU
+        return model if device.type == "cpu" else model.to(device)  # fake tensors cannot be moved
     from shardwise.models import gpt
 
     return _with_loss(resolved, gpt(section.preset or "gpt-tiny", device=device, **section.overrides))
 
 
 def _with_loss(resolved: RunConfig, model: nn.Module) -> nn.Module:
-    """The model with the loss that the run asks for."""
+    """Return the model with chunked cross-entropy if the run uses it."""
     if not resolved.config.train.chunked_cross_entropy:
         return model
     try:
@@ -76,10 +77,11 @@ def _with_loss(resolved: RunConfig, model: nn.Module) -> nn.Module:
 
 
 def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
-    """The model on meta and the files of its weights (``None``: they are drawn), for ``sw.parallelize(init=)``.
+    """Return the model on meta and the files of its weights, for ``sw.parallelize(init=)``.
 
-    Every rank then makes or reads the values that it owns: those of :func:`build_model` on the CPU under the same
-    random state. Files that transformers rearranges when it loads them are loaded whole; a line says so.
+    Every rank then initializes or reads only the values that it owns, equal to those of :func:`build_model` on the CPU
+    under the same random state. The files are ``None`` if weights are initialized. Files that transformers rearranges
+    at loading are loaded in full on every rank; this is printed.
     """
     section, lora, generator = resolved.config.model, resolved.config.lora, torch.get_rng_state()
     if section.hf is None:
@@ -94,7 +96,7 @@ def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, W
 
 
 def _deferred_hf(folder: Path, lora: LoraSection, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
-    """A folder's model on meta, with adapters, where it gets some, on ``device``: it is trained there."""
+    """Return a folder's model on meta; adapters, which are trained, are on ``device``."""
     model, files = deferred_from_folder(folder)
     if not lora.is_used:
         return model, files
@@ -110,24 +112,24 @@ def _deferred_hf(folder: Path, lora: LoraSection, device: torch.device) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The model's call with inputs and targets, and the loss in its output, as for ``sw.train_step``."""
+    """The call of a model with a batch, and the loss of its output, as for ``sw.train_step``."""
 
-    forward: Callable[[nn.Module, Any], Any]  # gives the model's output
-    #: Gives the mean loss over the tokens from the output and the microbatch
+    forward: Callable[[nn.Module, Any], Any]  # returns the model's output
+    #: Returns the mean loss over tokens from the output and the microbatch
     loss_fn: Callable[[Any, Any], Tensor | Mean]
 
     def scalar(self, output: Any, batch: Any) -> Tensor:
-        """The loss, of an ``sw.Mean`` its sum."""
+        """Return the loss; of an ``sw.Mean`` its sum."""
         found = self.loss_fn(output, batch)
         return found.total if isinstance(found, Mean) else found
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a plain model."""
+        """Return the loss of a plain model."""
         return self.scalar(self.forward(model, batch), batch)
 
 
 def objective(*, is_from_hf: bool, cp: int, task: Task = CAUSAL, in_chunks: bool = False) -> Objective:
-    """Our GPT takes the targets itself; of a Hugging Face model the logits are compared with them in fp32.
+    """Return the objective. Our GPT computes the loss itself; a Hugging Face model's logits are compared in fp32.
 
     Under ``cp`` a Hugging Face model takes the loss itself: the logits of whole sequences would have to be gathered.
     """
@@ -150,18 +152,18 @@ def objective(*, is_from_hf: bool, cp: int, task: Task = CAUSAL, in_chunks: bool
 
 
 def _loss_of_hf(output: Any, batch: TokenBatch) -> Tensor:
-    """The model's own loss where :func:`_call_hf` asked for it."""
+    """Return the model's own loss if :func:`_call_hf` requested it, else cross-entropy of its logits."""
     loss = getattr(output, "loss", None)
     return _cross_entropy(output.logits, batch) if loss is None else loss
 
 
 def _shared_out(mean: Tensor, batch: TokenBatch) -> Tensor:
-    """The mean loss of a microbatch by its share of the step's learned tokens."""
+    """Scale a microbatch's mean loss by its share of the step's learned tokens."""
     return mean if batch.num_targets is None else mean * (batch.targets != -100).sum() / batch.num_targets
 
 
 def _call_for_loss(model: nn.Module, batch: TokenBatch) -> Any:
-    """The model's loss is taken inside its forward."""
+    """Call the model so that it computes the loss inside its forward."""
     places = {"attention_mask": batch.mask, "position_ids": batch.positions}
     return model(
         input_ids=batch.inputs,
@@ -174,9 +176,10 @@ def _call_for_loss(model: nn.Module, batch: TokenBatch) -> Any:
 
 
 def _call_hf(model: nn.Module, batch: TokenBatch) -> Any:
-    """Positions that begin anew tell transformers that a row holds several documents, where there is no mask.
+    """Call a Hugging Face model. Without a mask, positions that start anew separate the documents of a row.
 
-    A mixture that is configured to balance its experts (``output_router_logits``) adds the loss of its routers itself.
+    A mixture of experts that balances its load (``output_router_logits``) computes its loss itself, with the routers'
+    loss.
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return _call_for_loss(model, batch)
@@ -188,7 +191,7 @@ def _call_hf(model: nn.Module, batch: TokenBatch) -> Any:
 
 
 def _call_with_decoder(model: Any, batch: TokenBatch) -> Any:
-    """The decoder sees the answer one token late; without labels the model takes no loss of its own."""
+    """Call an encoder-decoder model with the answer shifted by one token; without labels it computes no loss."""
     return model(
         input_ids=batch.inputs,
         attention_mask=batch.mask,
@@ -206,7 +209,7 @@ def _cross_entropy(logits: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def objective_of(resolved: RunConfig) -> Objective:
-    """The objective of a run: the spec's where it has one, over what the model makes of its inputs."""
+    """Return the objective of a run, with the spec's forward and loss if it has them."""
     config, spec = resolved.config, resolved.spec
     if spec.data is not None:
         usual = Objective(call_model, _own_loss)
@@ -220,19 +223,19 @@ def objective_of(resolved: RunConfig) -> Objective:
 
 
 def _of_logits(output: Any, batch: TokenBatch) -> Tensor:
-    """Cross entropy of what a model makes of tokens: logits, or an output that has them."""
+    """Cross-entropy of a model's output, which is logits or has an attribute ``logits``."""
     return _cross_entropy(getattr(output, "logits", output), batch)
 
 
 def _own_loss(output: Any, _batch: Any) -> Tensor:
-    """The loss that a model computes itself: ``output.loss``, else an output without dimensions."""
+    """Return the loss that a model computes itself: ``output.loss``, else an output without dimensions."""
     return scalar_loss(getattr(output, "loss", output), "the model", "Give sw.TrainSpec(loss=...)")
 
 
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups: weight decay acts only where ``p.dim() >= 2``. Of a parallelized model as flat tensors, if wanted.
+    """Return two groups, with weight decay only for ``p.dim() >= 2``; of a parallelized model as flat tensors if set.
 
-    For Muon those of ``sw.muon_groups``.
+    For Muon, return the groups of ``sw.muon_groups``.
     """
     if section.name == "muon":
         return sw.muon_groups(
@@ -259,13 +262,13 @@ def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[s
 
 
 def num_states(section: OptimizerSection, given: OptimizerFactory) -> float:
-    """State tensors that a spec's optimizer keeps for a matrix, as a step of a small one shows; else 2, as AdamW's."""
+    """Return the state tensors per matrix of a spec's optimizer, measured in a step of a small one; 2 if that fails."""
     matrix, vector = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
     matrix.grad, vector.grad = torch.zeros(64, 64), torch.zeros(64)
     try:
         made = build_optimizer(section, [{"params": [matrix]}, {"params": [vector], "weight_decay": 0.0}], given)
         made.step()
-    except Exception:  # noqa: BLE001 - of the user's code, which may need more than this
+    except Exception:  # noqa: BLE001 - the user's code may need more than this
         return 2
     held = [each for each in tree_leaves(made.state[matrix]) if isinstance(each, Tensor) and each.dim()]
     return sum(each.nbytes for each in held) / matrix.nbytes
@@ -274,7 +277,7 @@ def num_states(section: OptimizerSection, given: OptimizerFactory) -> float:
 def build_optimizer(
     section: OptimizerSection, groups: Iterable[Any], given: OptimizerFactory | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer over :func:`parameter_groups`: ``given``'s, or the one that the section names."""
+    """Build the optimizer over :func:`parameter_groups`: with ``given``, else by the section's name."""
     decay = section.weight_decay
     if given is not None:
         made = given([{"weight_decay": decay, **group} for group in groups], section.lr)
@@ -307,17 +310,17 @@ def _is_offloaded(parameter: Tensor) -> bool:
 
 
 def peak_lr(section: OptimizerSection, group: Mapping[str, Any]) -> float:
-    """The peak learning rate of one of the optimizer's groups."""
+    """Return the peak learning rate of one of the optimizer's groups."""
     if PEAK in group:
         return group[PEAK]
     return section.adamw_lr or section.lr if group.get("kind") == "adamw" else section.lr
 
 
 def set_lr(optimizer: torch.optim.Optimizer, section: OptimizerSection, ratio: float) -> None:
-    """The learning rates of the next step: ``ratio`` times the peak of each group."""
+    """Set the learning rates of the next step: ``ratio`` times the peak of each group."""
     for group in optimizer.param_groups:
         lr = peak_lr(section, group) * ratio
-        if isinstance(group["lr"], Tensor):  # compiled with it
+        if isinstance(group["lr"], Tensor):  # in a compiled optimizer
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
@@ -326,7 +329,7 @@ def set_lr(optimizer: torch.optim.Optimizer, section: OptimizerSection, ratio: f
 def to_tensors(
     part: Samples, samples: Sequence[int], device: torch.device, num_targets: float | None = None
 ) -> TokenBatch:
-    """A microbatch of samples on ``device``."""
+    """Return a microbatch of samples on ``device``."""
     held = [None if rows is None else torch.from_numpy(rows) for rows in part.rows(samples)]
     if device.type == "cuda":
         held = [None if rows is None else rows.pin_memory().to(device, non_blocking=True) for rows in held]
@@ -337,9 +340,9 @@ def to_tensors(
 
 
 def blank_batch(resolved: RunConfig, device: torch.device, *, reads_iterables: bool = False) -> Any:
-    """A microbatch of the run's shapes, whose values say nothing; of a user's data set or loader its first samples.
+    """Return a microbatch with the run's shapes and arbitrary values; of a user's data set or loader its first samples.
 
-    ``reads_iterables`` reads an iterable as well, which may go on from there: only where no training follows.
+    ``reads_iterables`` also allows reading an iterable, whose position then advances: only if no training follows.
     """
     if resolved.spec.data is not None:
         part = data_of(resolved).train

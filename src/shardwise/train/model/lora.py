@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021): small trained matrices beside the frozen linear layers of a Hugging Face model, by peft."""
+"""LoRA (Hu et al., 2021) by peft: small trained matrices added to frozen linear layers of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.train.config.hf import read_language_model
 from shardwise.train.config.sections import LoraSection
 from shardwise.train.task import ANSWER, NEXT
 
-#: Names of tasks in peft.
+#: peft's names of tasks.
 _TASKS = {NEXT: "CAUSAL_LM", ANSWER: "SEQ_2_SEQ_LM"}
 
 #: The adapter's name in the model, peft's own default.
@@ -25,10 +25,10 @@ NAME = "default"
 
 
 def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = True) -> nn.Module:
-    """Freeze ``model``, of the folder ``base``, and put adapters into it, in place.
+    """Freeze ``model``, which is built from the folder ``base``, and add adapters to it, in place.
 
-    Their values are drawn on the CPU in fp32 (or read from ``section.adapter``), also where the model is on meta;
-    without ``draws`` they stay there.
+    The adapters' values are initialized on the CPU in fp32 (or read from ``section.adapter``), even if the model is on
+    meta. Without ``draws`` they are not initialized.
     """
     peft = _peft()
     config = _config(peft, section, base)
@@ -55,12 +55,12 @@ def adapt(model: nn.Module, section: LoraSection, base: Path, *, draws: bool = T
     return model
 
 
-#: Of each file of the base so many blocks, evenly spaced, tell whether it is the same.
+#: Number and size of the blocks of each base file, evenly spaced, that are hashed.
 _BLOCKS, _BLOCK_BYTES = 16, 1 << 16
 
 
 def fingerprint(base: Path) -> str:
-    """A hash that changes when the weights below an adapter do: of files' names, sizes and some of their content."""
+    """Return a hash of the base weights below an adapter: of files' names, sizes and some of their content."""
     digest = hashlib.sha256()
     for path in sorted(base.glob("*.safetensors")):
         size = path.stat().st_size
@@ -73,7 +73,7 @@ def fingerprint(base: Path) -> str:
 
 
 def check_base(base: Path, saved: object) -> None:
-    """Refuse an adapter's checkpoint whose base is another one now."""
+    """Refuse an adapter's checkpoint if its base has changed."""
     if saved is not None and fingerprint(base) != saved:
         raise CheckpointError(
             f"the weights in {printable(base)} are not those that the adapter was trained on.\n"
@@ -82,10 +82,10 @@ def check_base(base: Path, saved: object) -> None:
 
 
 def renamed(files: WeightFiles, before: Mapping[str, nn.Parameter], model: nn.Module) -> WeightFiles:
-    """Files of the base by the names that its parameters have inside an adapted model."""
+    """Map files of the base to the names of its parameters inside an adapted model."""
     now: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        now.setdefault(id(parameter), []).append(name)  # a tied one has several
+        now.setdefault(id(parameter), []).append(name)  # a tied parameter has several names
     names = {name: now[id(parameter)] for name, parameter in before.items()}
     keys = {new: key for name, key in files.keys.items() for new in names.get(name, [name])}
     dtypes = {new: dtype for name, dtype in files.dtypes.items() for new in names.get(name, [name])}
@@ -126,7 +126,7 @@ def _config(peft: Any, section: LoraSection, base: Path) -> Any:
 
 
 def _draw(layer: Any) -> None:
-    """Give a layer's adapter values where it has none, and have them in fp32, as peft does for a base in 16 bit."""
+    """Initialize a layer's adapter if it has no values, and convert it to fp32, as peft does for a base in 16 bit."""
     held = [each[NAME] for each in (layer.lora_A, layer.lora_B) if NAME in each]
     if any(parameter.is_meta for module in held for parameter in module.parameters()):
         for module in held:

@@ -1,7 +1,7 @@
-"""Hugging Face folders: the model on meta, and which tensor of the folder's files is which parameter of it.
+"""Hugging Face folders: the model on meta, and the tensor in the folder's files for each of its parameters.
 
-Names follow transformers' own loading: its renamings, the prefix of the base model, and ties. What needs more than
-names (merged or split tensors, new weights for those that are missing) is left to ``from_pretrained`` itself.
+Names follow transformers' own loading: its renamings, the prefix of the base model, and ties. If loading needs more
+than names (merged or split tensors, new weights for missing ones), ``from_pretrained`` of transformers is used.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _MOST_SHOWN = 3
 
 
 class NotNamedError(Exception):
-    """The files hold the model in a form that only ``from_pretrained`` can read; the text says why."""
+    """Raised if only ``from_pretrained`` of transformers can read the files; the text says why."""
 
 
 def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | None = None, **fields: Any) -> nn.Module:
-    """A model of transformers from its folder, in shards: no rank ever holds it whole.
+    """Load a model of transformers from its folder, already sharded: no rank ever has the full model.
 
-    Every rank reads only what it owns of the safetensors files, straight into its shards::
+    Every rank reads only what it owns from the safetensors files, directly into its shards::
 
         model = sw.from_pretrained("models/llama-3-8b", strategy="zero3")
         ...
         sw.export("models/mine", model, tokenizer="models/llama-3-8b")
 
-    The values are those that ``from_pretrained(folder, dtype="auto")`` of transformers gives. Weights stored in 16
-    bit stay so, unless the plan says ``mp_policy=sw.PrecisionPolicy("bf16", master_dtype="fp32")``. Files that
-    transformers rearranges when it loads them are loaded whole on every rank; a line says so. On GPUs a rank uses the
+    The values are those of ``from_pretrained(folder, dtype="auto")`` of transformers. Weights stored in 16 bit keep
+    their dtype, unless the plan sets ``mp_policy=sw.PrecisionPolicy("bf16", master_dtype="fp32")``. Files that
+    transformers rearranges at loading are loaded in full on every rank; this is printed. A rank with GPUs uses the
     current device.
 
     Args:
-        folder: Holds ``config.json`` and ``*.safetensors`` of a model of transformers, whatever its task; without
-            weights they are drawn, the same on every rank. Also the name of a model on the Hugging Face hub that
-            ``hf download`` has fetched.
-        plan: As ``sw.parallelize`` takes it.
-        **fields: As ``sw.parallelize`` takes them.
+        folder: Contains ``config.json`` and ``*.safetensors`` of a model of transformers for any task; without weights
+            the model is initialized, equally on every rank. Also the name of a model on the Hugging Face hub that ``hf
+            download`` has fetched.
+        plan: As in ``sw.parallelize``.
+        **fields: As in ``sw.parallelize``.
 
     Returns:
         The model, parallelized.
@@ -79,12 +79,12 @@ def from_pretrained(folder: str | os.PathLike[str], plan: ParallelPlan | str | N
 
 
 def tell_whole(name: str, error: Exception) -> None:
-    """Print once why a model is not read in parts."""
+    """Print once why every rank loads the full model."""
     tell_once(f"every rank loads {printable(name)} whole, since {printable(str(error).splitlines()[0])}")
 
 
 def model_from_folder(folder: Path, *, reads_weights: bool = True, of_any_task: bool = False) -> nn.Module:
-    """A Hugging Face model, whole: with the folder's weights; drawn where it has none or not ``reads_weights``."""
+    """Return a full Hugging Face model, initialized if the folder has no weights or ``reads_weights`` is not set."""
     kind = _kind(folder, of_any_task=of_any_task)
     try:
         if reads_weights and any(folder.glob("*.safetensors")):
@@ -93,12 +93,12 @@ def model_from_folder(folder: Path, *, reads_weights: bool = True, of_any_task: 
         return _from_config(kind, config, _dtype(config, WeightFiles.open(folder)))
     except ShardwiseError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever transformers raises at a configuration that it cannot use
+    except Exception as error:  # noqa: BLE001 - transformers may raise anything at a wrong configuration
         raise _refusal(folder, error) from None
 
 
 def deferred_from_folder(folder: Path, *, of_any_task: bool = False) -> tuple[nn.Module, WeightFiles | None]:
-    """A Hugging Face model on meta and the files of its weights, for ``sw.parallelize(init=)``; without them drawn."""
+    """Return a Hugging Face model on meta and its weight files, if any, for ``sw.parallelize(init=)``."""
     kind, files = _kind(folder, of_any_task=of_any_task), WeightFiles.open(folder)
     if files is None and any(folder.glob("*.safetensors")):
         raise NotNamedError("its files have other names than model.safetensors")
@@ -122,12 +122,12 @@ def deferred_from_folder(folder: Path, *, of_any_task: bool = False) -> tuple[nn
 _OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
-#: What the name of a task's Auto class ends with, in transformers and in peft.
+#: The suffix of a task's Auto class, in transformers and in peft.
 CLASSES = {NEXT: "CausalLM", MASKED: "MaskedLM", ANSWER: "Seq2SeqLM", CLASS: "SequenceClassification"}
 
 
 def _kind(folder: Path, *, of_any_task: bool) -> Any:
-    """The class of a folder's model: the Auto class of its task, or of another task what ``architectures`` names."""
+    """Return the class of a folder's model: the Auto class of its task, else the class that ``architectures`` names."""
     try:
         import transformers  # pyrefly: ignore[missing-import]
     except ImportError:
@@ -139,7 +139,7 @@ def _kind(folder: Path, *, of_any_task: bool) -> Any:
         is_model = is_model and named.forward is not nn.Module.forward
         try:
             auto = getattr(transformers, f"AutoModelFor{CLASSES[read_language_model(folder).task.name]}")
-        except NotTrainedError:  # images, speech, several at once
+        except NotTrainedError:  # images, speech, multimodal
             if of_any_task and is_model:
                 return named
             if of_any_task:
@@ -167,7 +167,7 @@ def _refusal(folder: Path, error: Exception) -> ConfigError:
 
 
 def _dtype(config: Any, files: WeightFiles | None) -> torch.dtype:
-    """The dtype that ``"auto"`` means: the configuration's, or that of the first floating-point tensor in the files."""
+    """Return the dtype that ``"auto"`` means: the configuration's, or that of the first floating-point tensor."""
     named = getattr(config, "dtype", None)
     if isinstance(named, str):
         named = getattr(torch, named.removeprefix("torch."), None)
@@ -178,7 +178,7 @@ def _dtype(config: Any, files: WeightFiles | None) -> torch.dtype:
 
 
 def _check_plain(folder: Path, config: Any) -> None:
-    """Refuse what changes the model itself when it is loaded."""
+    """Refuse folders whose loading changes the model itself."""
     if getattr(config, "quantization_config", None) is not None:
         raise NotNamedError("its weights are quantized")
     if (folder / "adapter_config.json").is_file():
@@ -186,14 +186,14 @@ def _check_plain(folder: Path, config: Any) -> None:
 
 
 def _untied(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model without drawn weights and without ties, as ``from_pretrained`` builds it before it reads."""
+    """Build the model without initialized weights and without ties, as ``from_pretrained`` does before it reads."""
     from transformers import initialization  # pyrefly: ignore[missing-import]
 
     with initialization.no_init_weights(), initialization.no_tie_weights():
         model: Any = _from_config(kind, config, dtype)
-    # Buffers that no file has are computed in fp32 whatever the model's dtype, by the modules' own initialisation.
+    # Buffers that no file has are computed in fp32 for any dtype of the model, by the modules' own initialization.
     for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # noqa: SLF001 - by which transformers passes over what files have
+        tensor._is_hf_initialized = True  # noqa: SLF001 - marks tensors in files, which transformers then skips
     model.initialize_weights()
     return model
 
@@ -205,8 +205,8 @@ def _from_config(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _name(model: Any, files: WeightFiles, dtype: torch.dtype) -> WeightFiles:
-    """Find every parameter and saved buffer of ``model`` in the files, and tie what is tied there."""
-    if getattr(model, "_get_dtype_plan", lambda _: None)(dtype):  # "keep in fp32", the private plan of from_pretrained
+    """Find every parameter and saved buffer of ``model`` in the files, and tie the tied ones."""
+    if getattr(model, "_get_dtype_plan", lambda _: None)(dtype):  # modules kept in fp32, private to from_pretrained
         raise NotNamedError(
             f"transformers keeps some of its modules in fp32 beside {str(dtype).removeprefix('torch.')}"
         )
@@ -228,7 +228,7 @@ def _name(model: Any, files: WeightFiles, dtype: torch.dtype) -> WeightFiles:
 
 
 def _renamed(model: Any, files: WeightFiles, empty: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
-    """Names in the model to names in the files, and the files' tensors that have no place in the model."""
+    """Map names in the model to names in the files; also return the files' tensors that the model does not have."""
     try:
         from transformers.conversion_mapping import (  # pyrefly: ignore[missing-import]
             get_model_conversion_mapping,
@@ -258,20 +258,20 @@ def _renamed(model: Any, files: WeightFiles, empty: dict[str, Any]) -> tuple[dic
 
 
 def _tie(model: Any, files: WeightFiles, keys: dict[str, str], missing: set[str]) -> None:
-    """Tie what transformers ties; of two tensors that the files both hold only those that are equal."""
+    """Tie parameters as transformers does; if the files have both tensors, tie them only if they are equal."""
     for target, source in dict(model.all_tied_weights_keys).items():
         if target in keys and source in keys and not files.has_same_content(keys[target], keys[source]):
             model.all_tied_weights_keys.pop(target)
             continue
         if target in keys and source in keys:
-            missing.add(target)  # transformers leaves two tensors on meta untied
+            missing.add(target)  # transformers does not tie two tensors that are both on meta
             keys.pop(target)
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     missing -= {alias for name, alias in _aliases(model) if name in keys}
 
 
 def _aliases(model: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of names that one parameter has, in both orders."""
+    """Return pairs of names of the same parameter, in both orders."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)
@@ -279,7 +279,7 @@ def _aliases(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _expected_to_be_left(model: Any, keys: set[str]) -> set[str]:
-    """The names that transformers passes over in silence."""
+    """Return the names that transformers skips silently."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     return {
         key for key in keys if any(re.search(p, key) for p in [*patterns, r"rotary_emb\.inv_freq", "position_ids$"])

@@ -1,1 +1,1 @@
-"""Memory and time of a run's step, predicted by the planner and beside what is measured."""
+"""Memory and time of a run's step, predicted by the planner and compared with measurements."""

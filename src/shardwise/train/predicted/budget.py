@@ -1,7 +1,7 @@
-"""Whether a run fits into the memory of its devices, said before any process starts, and what would make it fit.
+"""Checks before any process starts whether a run fits into the memory of its devices, and what would make it fit.
 
-The bytes are the planner's, from the model's shape alone. A model whose shape is not known by arithmetic, and a device
-whose memory is not known, are not judged.
+The bytes are the planner's, from the model's shape alone. Models of unknown shape, and devices of unknown memory, are
+not checked.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from shardwise.spec.text import size
 from shardwise.train.config.resolve import RunConfig
 from shardwise.train.predicted.workload import resolved_plan, shape_of, workload_of
 
-#: Bytes of a process on a CPU besides tensors: 240 MiB are resident once torch (2.13) and the trainer are loaded.
+#: Bytes of a CPU process apart from tensors: 240 MiB are resident after torch (2.13) and the trainer are loaded.
 PROCESS_BYTES = 240 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device on which ranks compute."""
+    """The device of a rank."""
 
     device_type: str  # ``cuda`` or ``cpu``
-    memory_bytes: int  # memory that one rank can have: of its GPU, or its part of what the machine has available
+    memory_bytes: int  # of its GPU, or its share of the machine's available memory
 
 
 def check_budget(resolved: RunConfig, device: Device | None) -> None:
-    """Refuse a run that its devices cannot hold; ``train.check_memory: false`` lets it try."""
+    """Refuse a run that does not fit into its devices' memory, unless ``train.check_memory`` is false."""
     if device is None or not resolved.config.train.check_memory or resolved.plan.placements.is_threaded:
         return
     try:
@@ -45,7 +45,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
         workload = workload_of(resolved, shape)
         found = memory_on(device.device_type, shape, resolved_plan(resolved), workload)
     except (ShardwiseError, ArithmeticError, LookupError):
-        return  # a model that no arithmetic knows
+        return  # the model's shape is not known
     needed = _needed(found, device)
     if needed <= device.memory_bytes:
         return
@@ -67,7 +67,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
 
 
 def find_device(num_ranks: int) -> Device | None:
-    """The device of each of ``num_ranks`` ranks of this machine; ``None``: its memory is not known."""
+    """Return the device of each of ``num_ranks`` ranks on this machine; ``None`` if its memory is unknown."""
     if num_gpus():
         return _gpu()
     try:
@@ -79,16 +79,16 @@ def find_device(num_ranks: int) -> Device | None:
 
 
 def _container_bytes() -> int | None:
-    """The memory that a container leaves to its processes; ``None``: it sets no limit."""
+    """Return the free memory of this container; ``None`` if it has no limit."""
     try:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii")) for name in ("max", "current"))
     except (OSError, ValueError):
-        return None  # "max" where there is none
+        return None  # the content is "max" if there is no limit
     return max(limit - used, 0)
 
 
 def _gpu() -> Device | None:
-    """The smallest GPU, as the driver tells without a context on it."""
+    """Return the smallest GPU, by asking the driver without creating a context."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -104,7 +104,7 @@ def _needed(found: MemoryEstimate, device: Device) -> int:
 
 
 def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device: Device) -> list[tuple[str, int]]:
-    """Changes with which the run fits, and what it then needs: of the plan on these ranks, then more ranks."""
+    """Return changes with which the run fits, and the bytes it then needs; first on these ranks, then on more."""
     plan = resolved_plan(resolved)
     attempt = functools.partial(_attempt, shape, plan, workload, device)
     zero3: dict[str, Any] = {} if plan.placements.shards_parameters else {"strategy": "zero3"}
@@ -125,7 +125,7 @@ def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device
         if (needed := attempt(options, **work)) is not None
     ]
     options, words = zero3, "zero3, activation_checkpointing=full, micro_batch_size=1"
-    for fields in _HOST if not found else ():  # what saves memory and goes to the host, the least that is enough
+    for fields in _HOST if not found else ():  # the first combination with host memory that fits
         options = {**options, **fields}
         written = " and ".join(f"{field}={str(value).lower()}" for field, value in fields.items())
         if (needed := attempt(options, **least)) is not None:
@@ -159,7 +159,7 @@ def _attempt(
     times: int = 1,
     **work: Any,
 ) -> int | None:
-    """Bytes with other options of the plan, on ``times`` as many ranks; ``None`` where that does not fit either."""
+    """Return the bytes with changed options on ``times`` as many ranks; ``None`` if that does not fit either."""
     changed = replace(workload, global_batch=workload.global_batch * times, **work)
     try:
         needed = _needed(memory_on(device.device_type, shape, replace(plan, **options), changed), device)

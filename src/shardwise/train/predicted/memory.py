@@ -1,7 +1,7 @@
-"""The peak of tensor bytes on this rank, said before the first step, and measured in the first steps.
+"""The peak of tensor bytes on this rank, predicted before the first step and measured in the first steps.
 
-What the engine holds follows from its layout (``sw.summary(model).footprint``); what forward and backward hold besides,
-``sw.dry_run`` finds by running a step of the real engine without values.
+The engine's bytes follow from its layout (``sw.summary(model).footprint``). All other bytes in forward and backward are
+found by ``sw.dry_run``, which runs a step of the real engine without values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.weights.state.average import ExponentialMovingAverage
 
 @contextlib.contextmanager
 def _active_unit(engine: Engine) -> Iterator[Callable[[], str]]:
-    """Gives the name of the unit that computes forward now; recomputation in backward counts as forward."""
+    """Yield a function that names the unit whose forward is running, including recomputation in backward."""
     names: list[str] = []
 
     def begin(name: str, *_call: Any) -> None:
@@ -58,16 +58,16 @@ def _active_unit(engine: Engine) -> Iterator[Callable[[], str]]:
 class Peak:
     """The peak of tensor bytes."""
 
-    num_bytes: int = 0  # the most that was held at once, what was held at entry included
-    #: On a CPU the bytes of what was made since entry, at the peak, by the unit whose forward made it
+    num_bytes: int = 0  # peak bytes, including those at entry
+    #: On a CPU: bytes allocated since entry, at the peak, by the unit whose forward allocated them
     by_unit: dict[str, int] = field(default_factory=dict)
-    #: On a CPU ``time.perf_counter`` and the bytes held, at entry and after every change
+    #: On a CPU: ``time.perf_counter`` and live bytes, at entry and after every change
     history: list[tuple[float, int]] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def peak_of_tensors(device: torch.device, engine: Engine | None = None) -> Iterator[Peak]:
-    """Measure the peak between entry and exit, on a CPU by the units of ``engine``."""
+    """Measure the peak in the block; on a CPU also by unit of ``engine``."""
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -93,7 +93,7 @@ def peak_of_tensors(device: torch.device, engine: Engine | None = None) -> Itera
 
 
 def tensor_bytes(device: torch.device) -> int:
-    """Bytes of the tensors that live on the device now."""
+    """Return the bytes of all tensors on the device."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     count = StorageCount(device.type)
@@ -111,10 +111,10 @@ def predict(
     control: Control,
     device: torch.device,
 ) -> dict[str, int]:
-    """Bytes by category on the rank that will hold most; their sum is the predicted peak.
+    """Predict bytes by category on the rank with the most; their sum is the predicted peak.
 
-    What is offloaded (``host``) is in the peak only where device and host are one. ``activations`` is left out where
-    the model cannot run without values, and of the replicas of ``data_parallel``, which no dry run knows.
+    Offloaded bytes (``host``) count in the peak only if device and host are the same. ``activations`` is missing if the
+    model cannot run without values, and for ``data_parallel``, which a dry run does not support.
 
     Collective:
         One all-gather of small JSON.
@@ -124,7 +124,7 @@ def predict(
     num_states = _state_bytes(resolved, engine, optimizer)
     held = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if device.type == "cuda":
-        held["workspaces"] = 2 * _workspace_bytes(device)  # forward and backward run in threads of their own
+        held["workspaces"] = 2 * _workspace_bytes(device)  # forward and backward run in different threads
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
@@ -137,7 +137,7 @@ def predict(
 
 
 def _workspace_bytes(device: torch.device) -> int:
-    """Bytes that torch gives cuBLAS for each multiplying thread, from the memory for tensors, unless told otherwise.
+    """Return the bytes of torch's cuBLAS workspace for each thread that multiplies, unless it is configured.
 
     Source: docs.nvidia.com/cuda/cublas, cublasSetWorkspace: 32 MiB from Hopper on; torch's own 4096:2:16:8 KiB before.
     """
@@ -148,7 +148,7 @@ def _workspace_bytes(device: torch.device) -> int:
 
 
 def least_checkpoint_bytes(resolved: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that a checkpoint has at the least: parameters and optimizer state of what this rank's stage trains."""
+    """Return a lower bound of a checkpoint's bytes: trained parameters and optimizer state of this rank's stage."""
     engine, total = engine_of(model, "least_checkpoint_bytes"), 0
     states = _state_bytes(resolved, engine, optimizer)
     for group in engine.groups:
@@ -161,7 +161,7 @@ def least_checkpoint_bytes(resolved: RunConfig, model: nn.Module, optimizer: tor
 
 
 def _state_bytes(resolved: RunConfig, engine: Engine, optimizer: torch.optim.Optimizer) -> int | StateBytes:
-    """State tensors that the optimizer keeps for each parameter; of Muon and of 8-bit states their bytes."""
+    """Return the number of state tensors per parameter; for Muon and 8-bit states a function that returns bytes."""
     name = optimizer_of(resolved.config.optimizer, resolved.spec.optimizer)
     if name == "adamw8bit":
         return eight_bit_bytes
@@ -176,7 +176,7 @@ def _state_bytes(resolved: RunConfig, engine: Engine, optimizer: torch.optim.Opt
 
 
 def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:
-    """The categories of memory that only a dry run of the whole step tells, at its peak on this rank."""
+    """Return the memory categories that only a dry run of a full step can predict, at the peak on this rank."""
     batch, objective, plan = resolved.batch, objective_of(resolved), resolved.plan
     with torch.random.fork_rng(devices=[]):
         found = sw.dry_run(
@@ -190,7 +190,7 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
             backend="nccl" if device.type == "cuda" else "gloo",
             num_microbatches=batch.accumulation
             if plan.pp > 1
-            else min(batch.accumulation, 2),  # those between are alike
+            else min(batch.accumulation, 2),  # those in the middle are alike
             in_backward=resolved.config.optimizer.in_backward,
         )
     return {name: found.bytes_by_category[name] for name in ("gradients", "gathered", "reduce", "activations")}

@@ -1,4 +1,4 @@
-"""The planner's prediction of a run's step, made before the first one, and the share of the peak that tokens take."""
+"""The planner's prediction of a run's step, made before the first step, and the MFU of a step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from shardwise.train.predicted.workload import flops_per_step, resolved_plan, sh
 class PredictedStep(NamedTuple):
     """The predicted time of a step."""
 
-    seconds: float | None  # ``None`` where the planner does not know the device, the model, or an option of the plan
-    reason: str  # of which device the prediction is, or why there is none
-    made: Estimate | None = None  # the whole prediction
+    seconds: float | None  # ``None`` if the planner does not know the device, the model, or an option of the plan
+    reason: str  # the device of the prediction, or why there is none
+    made: Estimate | None = None  # the full prediction
 
 
 def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> PredictedStep:
@@ -56,12 +56,12 @@ def _known_device(device: torch.device) -> str:
 
 
 def describe(resolved: RunConfig, device_type: str, step: PredictedStep) -> dict[str, Any]:
-    """The content of predicted.json: memory and time of a step, or why they are not known (``reason``)."""
+    """Return the content of predicted.json: memory and time of a step, or why they are unknown (``reason``)."""
     return _memory(resolved, device_type) | _time(step)
 
 
 def _memory(resolved: RunConfig, device_type: str) -> dict[str, Any]:
-    """``memory_timeline``: the moments of a step, each with its name and the fullest rank's bytes by category."""
+    """Return ``memory_timeline``: the moments of a step, with name and bytes by category on the fullest rank."""
     try:
         shape = shape_of(resolved)
         found = memory_on(device_type, shape, resolved_plan(resolved), workload_of(resolved, shape))
@@ -72,7 +72,7 @@ def _memory(resolved: RunConfig, device_type: str) -> dict[str, Any]:
 
 
 def _time(step: PredictedStep) -> dict[str, Any]:
-    """Seconds by category, and what the streams do: ``spans`` of stream, begin, end, unit."""
+    """Return seconds by category, and the streams' activity: ``spans`` of stream, begin, end, unit."""
     made = step.made
     if made is None:
         return {"reason": step.reason}
@@ -80,7 +80,7 @@ def _time(step: PredictedStep) -> dict[str, Any]:
         "device": made.cluster.device.name,
         "step_time_s": made.step_time_s,
         "by_category": dict(made.time.by_category),
-        "sent_bytes": sum(made.time.sent_bytes.values()) or None,  # not known on a calibrated machine
+        "sent_bytes": sum(made.time.sent_bytes.values()) or None,  # unknown on a calibrated machine
     }
     try:
         drawn = simulated(made)
@@ -93,7 +93,7 @@ def _time(step: PredictedStep) -> dict[str, Any]:
 
 
 def mfu_of_step(resolved: RunConfig, model: nn.Module, device: torch.device, num_ranks: int) -> float | None:
-    """The share of all devices' peaks that one step a second takes."""
+    """Return the model FLOPs utilization (MFU) of a step that takes one second; ``None`` if unknown."""
     if device.type != "cuda":
         return None
     uses_tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -103,7 +103,7 @@ def mfu_of_step(resolved: RunConfig, model: nn.Module, device: torch.device, num
 
 
 def product_dtype(model: nn.Module) -> str:
-    """Short name of the dtype in which most of a parallelized model's weights of two or more dimensions compute."""
+    """Return the dtype name in which most elements of weights with two or more dimensions are used."""
     counts: collections.Counter[str] = collections.Counter()
     for unit in sw.summary(model).units:
         for group in unit.groups:
@@ -113,9 +113,9 @@ def product_dtype(model: nn.Module) -> str:
 
 
 def peak_flops(device_name: str, dtype: str, *, uses_tf32: bool) -> float | None:
-    """Dense peak in FLOP/s of a device for products in ``dtype`` (a short name); ``None`` where it is unknown.
+    """Return a device's dense peak in FLOP/s for matrix products in ``dtype`` (a short name); ``None`` if unknown.
 
-    Variants of a device (PCIe, NVL) have names of their own. With ``uses_tf32`` products in fp32 go to TF32 units.
+    Variants of a device (PCIe, NVL) have separate names. With ``uses_tf32`` products in fp32 run on TF32 units.
     """
     gpu = gpu_of_device(device_name)
     if gpu is None or dtype not in {"bf16", "fp16", "fp32"}:

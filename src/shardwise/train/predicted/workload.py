@@ -1,4 +1,4 @@
-"""A run as the planner sees it: the model's shape, the plan with every degree, and what a step computes."""
+"""A run in the planner's terms: the model's shape, the plan with every degree, and the computation of a step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=1)
 def traced(resolved: RunConfig, *, reads_iterables: bool = False) -> Any:
-    """The computation of a spec's model and loss in a microbatch, traced without values: an ``sw.TracedModel``.
+    """Trace a microbatch of a spec's model and loss without values: an ``sw.TracedModel``.
 
-    ``reads_iterables`` is that of ``blank_batch``.
+    ``reads_iterables`` as in ``blank_batch``.
     """
     import torch
 
@@ -45,7 +45,7 @@ def traced(resolved: RunConfig, *, reads_iterables: bool = False) -> Any:
 
 
 def shape_of(resolved: RunConfig, *, reads_iterables: bool = False) -> ModelShape:
-    """The shape of the run's model. ``reads_iterables`` is that of ``blank_batch``."""
+    """Return the shape of the run's model; ``reads_iterables`` as in ``blank_batch``."""
     if not resolved.spec.is_empty:
         return traced(resolved, reads_iterables=reads_iterables)
     if resolved.model is not None:
@@ -60,7 +60,7 @@ def shape_of(resolved: RunConfig, *, reads_iterables: bool = False) -> ModelShap
 
 
 def workload_of(resolved: RunConfig, shape: ModelShape) -> Workload:
-    """The planner's workload for a step of the run of ``shape``; what a spec's samples are, its trace has seen."""
+    """Return the planner's workload for a step of the run. Samples of a spec's data were already traced."""
     plan, section = resolved.plan, resolved.config.optimizer
     dtype = plan.precision.param_dtype if plan.mp_policy is not None else None
     return Workload(
@@ -78,9 +78,9 @@ def workload_of(resolved: RunConfig, shape: ModelShape) -> Workload:
 
 
 def optimizer_of(section: OptimizerSection, given: OptimizerFactory | None = None) -> str:
-    """The optimizer in the planner's words; the momentum of ``sgd`` is not 0 unless said.
+    """Return the planner's name of the optimizer. The momentum of ``sgd`` is not 0 by default.
 
-    A spec's own optimizer, ``given``, is made and makes a step, and counts as the one that keeps about as much state.
+    A spec's optimizer, ``given``, makes a trial step, and is mapped to the optimizer with about as much state.
     """
     if given is not None:
         from shardwise.train.model.build import num_states
@@ -91,7 +91,7 @@ def optimizer_of(section: OptimizerSection, given: OptimizerFactory | None = Non
 
 
 def flops_per_step(resolved: RunConfig) -> float | None:
-    """Operations that the model needs for a step, forward and backward; ``None`` where no arithmetic knows it."""
+    """Return the FLOPs of a model's step, forward and backward; ``None`` if the shape is unknown."""
     try:
         shape = shape_of(resolved)
         return model_flops(shape, workload_of(resolved, shape))
@@ -100,7 +100,7 @@ def flops_per_step(resolved: RunConfig) -> float | None:
 
 
 def _recompute(policy: RecomputePolicy | None, resolved: RunConfig) -> str | int:
-    """Recomputation in the planner's words; modules named by hand count as all."""
+    """Return recomputation in the planner's terms; modules selected by name count as all modules."""
     if policy is None:
         return "full" if resolved.model is not None and resolved.model.activation_checkpointing else "none"
     if policy.save:

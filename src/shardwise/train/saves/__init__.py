@@ -1,1 +1,1 @@
-"""Checkpoints of a run, and what they hold beside tensors."""
+"""Checkpoints of a run, and their content other than tensors."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which one to continue from, whether the configuration allows it, writing and keeping them."""
+"""Checkpoints of a run: choosing one to continue from, comparing its configuration, writing and keeping them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from shardwise.train.saves import random_state
 from shardwise.train.saves.uploads import Uploads
 from shardwise.weights.state.average import ExponentialMovingAverage
 
-#: Keys of which it is said what differs.
+#: Keys whose changes are printed.
 _SAID = (
     *(f"train.{name}" for name in ("steps", "epochs", "micro_batch_size", "gradient_accumulation_steps")),
     *("train.eval_every", "train.eval_batches", "parallel"),
 )
-#: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
+#: Keys that may differ, and keys that may differ only if ``--set`` changes them, because a change in a file may be an
+#: oversight.
 _FREE = (
     *_SAID,
     *(f"train.{name}" for name in ("patience", "sample_prompts", "sample_tokens", "check_memory", "non_finite")),
@@ -45,23 +46,23 @@ _FREE = (
 _SETTINGS = ("adamw_lr", "weight_decay", "betas", "eps", "momentum")
 _ON_REQUEST = ("optimizer.lr", *(f"optimizer.{name}" for name in _SETTINGS), "schedule", "train.clip_grad_norm")
 
-#: Below a run's folder, what holds the checkpoints of its best evaluations.
+#: The subfolder of a run's folder with the checkpoints of its best evaluations.
 BEST = "best"
 
 
 def is_empty(run_dir: Path, upload_to: str | None = None) -> bool:
-    """Whether a run has saved nothing so far, not even something that is damaged or has been removed since."""
+    """Return whether a run has never saved anything, not even a checkpoint that is now damaged or removed."""
     found, has_saved = find_latest(run_dir), os.path.lexists(run_dir / LATEST)
     is_here = found.path is not None or found.rejected or has_saved
     return not is_here and not is_stored("latest", upload_to)
 
 
-#: What ``LATEST`` holds.
+#: Pattern of the content of ``LATEST``.
 _POINTER = rf"{CHECKPOINTS}/step-\d{{8,18}}"
 
 
 def pointer_problem(run_dir: Path, path: Path) -> str | None:
-    """Why ``LATEST`` does not name a checkpoint of this run, in a few words; ``None`` where it does."""
+    """Return why ``LATEST`` does not name the checkpoint ``path``, in a few words; ``None`` if it does."""
     if not os.path.lexists(run_dir / LATEST):
         return "was missing"
     try:
@@ -75,14 +76,14 @@ def pointer_problem(run_dir: Path, path: Path) -> str | None:
     return f"named {named}" if re.fullmatch(_POINTER, named) else "named no checkpoint of this run"
 
 
-#: A save that waits for the one before for so long says so.
+#: Seconds of waiting for the previous save from which on the wait is reported.
 _LONG_WAIT_S = 1.0
 
 _NEW_LENGTH = " (from here on the learning rate is that of a schedule of the new length)"
 
 
 def resharded(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """The differences between the meshes of a checkpoint and of this run: sizes by axis then and now."""
+    """Return a line about the meshes of a checkpoint and of this run (sizes by axis) if they differ."""
     if not before or before == now:
         return []
     cuts = [" * ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) for sizes in (before, now)]
@@ -92,14 +93,14 @@ def resharded(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
 def find_checkpoint(
     run_dir: Path, wanted: str, upload_to: str | None = None, *, say: Callable[[str], object] = len
 ) -> Path:
-    """The checkpoint that ``--resume WANTED`` means.
+    """Return the checkpoint that ``--resume WANTED`` means.
 
     Args:
         run_dir: The run's folder.
-        wanted: ``latest`` or ``latest-good`` (either means the newest on the store where that is newer than the newest
-            good one in the folder), a checkpoint's folder or a run's, or a name such as ``step-00000100`` in the run.
-        upload_to: Where its checkpoints are copied to.
-        say: Called with what is passed over by ``latest-good``, and why.
+        wanted: ``latest`` or ``latest-good`` (both mean the store's newest if it is newer than the newest good one in
+            the folder), the folder of a checkpoint or run, or a name such as ``step-00000100`` in the run.
+        upload_to: The place that the run's checkpoints are copied to.
+        say: Called with a line for each checkpoint that ``latest-good`` skips.
     """
     if wanted in NEWEST:
         return _newest(run_dir, upload_to, is_good=wanted == "latest-good", say=say)
@@ -123,7 +124,7 @@ def find_checkpoint(
 
 
 def _newest(run_dir: Path, upload_to: str | None, *, is_good: bool, say: Callable[[str], object]) -> Path:
-    """The newest checkpoint in the run's folder or on the store; where both have it, the folder's."""
+    """Return the newest checkpoint in the run's folder or on the store; if both have it, the folder's."""
     run_id = read_run_id(run_dir)
     found = find_latest(run_dir, verify=is_good, run_id=run_id)
     if upload_to is not None:
@@ -146,7 +147,7 @@ def _newest(run_dir: Path, upload_to: str | None, *, is_good: bool, say: Callabl
 
 
 def saved_config(path: Path) -> Mapping[str, Any]:
-    """The configuration that a checkpoint holds."""
+    """Return the configuration in a checkpoint."""
     held = open_checkpoint(path).data
     state = held.get("state", held)
     config = state.get("config") if isinstance(state, Mapping) else None
@@ -158,11 +159,10 @@ def saved_config(path: Path) -> Mapping[str, Any]:
 
 
 def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str] = ()) -> list[str]:
-    """Compare a run's configuration with the one it is to continue under.
+    """Compare a run's configuration with the one under which it is to continue; return a line for each notable change.
 
-    Checkpoints load under any strategy and cut of the global batch. The learning rate, its schedule, the optimizer's
-    other numbers and clipping may differ where ``--set`` (``asked``) gives them. Returns a line for each change worth
-    telling.
+    Checkpoints load under any strategy and any split of the global batch. The learning rate, its schedule, the
+    optimizer's other numbers and clipping may differ only if ``--set`` (``asked``) changes them.
     """
     changed = differences(saved, config.model_dump(mode="json"))
     changed = [entry for entry in changed if entry[0] != "name"]
@@ -184,7 +184,7 @@ def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str
 
 
 def _is_in(key: str, keys: Iterable[str]) -> bool:
-    """``key`` is one of ``keys``, or a field of one."""
+    """Return whether ``key`` is one of ``keys``, or a field of one."""
     return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
@@ -206,8 +206,8 @@ class Checkpoints:
         control: Control,
         device: torch.device,
     ) -> None:
-        self.saved_step = 0  # the newest step that has been saved
-        self.failures: list[str] = []  # one line for each save that has failed
+        self.saved_step = 0  # the newest saved step
+        self.failures: list[str] = []  # one line for each failed save
         self._model, self._run_dir, self._run_id = model, run_dir, run_id
         self._keep, self._allows_non_finite = section.keep, section.allow_non_finite
         self._control, self._device = control, device
@@ -226,12 +226,12 @@ class Checkpoints:
         waits: bool = True,
         is_best: bool = False,
     ) -> str | None:
-        """Save a step, publish it, and remove what is older than the kept ones; returns what there is to say.
+        """Save a step, publish it, and remove checkpoints older than the kept ones; return text to print.
 
-        Without ``frozen`` it is one of what is trained. A disk that refuses does not end the run: the earlier
-        checkpoints stay, and the failure is counted. Without ``waits`` the checkpoint is written while training goes
-        on; the next call, or :meth:`finish`, says how that went. The best step goes to ``best/`` of the run's folder,
-        where the newest two are left: one is there whenever the process is lost.
+        ``frozen`` is as in ``sw.save``. A full disk does not end the run: the earlier checkpoints stay, and the failure
+        is counted. Without ``waits`` the checkpoint is written during training; the next call, or :meth:`finish`,
+        reports the result. The best step goes to ``best/`` in the run's folder, where the newest two are kept, so that
+        there is one even if the process is lost.
 
         Collective:
             Those of ``sw.save``, and small JSON. All ranks must call in the same order.
@@ -264,14 +264,14 @@ class Checkpoints:
         return "\n".join(filter(None, (said, *self._upload(step, below, keep)))) or None
 
     def _upload(self, step: int, below: str = "", keep: int | None = None) -> list[str]:
-        """On rank 0, begin the copy of a step that is published; returns what there is to say."""
+        """Start the upload of a published step, on rank 0; return text to print."""
         if not self._control.is_first or self.uploads.place is None:
             return []
         path = step_directory(self._run_dir / below, step)
         return self.uploads.add(path, keep=keep or self._keep, run_id=self._run_id) if path.exists() else []
 
     def hear(self) -> str | None:
-        """The news of the save and the upload under way, as far as this rank knows. Does not wait."""
+        """Return news of the running save and upload, as far as this rank knows. Does not wait."""
         step = self._step_under_way
         said = self._upload(step) if step else []
         if self._control.is_first:
@@ -283,7 +283,7 @@ class Checkpoints:
         return "\n".join(said) or None
 
     def finish(self) -> str | None:
-        """Wait for the save under way, if there is one; returns what is to be said of it.
+        """Wait for the running save, if there is one; return text to print.
 
         Collective:
             Those of ``sw.finish_save``. All ranks must call.
@@ -300,7 +300,7 @@ class Checkpoints:
         return "\n".join(self._upload(step)) or None
 
     def _finish_before(self, step: int) -> str | None:
-        """:meth:`finish`, before ``step`` is saved; says so where training had to wait for it."""
+        """Call :meth:`finish` before ``step`` is saved; report a long wait."""
         before, begin = self._step_under_way, time.monotonic()
         said = self.finish()
         waited_s = time.monotonic() - begin
@@ -313,7 +313,7 @@ class Checkpoints:
         return "\n".join(filter(None, (said, waited)))
 
     def _check_folder(self) -> None:
-        """Raise where somebody has removed the run: what is saved from here on would be of a run without its files."""
+        """Raise if the run's folder was removed: a checkpoint would be useless without the other files."""
         for name in (CHECKPOINTS, CONFIG):
             if not (self._run_dir / name).exists():
                 raise StorageError(
@@ -329,12 +329,12 @@ class Checkpoints:
         return f"WARNING: step {step} was not saved; {self._kept}. {problem}"
 
     def note_run(self, path: Path | None) -> None:
-        """Write what checkpoints call this run, in its folder and on the store.
+        """Write the run's id in its folder and on the store.
 
-        Only rank 0 calls this, when the checkpoint to go on from, ``path``, is loaded.
+        Called only on rank 0, after the checkpoint to continue from, ``path``, is loaded.
         """
         self.uploads.open(self._run_id, is_new=path is None)
-        replace_text(self._run_dir / RUN_ID, f"{self._run_id}\n")  # not where that has refused
+        replace_text(self._run_dir / RUN_ID, f"{self._run_id}\n")  # after the store, which may refuse
 
     @property
     def _kept(self) -> str:
@@ -350,19 +350,20 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Fill model, optimizers and average from a checkpoint and return its state.
 
-        With ``keep_settings`` the optimizers' groups keep the settings that they have, such as the rate.
+        With ``keep_settings`` the optimizers' groups keep their settings, such as the rate.
         """
         state = sw.load(path, self._model, optimizers, average=average, keep_settings=keep_settings)
         place, own = path.parent.parent.absolute(), (self._run_dir.absolute(), self.uploads.place)
         if place in own:
-            self._run_id = state["run_id"]  # which the run keeps, however its folder is called by now
+            self._run_id = state["run_id"]  # the run keeps its id even if its folder was renamed
         self.saved_step = state["step"] if place in own else 0
         return state
 
     def set_aside_later(self, path: Path, step: int) -> list[str]:
-        """Rename later checkpoints of this run, here and on the store: their steps are made again.
+        """Rename later checkpoints of this run, here and on the store, because their steps are made again.
 
-        Only rank 0 calls this. Nothing is deleted; ``LATEST`` points to ``path`` afterwards where that is the run's.
+        Called only on rank 0. Nothing is deleted. If ``path`` is in the run's folder, ``LATEST`` points to it
+        afterwards.
         """
         folder = (self._run_dir / CHECKPOINTS).absolute()
         later = [held for held in folder.glob("step-*") if held.name[5:].isdecimal() and int(held.name[5:]) >= step]

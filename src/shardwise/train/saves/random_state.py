@@ -1,4 +1,4 @@
-"""The random number generators of a rank, as plain data that a checkpoint holds."""
+"""The random number generators of a rank, as plain data for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from shardwise.train.data.given import seed_host
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch: users' models and data may draw from the global generators."""
+    """Seed Python, numpy and torch, because users' models and data may use the global generators."""
     seed_host(seed)
     torch.manual_seed(seed)
 
 
 def rank_seed(seed: int, reader: int, step: int = 0) -> int:
-    """A seed for dropout and the like, of those that read the same samples; the weights are drawn from ``seed``."""
+    """Return a seed for dropout etc., the same for ranks that read the same samples; weights use ``seed`` itself."""
     return (seed * 1_000_003 + reader * 8_191 + step * 131 + 17) % 2**63
 
 
 @dataclass(frozen=True, slots=True)
 class Generators:
-    """The states of all generators, as each library gives its own. Taking them costs a few microseconds."""
+    """The states of all generators in each library's own form. Reading them takes a few microseconds."""
 
     python: tuple[Any, ...]
     numpy: Any
@@ -37,18 +37,18 @@ class Generators:
 
 
 def take(device: torch.device) -> Generators:
-    """The states of all generators now."""
+    """Return the current states of all generators."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return Generators(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002 - as users' code does
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of all generators, as plain values."""
+    """Return the current states of all generators as plain values."""
     return described(take(device))
 
 
 def described(held: Generators) -> dict[str, Any]:
-    """States of generators as plain values, for :func:`restore`."""
+    """Return states of generators as plain values, for :func:`restore`."""
     version, words, gauss = held.python
     name, keys, place, has_gauss, cached = held.numpy
     state: dict[str, Any] = {
@@ -62,7 +62,7 @@ def described(held: Generators) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back where :func:`capture` found it; of a damaged ``state`` (JSON or not) none."""
+    """Restore every generator to the state that :func:`capture` returned; if ``state`` is damaged, restore none."""
     try:
         state = plain.unpack(state)
         python, numpy_state = _python_state(*state["python"]), _numpy_state(*state["numpy"])
@@ -70,7 +70,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
         cuda = None
         if device.type == "cuda" and "cuda" in state:
             cuda = _tensor(state["cuda"], like=torch.cuda.get_rng_state(device))
-        torch.set_rng_state(cpu)  # the only one that is checked by its library
+        torch.set_rng_state(cpu)  # the only library that checks a state
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint's random state is damaged: {error}.\n  Resume from another checkpoint."
@@ -81,8 +81,8 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(cuda, device)
 
 
-#: Words of the Mersenne Twister, of Python's and of numpy's generator, and the largest place in them. Neither library
-#: checks the place that it is given, and numpy reads from there.
+#: Number of words of the Mersenne Twister of Python and numpy, and its largest position. Neither library checks the
+#: position, and numpy would read from it.
 _WORDS = 624
 
 

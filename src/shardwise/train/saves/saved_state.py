@@ -1,4 +1,4 @@
-"""The run's own state in a checkpoint, next to tensors, checked before anything is changed."""
+"""The run's state in a checkpoint apart from tensors, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shardwise.train.spec import TrainSpec
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Natural = Annotated[int, Field(ge=0, lt=2**60)]
-#: Settings of an optimizer that the configuration does not give: the rate, which is compared with the schedule's, and
-#: how the optimizer computes, which follows from the device.
+#: Optimizer settings that the configuration does not determine: the rate, which is compared with the schedule's, and
+#: settings that follow from the device.
 _NOT_OF_THE_RUN = {"lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
-#: What a sampler says of its place: one of samples, one of a stream of texts, and one of a user's iterable or loader.
+#: Fields of a sampler's position: of samples by index, of a stream of texts, and of a user's iterable or loader.
 _IN_STREAM = ("epoch", "place", "row", "taken", "num_files")
 _IN_ORDER = {"seed", "position", "num_samples"}
 _PLACES = (_IN_ORDER, _IN_ORDER | {*_IN_STREAM}, _IN_ORDER | {"own"})
 
 
-#: Beginnings of the names of what is checked by itself.
+#: Prefixes of field names in errors of parts that are validated alone.
 _PARTS = {"SavedScaler": "scaler.", "Config": "config."}
 
 
@@ -52,16 +52,16 @@ class Progressed(BaseModel):
     eval_loss_final: float | None
     best: float | None = None  # the best value of ``checkpoint.best`` so far
     best_step: _Natural = 0
-    num_worse: _Natural = 0  # evaluations since
+    num_worse: _Natural = 0  # evaluations since the best one
 
     @classmethod
     def none(cls) -> Self:
-        """That of a run without steps."""
+        """Return the progress of a run without steps."""
         return cls(step=0, tokens=0, first_loss=None, final_loss=None, eval_loss_first=None, eval_loss_final=None)
 
 
 class SavedSampler(_Strict):
-    """The place of the data: samples consumed, in a stream where in which chunk, and a user's own state (``own``)."""
+    """The position in the data: samples consumed, the window of a stream, and the state of a user's data (``own``)."""
 
     seed: int
     position: _Natural | None = None
@@ -87,17 +87,17 @@ class SavedScaler(_Strict):
 class SavedRun(_Strict):
     """The state of a run that ``shardwise train`` saved."""
 
-    step: _Natural  # the step after which it was saved
-    run_id: str  # the run
+    step: _Natural  # steps made when it was saved
+    run_id: str
     progress: Progressed  # counts and losses
-    sampler: SavedSampler  # where the data was
-    scaler: dict[str, Any] = Field(default_factory=dict)  # loss scaling (``SavedScaler``); empty where there is none
-    config: dict[str, Any]  # the configuration, which is compared with the present one
+    sampler: SavedSampler  # position in the data
+    scaler: dict[str, Any] = Field(default_factory=dict)  # loss scaling (``SavedScaler``); empty without fp16
+    config: dict[str, Any]  # the configuration, which is compared with the current one
     data: Annotated[str, Field(max_length=1024)]  # hash of the data
     strategy: str = ""  # the strategy's name
     mesh: dict[str, _Natural] = Field(default_factory=dict)  # ranks along each axis
     base: str | None = None  # hash of the weights below the run's adapters
-    code: Annotated[str, Field(max_length=1024)] = ""  # hash of the code of the run's spec; empty where it has none
+    code: Annotated[str, Field(max_length=1024)] = ""  # hash of the spec's code; empty without a spec
 
 
 def check_state(
@@ -109,15 +109,15 @@ def check_state(
     spec: TrainSpec | None = None,
     allows_other_code: bool = False,
 ) -> None:
-    """Compare what a checkpoint says of its run with itself and with the configured optimizer.
+    """Check that a checkpoint's state is consistent, and matches the configured optimizer.
 
     Args:
         path: The checkpoint.
         batch: Samples of a step.
         groups: The optimizer's groups on this rank.
-        asked: Keys that ``--set`` gave; the optimizer's settings among them may differ.
-        spec: What a user's code replaces.
-        allows_other_code: It may have changed.
+        asked: Keys given by ``--set``; settings of the optimizer among them may differ.
+        spec: The parts that a user's code replaces.
+        allows_other_code: Whether the spec's code may have changed.
     """
     checkpoint = open_checkpoint(path)
     state = checkpoint.data.get("state")
@@ -139,10 +139,10 @@ def check_state(
             "  Go on with the code that the run began with, or allow it: --set checkpoint.allow_other_code=true."
         )
     optimizer = read_optimizer(path, checkpoint.data.get("optimizer"))
-    if len(optimizer.groups) == len(groups):  # else the load says so
+    if len(optimizer.groups) == len(groups):  # otherwise the load raises
         _check_settings(path, optimizer, groups, {key.removeprefix("optimizer.") for key in asked})
     if spec is not None and (spec.schedule is not None or spec.optimizer is not None):
-        return  # its rates are not those of the configuration
+        return  # the configuration does not determine its rates
     ratio = config.schedule.ratio(saved.step - 1, config.train.steps)
     rates = [(each.get("lr"), peak_lr(config.optimizer, each) * ratio) for each in optimizer.groups]
     odd = [(found, lr) for found, lr in rates if not _is_near(found, lr)]
@@ -154,7 +154,7 @@ def check_state(
 
 
 def check_sections(path: Path, config: Mapping[str, Any]) -> Config:
-    """The configuration, or some sections of it, that a checkpoint holds; refuses what is none."""
+    """Validate the configuration in a checkpoint, or some sections of it."""
     return _validated(path, Config, config)
 
 
@@ -198,7 +198,7 @@ def _names(keys: Iterable[str]) -> str:
 
 
 def _is_near(value: Any, expected: float) -> bool:
-    """Whether a rate is the expected one, which some optimizers keep in fp32."""
+    """Return whether a rate is the expected one; some optimizers store rates in fp32."""
     return isinstance(value, int | float) and math.isclose(value, expected, rel_tol=1e-6)
 
 
@@ -212,7 +212,7 @@ def _refused(path: Path, lines: list[str]) -> CheckpointError:
 
 
 def packed(state: Any, what: str) -> Any:
-    """A state as JSON, which ``plain.unpack`` reads."""
+    """Return a state as JSON, which ``plain.unpack`` reads; raise a ConfigError if that is not possible."""
     try:
         return plain.pack(state, "it")
     except ValueError as error:
@@ -222,9 +222,10 @@ def packed(state: Any, what: str) -> Any:
 
 
 def of_reader(states: list[Any], reader: int, readers: int, what: str, instead: str) -> Any:
-    """The state of one of several ``readers``, each of which had one of its own; ``what`` had it, of how many.
+    """Return a reader's state from the list of all readers' states; raise if the number of readers differs.
 
-    ``instead`` has one state for any number of readers.
+    ``what`` names the owner of the states in the error, with a place for their number; ``instead`` is an alternative
+    for which the number of readers does not matter.
     """
     if len(states) != readers:
         raise CheckpointError(

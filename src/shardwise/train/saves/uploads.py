@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints on a store (``checkpoint.upload_to``), made by a process while training goes on."""
+"""Copies of a run's checkpoints on a store (``checkpoint.upload_to``), made by a process during training."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from shardwise.spec.run_files import CHECKPOINTS, RUN_ID
 from shardwise.spec.text import printable
 from shardwise.train.folder import replace_text
 
-#: How often the end of a run looks whether uploads are done, and how often the ranks say that they wait for them.
+#: Seconds between checks for the end of uploads, and between collectives of ranks that wait for uploads.
 _POLL_S, _ROUND_S = 0.1, 10.0
 
 
 class Uploads:
-    """The uploads of a run, one at a time; of those that wait only the newest is made. Only rank 0 calls it."""
+    """The uploads of a run, one at a time; of the waiting ones only the newest is made. Used only on rank 0."""
 
     def __init__(self, run_dir: Path, to: str | None) -> None:
-        self.place: Path | None = None if to is None else place_of(to)  # ``None``: nothing is done
-        self.failures: list[str] = []  # one line for each upload that has failed
-        self.problem: str | None = None  # why the newest checkpoint is not there, nor on its way
+        self.place: Path | None = None if to is None else place_of(to)  # ``None``: no uploads
+        self.failures: list[str] = []  # one line for each failed upload
+        self.problem: str | None = None  # why the newest checkpoint is neither uploaded nor being uploaded
         self._run_dir, self._process = run_dir.absolute(), Background()
         self._waiting: dict[str, dict[str, Any]] = {}
         self._under_way: dict[str, Any] | None = None
         self._known: set[Path] = set()
 
     def open(self, run_id: str, *, is_new: bool) -> None:
-        """Raise a StorageError where the store cannot be written, a ConfigError where it holds another run."""
+        """Raise a StorageError if the store is not writable, a ConfigError if it has another run."""
         if self.place is None:
             return
         held = find_latest(self.place)
@@ -53,7 +53,7 @@ class Uploads:
             replace_text(self.place / RUN_ID, f"{run_id}\n")
 
     def set_aside_later(self, step: int) -> list[str]:
-        """Take later checkpoints, whose steps are made again, from those that are found there; says which."""
+        """Hide later checkpoints on the store, because their steps are made again; return a line for each."""
         if self.place is None:
             return []
         folder, storage = self.place / CHECKPOINTS, storage_of(self.place)
@@ -64,7 +64,7 @@ class Uploads:
         return [f"{path} is set aside" for path in later]
 
     def add(self, path: Path, *, keep: int, run_id: str) -> list[str]:
-        """Upload a published checkpoint, soon; returns what there is to say."""
+        """Upload a published checkpoint soon; return lines to print."""
         path = path.absolute()
         if self.place is None or path in self._known:
             return []
@@ -76,7 +76,7 @@ class Uploads:
         return passed + self.poll()
 
     def poll(self) -> list[str]:
-        """Begin the next upload if none is under way; returns what there is to say. Does not wait."""
+        """Start the next upload if none is running; return lines to print. Does not wait."""
         said: list[str] = []
         if self._under_way is not None and (outcome := self._process.poll()) is not None:
             job, self._under_way = self._under_way, None
@@ -87,7 +87,7 @@ class Uploads:
         return said
 
     def wait(self, limit_s: float) -> tuple[str, bool, str | None]:
-        """Wait some seconds; what there is to say, whether all is done or the limit over, and why it is not there."""
+        """Wait some seconds; return text to print, whether the wait is over, and why an upload is missing."""
         end, said = time.monotonic() + min(limit_s, _ROUND_S), self.poll()
         while self._under_way is not None and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -96,7 +96,7 @@ class Uploads:
         return "\n".join(said), late is None or limit_s <= _ROUND_S, late or self.problem
 
     def close(self) -> None:
-        """End an upload under way, unfinished."""
+        """Abort a running upload."""
         self._process.close()
 
     def _judge(self, job: Mapping[str, Any], outcome: Mapping[str, Any]) -> list[str]:
@@ -104,7 +104,7 @@ class Uploads:
         problem = f"step {step_of(path.name)} was not uploaded to {to}: {outcome.get('problem')}"
         if outcome.get("is_gone"):
             return [f"{path.name} is not uploaded: it was removed before"]
-        if path.parent.parent == self._run_dir:  # not one of the best
+        if path.parent.parent == self._run_dir:  # not a checkpoint of a best evaluation
             self.problem = problem if "problem" in outcome else None
         if "problem" in outcome:
             self.failures.append(problem.splitlines()[0])

@@ -1,1 +1,1 @@
-"""The results, data and problems of steps: values, times, updates, odd losses."""
+"""Results, data and problems of steps: values, times, updates, abnormal losses."""

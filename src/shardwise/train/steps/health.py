@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite, or whose loss stands out: the verdict, and what is kept of each."""
+"""Detection of steps with a non-finite loss or gradient, or with a loss spike, and the data stored about them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from shardwise.train.folder import replace_json
 from shardwise.train.saves import random_state
 from shardwise.train.steps.unread import ReadStep, not_finite
 
-#: Losses of so many steps are compared with, and so few are too few.
+#: Maximum number of earlier losses that a loss is compared with, and the minimum.
 _WINDOW, _LEAST = 100, 20
-#: A median absolute deviation times this is a standard deviation, where values are normally distributed.
+#: Ratio of standard deviation to median absolute deviation for normally distributed values.
 _DEVIATIONS = 1.4826
 
 
 class Health:
-    """Judges the steps that have been read, in order, and keeps samples and random states of odd ones."""
+    """Checks read steps in order, and stores samples and random states of abnormal ones."""
 
     def __init__(self, config: Config, directory: Path, rank: int) -> None:
-        """Take what the configuration says about such steps, the run's folder, and this rank, whose file is written."""
+        """Create the checks from a configuration; ``rank`` is this rank, whose files are written to ``directory``."""
         self._train, self._directory, self._rank = config.train, directory, rank
         self._spikes = None if config.log.loss_spikes is None else LossSpikes(config.log.loss_spikes)
         self._skipped_in_a_row = 0
 
     def warnings(self, step: int, values: ReadStep, *, safe: str) -> list[str]:
-        """Warnings about a step; a NonFiniteError where it is not finite and is not to be skipped."""
+        """Return warnings about a step; raise a NonFiniteError if it is not finite and may not be skipped."""
         found = (self._not_finite(step, values, safe), self._spike(step, values))
         return [warning for warning in found if warning is not None]
 
@@ -72,9 +72,9 @@ class Health:
         )
 
     def _write_bundle(self, step: int, problem: str, values: ReadStep) -> str:
-        """Write this rank's file, if the disk allows it: its samples, all losses, its generators before the step.
+        """Write this rank's file, unless the disk is full: its samples, all losses, its generators before the step.
 
-        Returns the folder of the files of all ranks.
+        Return the folder of the files of all ranks.
         """
         content: dict[str, Any] = {
             "step": step,
@@ -94,18 +94,18 @@ class Health:
 
 
 class LossSpikes:
-    """Compares each loss with the median of those before it, in units of their spread.
+    """Compares each loss with the median of the losses before it, in units of their spread.
 
-    A median and the median of distances from it are not moved by a few losses that stand out themselves.
+    The median and the median absolute deviation are robust against a few outliers.
     """
 
     def __init__(self, threshold: float) -> None:
-        """Take how many standard deviations above the median a loss stands out."""
+        """Set the number of standard deviations above the median from which on a loss is a spike."""
         self._threshold = threshold
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
 
     def look(self, loss: float) -> str | None:
-        """Say how far a loss stands out, if it does, and keep it for the next ones."""
+        """Return a description of a spike, or ``None``, and store the loss for later comparisons."""
         before = list(self._losses)
         if math.isfinite(loss):
             self._losses.append(loss)
@@ -113,7 +113,7 @@ class LossSpikes:
             return None
         median = statistics.median(before)
         spread = _DEVIATIONS * statistics.median(abs(each - median) for each in before)
-        spread = max(spread, 1e-3 * abs(median))  # losses that are all but equal
+        spread = max(spread, 1e-3 * abs(median))  # if the losses are almost equal
         if not spread or loss - median <= self._threshold * spread:
             return None
         return (

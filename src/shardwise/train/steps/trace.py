@@ -1,4 +1,4 @@
-"""The trace of some steps of a run, for ui.perfetto.dev, and on a GPU what its allocator did, for memory_viz."""
+"""Traces of some steps of a run for ui.perfetto.dev, and on a GPU the allocator's history for memory_viz."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardwise.train.folder import replace_text
 
 
 class StepTrace:
-    """Profiles the steps ``wanted`` while they are made, and writes this rank's files after the last of them.
+    """Profiles the steps ``wanted``, and writes this rank's files after the last of them.
 
-    What a GPU's allocator did is written too where a step fails, for want of memory.
+    The history of a GPU's allocator is also written if a step fails, for example because memory runs out.
     """
 
     def __init__(self, wanted: range, device: torch.device, path: Path, rank: int) -> None:
-        """Take the numbers of the steps, all of which the run will make, and the file to write."""
+        """Set the steps to profile, all of which must be made, and the file to write."""
         self._wanted, self._device, self._path, self._rank = wanted, device, path, rank
         self._profile: StepProfile | None = None
         self._memory = path.with_name(f"memory-{path.stem}.pickle")
@@ -30,7 +30,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def step(self, number: int, say: Callable[[str], object]) -> Iterator[None]:
-        """Around step ``number``. ``say`` is called with where the trace is, after the last step."""
+        """Profile step ``number`` in this block if wanted. ``say`` gets the path of the trace after the last step."""
         if number not in self._wanted:
             yield
             return
@@ -56,5 +56,5 @@ class StepTrace:
                 say(f"the allocator in these steps: {printable(self._memory)}, for docs.pytorch.org/memory_viz")
 
     def optimizer(self, number: int) -> contextlib.AbstractContextManager[object]:
-        """Around the optimizer's part of step ``number``."""
+        """Mark the optimizer's part of step ``number``."""
         return step_range(number, "optimizer") if self._profile is not None else contextlib.nullcontext()

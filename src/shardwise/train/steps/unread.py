@@ -1,8 +1,8 @@
 """The values that steps leave on the device, and when the ranks read and exchange them.
 
-Between two readings a step neither waits for the device nor exchanges anything beside what the model and its optimizer
-do. Values of several steps are read together, with one exchange and one wait, when they are due. Steps are timed on the
-device, by events on its stream.
+Between two readings a step does not wait for the device, and communicates only for the model and its optimizer. The
+values of several steps are read together, with one exchange and one wait. Steps are timed on the device, by events on
+its stream.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from shardwise.train.control import Control
 from shardwise.train.saves.random_state import Generators
 
-#: Values are read this often at least (in seconds), so that a request to stop or a loss of NaN is noticed in time.
+#: Maximum seconds between readings, so that a request to stop or a NaN loss is noticed in time.
 LONGEST_UNREAD_S = 10.0
-#: Among the values of a step, its tokens, where each rank counts its own.
+#: Name of the value with a step's tokens, if each rank counts its own tokens.
 TOKENS = "tokens"
 
 
 class StepTime:
-    """The time of a step, taken without waiting for its end."""
+    """Measures the time of a step without waiting for its end."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -38,13 +38,13 @@ class StepTime:
         self._begin = time.perf_counter()
 
     def stop(self) -> None:
-        """The step has been issued."""
+        """Mark the end of the step, after its last operation was issued."""
         self._seconds = time.perf_counter() - self._begin
         if self._events is not None:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """The step's time on its device. Asked for after the device has finished it."""
+        """Return the step's time on its device. Call it only after the device has finished the step."""
         return self._seconds if self._events is None else self._events[0].elapsed_time(self._events[1]) / 1000
 
 
@@ -53,23 +53,23 @@ class UnreadStep:
     """One step whose values are on the device."""
 
     time: StepTime  # duration of the step
-    generators: Generators  # the states of this rank's random number generators before the step
+    generators: Generators  # states of this rank's random number generators before the step
     sent_bytes: int = 0  # bytes that this rank sent
-    #: Seconds that this rank's host waited for communication; ``None`` where the host does not wait
+    #: Seconds that this rank's host waited for communication; ``None`` if the host does not wait
     exposed_s: float | None = None
-    is_guarded: bool = True  # the update was left out where the gradient is not finite
-    #: The sum over ``num_losses`` microbatches of this rank; ``None`` on a rank that has no loss
+    is_guarded: bool = True  # whether the update is skipped for a gradient that is not finite
+    #: The sum over ``num_losses`` microbatches of this rank; ``None`` on a rank without a loss
     loss: Tensor | float | None = None
     num_losses: int = 1  # microbatches of a step, the same on every rank
-    norm: Tensor | float | None = None  # the global norm of the gradient; ``None`` where backward updates
-    is_skipped: bool = False  # loss scaling has left this step out: its norm is not finite, and rightly so
-    update: StepTime | None = None  # of the time, clipping and the optimizer's step; ``None`` where backward updates
+    norm: Tensor | float | None = None  # global norm of the gradient; ``None`` if backward updates
+    is_skipped: bool = False  # whether loss scaling skipped this step, for which a norm that is not finite is expected
+    update: StepTime | None = None  # time of clipping and the optimizer's step; ``None`` if backward updates
     lr: float = 0.0  # learning rate of the step
-    scale: float | None = None  # loss scale of the step; ``None`` where nothing is scaled
+    scale: float | None = None  # loss scale of the step; ``None`` without scaling
     data_s: float = 0.0  # seconds that this rank's host spent on data
-    samples: list[list[int]] = field(default_factory=list)  # the samples of each microbatch of this rank
+    samples: list[list[int]] = field(default_factory=list)  # samples of each microbatch of this rank
     tokens: int | None = None  # tokens of the step, over all ranks; ``None``: ``values`` has them
-    #: Other values by name, each a sum and the count that it is of, on this rank
+    #: Other values of this rank by name, each as a sum and a count
     values: dict[str, tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
 
 
@@ -77,15 +77,15 @@ class UnreadStep:
 class ReadStep:
     """A step whose values have been read."""
 
-    losses: dict[int, float]  # the mean loss of every rank that has one, by rank
-    norm: float | None  # the global norm of the gradient
-    step: UnreadStep  # the step itself
-    #: Other values by name: the sums of all ranks over their counts
+    losses: dict[int, float]  # mean loss by rank, of the ranks that have one
+    norm: float | None  # global norm of the gradient
+    step: UnreadStep
+    #: Other values by name: the sum over all ranks divided by the count over all ranks
     values: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:
-        """The mean loss over the ranks that have one; ``None`` where none has."""
+        """The mean loss over the ranks that have one; ``None`` if none has."""
         return sum(self.losses.values()) / len(self.losses) if self.losses else None
 
     @property
@@ -95,7 +95,7 @@ class ReadStep:
 
 
 def not_finite(values: ReadStep) -> str | None:
-    """The first value of a step that is not finite: its loss on some ranks, or its gradient's norm; else ``None``."""
+    """Describe the first value of a step that is not finite: a rank's loss, or the gradient norm; else ``None``."""
     bad = [rank for rank, value in values.losses.items() if not math.isfinite(value)]
     if bad:
         others = f" on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if len(values.losses) > 1 else ""
@@ -109,32 +109,33 @@ def not_finite(values: ReadStep) -> str | None:
 class UnreadSteps:
     """The steps since the last reading."""
 
-    control: Control  # the ranks' channel
+    control: Control  # communication of the ranks
     every: int  # steps between two readings
-    #: Steps may have other values than loss and norm, under names that the ranks then tell each other
+    #: Whether steps may have values other than loss and norm, whose names the ranks must exchange
     has_values: bool = False
     steps: list[UnreadStep] = field(default_factory=list)
-    peak_bytes: int = 0  # most bytes of tensors that any rank has held, as of the last reading
-    signal_number: int = 0  # a signal that any rank had got by then; 0 for none
-    warning: str | None = None  # what the last reading has found of a slow rank, once
-    slow: SlowRanks = field(init=False)  # finds it
+    peak_bytes: int = 0  # peak bytes of tensors over all ranks, as of the last reading
+    signal_number: int = 0  # signal that any rank had received at the last reading; 0 for none
+    warning: str | None = None  # warning about a slow rank from the last reading
+    slow: SlowRanks = field(init=False)
     _read_at: float = field(default_factory=time.perf_counter)
     _has_read: bool = False
-    _count: int = 1  # of steps before the next reading is due by time; the first step is read at once
+    _count: int = 1  # steps until the next reading is due by time; the first step is read at once
 
     def __post_init__(self) -> None:
-        """Begin to compare the ranks."""
+        """Start the comparison of the ranks' speed."""
         self.slow = SlowRanks(self.control.size)
 
     def is_due(self, step: int) -> bool:
-        """Whether the values have to be read after ``step``. The same answer on every rank."""
+        """Return whether values must be read after ``step``, the same on every rank."""
         return step % self.every == 0 or len(self.steps) >= self._count
 
     def read(self, *, own_peak_bytes: int, own_signal: int) -> list[ReadStep]:
-        """Exchange and read what the steps have left.
+        """Exchange and read the values of the steps.
 
         Collective:
-            One all-gather of 24 bytes per step and rank, and 40 more; where there are other values one of small JSON
+            One all-gather of 24 bytes per step and rank, plus 40 bytes. If there are other values, one of small JSON
+            before it, and 16 bytes per value. All ranks must call after the same step. The host waits for the device.
             before it, and 16 bytes per value. All ranks must call after the same step. The host waits for the device.
         """
         now = time.perf_counter()
@@ -151,15 +152,15 @@ class UnreadSteps:
         self.signal_number = int(max(row[1] for row in rows))
         self.peak_bytes = max(self.peak_bytes, *(int(row[2]) for row in rows))
         self.warning = None
-        if self._has_read:  # the first steps compile
+        if self._has_read:  # not for the first steps, which compile
             self.warning = self.slow.add(len(steps), [row[3] for row in rows], [row[4] for row in rows])
         self._has_read = True
-        pace_s = rows[0][0] / max(len(steps), 1)  # as rank 0 sees it: all ranks go by the same number
+        pace_s = rows[0][0] / max(len(steps), 1)  # rank 0's time, so that all ranks use the same number
         self._count = max(1, math.floor(LONGEST_UNREAD_S / pace_s)) if pace_s > 0 else self.every
         found, place = [], 5
         for step, of_step in zip(steps, names, strict=True):
             losses = {rank: row[place] / step.num_losses for rank, row in enumerate(rows) if row[place + 2]}
-            norms = [row[place + 1] for row in rows]  # equal, unless the memory of a rank is damaged
+            norms = [row[place + 1] for row in rows]  # equal, unless a rank's memory is corrupted
             norm = next((each for each in norms if not math.isfinite(each)), norms[self.control.rank])
             norm = None if step.norm is None else norm
             place += 3
@@ -173,23 +174,24 @@ class UnreadSteps:
 
 
 def _own_work_s(steps: Sequence[UnreadStep]) -> tuple[float, float]:
-    """Seconds of this rank's own work in ``steps``, and of that for data.
+    """Return the seconds of this rank's own work in ``steps``, and the part of them spent on data.
 
-    Work is what a step takes without waiting for other ranks. Where the host does not wait (on a GPU) only data counts.
+    Own work is the time of a step without waiting for other ranks. On a GPU, where the host does not wait, it is only
+    the time for data.
     """
     data_s = sum(step.data_s for step in steps)
     work_s = sum(step.data_s if step.exposed_s is None else step.time.seconds() - step.exposed_s for step in steps)
     return work_s, data_s
 
 
-#: Steps over which ranks are compared.
+#: Number of steps over which ranks are compared.
 COMPARED_STEPS = 20
-#: A rank is slow that takes so many times as long as the median of the others, and so much longer in a step.
+#: A rank is slow if it takes this multiple of the others' median time, and this many seconds more per step.
 SLOW_TIMES, SLOW_S = 2.0, 0.02
 
 
 class SlowRanks:
-    """Adds up each rank's own work, which is its time without waiting for others, and names a slow rank once."""
+    """Sums up each rank's own work, without waiting for others, and warns of a slow rank once."""
 
     def __init__(self, size: int) -> None:
         self._steps = 0
@@ -197,7 +199,7 @@ class SlowRanks:
         self._is_told = False
 
     def add(self, num_steps: int, work_s: Sequence[float], data_s: Sequence[float]) -> str | None:
-        """Add each rank's work in ``num_steps`` steps, and its part for data; a warning where there is a new one."""
+        """Add each rank's work in ``num_steps`` steps, and the part for data; return a warning if a rank is slow."""
         if self._is_told or len(self._work_s) < 2:
             return None
         self._steps += num_steps

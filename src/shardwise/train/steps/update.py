@@ -1,4 +1,4 @@
-"""The optimizer's step, left out where the loss or the gradient is not finite, without waiting for the device."""
+"""The optimizer's step, skipped without waiting for the device if the loss or the gradient is not finite."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import shardwise as sw
 
 
 class Update:
-    """Clips the gradient and steps, unless the gradient is not finite: then parameters and optimizer stay as they are.
+    """Clips the gradient and updates, unless the gradient is not finite: then parameters and optimizer do not change.
 
-    The norm is that of all ranks, so that all of them leave the step out, and nothing is exchanged for it. On a GPU the
-    host does not wait: the optimizer's fused kernels look at the finding on the device, as they do for torch's
-    ``GradScaler``. An optimizer without such kernels needs a host that reads the norm. On a CPU it is there already.
+    The norm is that of all ranks, so all ranks skip the same steps without further communication. On a GPU the host
+    does not wait: the optimizer's fused kernels read the decision on the device, as with torch's ``GradScaler``. For an
+    optimizer without such kernels the host must read the norm. On a CPU this costs nothing.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: float | None, stops: bool
     ) -> None:
-        """Take what is stepped; with ``stops`` all steps after one that is not finite are left out too."""
+        """Set the optimizer; with ``stops`` all steps after one that is not finite are skipped too."""
         self._model, self._optimizer = model, optimizer
         self._max_norm, self._stops = math.inf if max_norm is None else max_norm, stops
         self._refused: Tensor | None = None
 
     def make(self, scaler: sw.GradScaler) -> tuple[Tensor, bool]:
-        """Clip and step: the norm before clipping, and whether loss scaling has left the step out.
+        """Clip and update; return the norm before clipping, and whether loss scaling skipped the step.
 
-        In fp16 the host waits for the gradients here, as with torch's own ``GradScaler``.
+        In fp16 the host waits for the gradients here, as with torch's ``GradScaler``.
 
         Collective:
             Those of ``scaler.unscale_`` and ``sw.clip_grad_norm``.
         """
         scaler.unscale_(self._optimizer)
         norm = sw.clip_grad_norm(self._model, self._max_norm)
-        is_skipped = scaler.has_found_inf and scaler.get_scale() > 1.0  # at 1 a smaller one would not help
+        is_skipped = scaler.has_found_inf and scaler.get_scale() > 1.0  # a scale below 1 would not help
         if scaler.is_enabled():
             scaler.step(self._optimizer)
             scaler.update()
@@ -56,16 +56,16 @@ class Update:
 
 
 def needs_host(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether the host has to read a norm on ``device``, as the optimizer's kernels cannot be told to do nothing."""
+    """Return whether the host must read a norm on ``device``, because the optimizer's kernels cannot skip a step."""
     is_fused = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
     is_there = all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
     return device.type == "cpu" or not is_fused or not is_there
 
 
 def _step_unless(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
-    """``optimizer.step()`` that changes nothing where ``refused`` is 1. The host does not read it.
+    """Run ``optimizer.step()`` so that it changes nothing if ``refused`` is 1. The host does not read ``refused``.
 
-    ``found_inf`` and ``grad_scale`` are how torch's ``GradScaler`` tells an optimizer with ``fused=True``.
+    torch's ``GradScaler`` sets ``found_inf`` and ``grad_scale`` in the same way for an optimizer with ``fused=True``.
     """
     vars(optimizer).update(found_inf=refused, grad_scale=None)
     try:
@@ -76,9 +76,9 @@ def _step_unless(optimizer: torch.optim.Optimizer, refused: Tensor) -> None:
 
 
 def with_true_gradient(loss: Tensor) -> Tensor:
-    """The loss itself; where it is not finite its gradient is nan, so that the norm of all ranks says so.
+    """Return the loss, whose gradient becomes NaN if it is not finite, so that the norm over all ranks shows it.
 
-    An infinite loss may have a finite gradient: that of a cross entropy over a logit of minus infinity has.
+    An infinite loss may have a finite gradient: for example cross-entropy of a logit of minus infinity.
     """
     if loss.requires_grad:
         is_finite = loss.detach().isfinite()
