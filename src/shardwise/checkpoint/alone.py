@@ -1,6 +1,6 @@
-"""Saving from one process without a process group, tensor by tensor: for checkpoints that come from elsewhere.
+"""Writes a checkpoint from one process without a process group, tensor by tensor: for imported checkpoints.
 
-The folder is one that :mod:`shardwise.checkpoint.writer` could have written on as many ranks as there are files.
+The result is the same as of :mod:`shardwise.checkpoint.writer` on as many ranks as there are files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
 
-#: What the manifest says of the run.
+#: Run id in the manifest of imported checkpoints.
 _RUN_ID = "imported"
 
 
@@ -38,10 +38,10 @@ def write_alone(
     step: int,
     max_file_bytes: float,
 ) -> None:
-    """Write a checkpoint of whole tensors, or nothing.
+    """Write a checkpoint of unsharded tensors, or nothing.
 
-    ``directory`` must not exist. Each of ``tensors`` is a whole one; ``read`` gives it by its name when it is about to
-    be written, so that one is held at a time.
+    ``directory`` must not exist. ``tensors`` are unsharded. ``read`` returns a tensor by name; it is called just before
+    the tensor is written, so that only one tensor is in memory at a time.
     """
     problems = [problem for extent in tensors if (problem := extent_problem(extent)) is not None]
     if folders.exists(directory):
@@ -81,11 +81,11 @@ def write_alone(
     except OSError as error:
         raise StorageError(f"{directory} was not written: {error.strerror or error}.\n  Name another place.") from error
     finally:
-        remove_unfinished(temporary)  # where it was not published
+        remove_unfinished(temporary)  # unless it was published
 
 
 class _Content(Mapping[Piece, Tensor]):
-    """The pieces of one file, each read when it is asked for."""
+    """The pieces of one file; each is read when it is accessed."""
 
     def __init__(self, tensors: Sequence[Extent], read: Callable[[str], Tensor]) -> None:
         self._pieces = [Piece(held.name, held.dtype, held.start, held.stop) for held in tensors if held.numel]

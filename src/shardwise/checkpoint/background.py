@@ -1,6 +1,6 @@
-"""This rank's writing process, as training sees it: it is given a file's content and says later how it went.
+"""The training side of a rank's writing process: passes a file's content to the process and returns the outcome.
 
-A file is copied into memory before training goes on; the other process writes it to the disk.
+The content is copied into memory before training continues; the process then writes the copy to the disk.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from shardwise.checkpoint.shard import Layout, Piece, byte_view
 from shardwise.checkpoint.writing_process import receive, send
 
 _GONE = {"problem": "the process that writes checkpoints has been killed (often: out of memory)", "is_storage": False}
-#: Images grow in steps of this, so that a few bytes more in the next save need no new one.
+#: Sizes of images are multiples of this, so that a slightly larger save can use the same image.
 _GRANULE = 2 * 2**20
 
 
 class Background:
-    """A process that writes one file at a time. It is started by the first save and lives until :meth:`close`.
+    """A process that writes one file at a time. The first save starts it, and it lives until :meth:`close`.
 
-    The memory that a file is copied into is kept for the next one.
+    The memory for the copy is reused by the next save.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class Background:
         self._outcome: dict[str, Any] | None = None
 
     def begin(self, job: dict[str, Any], plan: Layout | None, content: Mapping[Piece, Tensor]) -> None:
-        """Copy a file's content and have it written; without a ``plan`` only pass ``job`` on.
+        """Copy a file's content and start writing it. Without a ``plan``, only send ``job`` to the process.
 
         Raises:
-            OSError: There is no memory for the copy, or no process can be started.
+            OSError: There is no memory for the copy, or the process cannot be started.
         """
         self._outcome = None
         self._start()
@@ -59,7 +59,7 @@ class Background:
         self.poll()
 
     def poll(self) -> dict[str, Any] | None:
-        """The outcome, or ``None`` as long as there is none. Does not wait."""
+        """Return the outcome, or ``None`` if the process has not finished. Does not wait."""
         if self._unsent is not None:
             if self._image is not None and not self._image.is_filled():
                 return None
@@ -71,7 +71,7 @@ class Background:
         return self._outcome
 
     def wait(self) -> dict[str, Any]:
-        """The outcome."""
+        """Wait for the outcome and return it."""
         if self._unsent is not None:
             if self._image is not None:
                 self._image.wait()
@@ -82,7 +82,7 @@ class Background:
         return self._outcome
 
     def close(self) -> None:
-        """End the process, whatever it is doing, and give the memory back."""
+        """Kill the process, whatever it is doing, and release the memory."""
         process, channel, image = self._process, self._channel, self._image
         self._process = self._channel = self._image = self._unsent = None
         if channel is not None:
@@ -115,7 +115,7 @@ class Background:
         assert self._unsent is not None
         assert self._channel is not None
         (job, files), self._unsent = self._unsent, None
-        with contextlib.suppress(OSError):  # it is gone: noticed when its outcome is read
+        with contextlib.suppress(OSError):  # if the process is gone, reading its outcome will show it
             send(self._channel, job, files)
 
     def _receive(self) -> None:
@@ -127,16 +127,16 @@ class Background:
 
 
 class Image:
-    """Shared memory without a name, as large as the file, with the file's content at the file's places.
+    """Anonymous shared memory of the size of a file, with the content of the file.
 
-    The kernel frees it when the last process that holds it is gone, however it ends. It does not count towards the
-    size of ``/dev/shm``.
+    The kernel frees the memory when the last process that uses it has ended. The memory does not count towards the size
+    of ``/dev/shm``.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.file = _anonymous()  # descriptor, which another process can be given
-        self.capacity = -(-num_bytes // _GRANULE) * _GRANULE  # bytes that fit
-        self.num_bytes = 0  # bytes of the file that is in it
+        self.file = _anonymous()  # descriptor, which can be sent to another process
+        self.capacity = -(-num_bytes // _GRANULE) * _GRANULE  # size in bytes
+        self.num_bytes = 0  # size of the file that it contains
         self._end = weakref.finalize(self, os.close, self.file)
         self._copied: torch.cuda.Event | None = None
         self._is_pinned = False
@@ -150,8 +150,8 @@ class Image:
     def fill(self, plan: Layout, content: Mapping[Piece, Tensor]) -> None:
         """Copy a file's content.
 
-        On a CPU it is there afterwards. From a GPU the copies are issued on the current stream, before whatever the
-        stream does next, and the host goes on; :meth:`wait` waits for them.
+        On a CPU the copy is complete on return. From a GPU the copies are issued on the current stream, before later
+        work of the stream, and the host continues; :meth:`wait` waits for them.
         """
         self.num_bytes = plan.file_bytes
         self._bytes[: len(plan.header)] = plan.header
@@ -159,7 +159,7 @@ class Image:
         whole = None if device is None else self._pinned()
         for piece, (begin, end) in zip(plan.offsets, pairwise([*plan.offsets.values(), plan.file_bytes]), strict=True):
             source = content[piece].detach()
-            if whole is not None and source.device.type == "cuda":  # as bytes: a place need not suit the dtype's width
+            if whole is not None and source.device.type == "cuda":  # as bytes: offsets may not be aligned for the dtype
                 whole[begin:end].copy_(source.contiguous().view(torch.uint8), non_blocking=True)
             else:
                 self._bytes[begin:end] = byte_view(source.cpu().contiguous())
@@ -168,7 +168,7 @@ class Image:
             self._copied.record(torch.cuda.current_stream(device))
 
     def is_filled(self) -> bool:
-        """Whether the copies have been made."""
+        """Return whether the copies are complete."""
         return self._copied is None or self._copied.query()
 
     def wait(self) -> None:
@@ -178,10 +178,10 @@ class Image:
             self._copied = None
 
     def close(self) -> None:
-        """Give the memory back, once the processes that were given the descriptor have closed it too.
+        """Release the memory, which is freed when other processes with the descriptor have closed it too.
 
-        Memory that a device is still to write to stays until this process ends: the copies may wait for a collective
-        that never ends, and cannot be called off.
+        Memory that a device will still write to is kept until this process ends, because the copies may wait for a
+        collective that never completes, and they cannot be cancelled.
         """
         if not self.is_filled():
             _abandoned.append(self._bytes)
@@ -194,17 +194,17 @@ class Image:
         return torch.frombuffer(self._bytes, dtype=torch.uint8)
 
     def _pinned(self) -> Tensor:
-        """All of it as a tensor. The driver locks the memory: otherwise copies from a GPU make the host wait."""
+        """Return the memory as a pinned tensor. Without pinning, copies from a GPU would make the host wait."""
         whole = self._whole()
         if not self._is_pinned:
             self._is_pinned = int(_driver().cudaHostRegister(whole.data_ptr(), self.capacity, 0)) == 0
-            if not self._is_pinned:  # CUDA would report the refusal as that of the next kernel
+            if not self._is_pinned:  # clear the error, which CUDA would report for the next kernel
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device="cuda")
         return whole
 
 
-#: See :meth:`Image.close`.
+#: Memory that a device may still write to; see :meth:`Image.close`.
 _abandoned: list[memoryview] = []
 
 

@@ -1,8 +1,8 @@
-"""The reports of all ranks combined on rank 0 into the table of a checkpoint.
+"""Combines the reports of all ranks on rank 0 into the table of a checkpoint.
 
-Each rank describes its ranges in two short texts: the tensors and slices, and where each range starts and stops. Most
-ranks hold parts of the same tensors, so most first texts are equal, and each different one is read once. The numbers of
-all ranks become columns, which are sorted and compared at once.
+Each rank describes its ranges in two short texts: the tensors and slices, and start and stop of each range. Most ranks
+own parts of the same tensors, so most of the first texts are equal, and each distinct one is parsed only once. The
+numbers of all ranks become columns, which are sorted and compared as a whole.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardwise.checkpoint.table import MOST_PROBLEMS, Table, describe
 from shardwise.spec.extent import Extent, unpacked_cuts
 from shardwise.weights.state.extents import coverage_problems
 
-#: Fast rather than small: texts of many ranks arrive at once, and most are alike.
+#: Compression level. Fast rather than small, because texts of many ranks arrive at once and most are equal.
 _LEVEL = 1
 
 
 def described(extents: Sequence[Extent], frozen: Collection[str] = ()) -> list[str]:
-    """A rank's ranges as two short texts."""
+    """Describe a rank's ranges in two short texts."""
     what = [
         [
             each.name in frozen,
@@ -50,20 +50,20 @@ def _restored(text: str) -> bytes:
 
 
 class Combined:
-    """The ranges of all ranks, put together."""
+    """The combined ranges of all ranks."""
 
     def __init__(self, reports: Iterable[tuple[int, Sequence[str]]]) -> None:
-        #: Tensors that ranks describe differently, elements that no rank holds or that are held twice.
+        #: Tensors that ranks describe differently, and elements that no rank owns or several ranks own.
         self.problems: list[str] = []
         self._tensors: dict[str, int] = {}
-        self._first: list[tuple[int, Extent]] = []  # of each tensor: the first rank that has it, and what it has
-        self._slices: list[tuple[int, Cuts]] = []  # the tensor and its slice, in the order in which they came
+        self._first: list[tuple[int, Extent]] = []  # by tensor: the first rank that reported it, and its extent
+        self._slices: list[tuple[int, Cuts]] = []  # tensor and slice, in the order in which they were reported
         self._number_of: dict[tuple[int, Cuts], int] = {}
         self._frozen: frozenset[int] = frozenset()
         self._told: list[tuple[Column, Any]] = []  # by text: the tensor of each range, and whether it is frozen
-        self._read: dict[str, int] = {}  # texts, by their number
-        self._places: list[Column] = []  # by text: the slice of each range, -1: of none, since it does not fit
-        self._kinds: list[int] = []  # by rank: number of its text
+        self._read: dict[str, int] = {}  # number of each text
+        self._places: list[Column] = []  # by text: the slice of each range; -1 if the range does not fit
+        self._kinds: list[int] = []  # by rank: the number of its text
         columns: list[Column] = []
         for rank, (what, ranges) in reports:
             if what not in self._read:
@@ -78,15 +78,15 @@ class Combined:
             columns.append(np.stack([held, starts[is_held], stops[is_held], np.full(len(held), rank)]))
         every = np.concatenate(columns, axis=1) if columns else np.zeros((4, 0), np.int64)
         self._refuse_half_frozen(every)
-        self.table = self._make_table(every)  # valid where there are no problems
+        self.table = self._make_table(every)  # only valid without problems
 
     def slice_numbers(self) -> Iterable[list[int]]:
-        """By rank, for each of its ranges the number of its slice in the table (-1: not cut, or no rank has any)."""
+        """Return by rank the slice number in the table of each of its ranges; -1 for uncut tensors and empty slices."""
         by_kind = [self._numbers[places].tolist() for places in self._places]
         return (by_kind[kind] for kind in self._kinds)
 
     def _read_text(self, rank: int, what: list[list[Any]]) -> Column:
-        """The slice of each range that a text describes."""
+        """Return the slice of each range that a text describes."""
         places = []
         tensors, flags = [], []
         for is_frozen, name, shape, dtype, stride, cuts in what:
@@ -112,7 +112,7 @@ class Combined:
         return column(places)
 
     def _refuse_half_frozen(self, every: Column) -> None:
-        """Note the frozen tensors that some rank with a piece of them does not call so."""
+        """Record as problems the frozen tensors that are not frozen on some rank with a piece of them."""
         is_frozen = np.zeros(len(self._first), dtype=bool)
         for tensors, flags in self._told:
             is_frozen[tensors[flags]] = True
@@ -127,14 +127,14 @@ class Combined:
             self.problems += [f"{self._first[tensor][1].name}: not frozen on rank {rank}" for tensor, rank in pairs]
 
     def _make_table(self, every: Column) -> Table:
-        """Sort the pieces by tensor, slice and element, prove that they are whole, and find what is divided alike."""
+        """Sort the pieces by tensor, slice and element, check coverage, and find tensors that are divided alike."""
         present = np.zeros(len(self._slices), dtype=bool)
         present[every[0]] = True
         order = sorted(
             np.flatnonzero(present).tolist(),
             key=lambda index: (self._slices[index][0], [(cut.dim, cut.ranges) for cut in self._slices[index][1]]),
         )
-        rows_of: list[list[int]] = [[] for _ in self._first]  # by tensor: its slices in their order
+        rows_of: list[list[int]] = [[] for _ in self._first]  # by tensor: its slices in order
         for place, index in enumerate(order):
             rows_of[self._slices[index][0]].append(place)
         slices = [self._slices[index][1] for index in order]
@@ -143,7 +143,7 @@ class Combined:
         every[0] = place_of[every[0]]
         every = every[:, np.lexsort((every[2], every[1], every[0]))]
         bounds = np.searchsorted(every[0], np.arange(len(order) + 1))
-        self._numbers = np.full(len(self._slices) + 1, -1, np.int64)  # the last is that of ranges that do not fit
+        self._numbers = np.full(len(self._slices) + 1, -1, np.int64)  # the last one is for ranges that do not fit
         for places in rows_of:
             for number, place in enumerate(places):
                 self._numbers[order[place]] = number if slices[place] else -1
@@ -151,7 +151,7 @@ class Combined:
         return self._table(every, rows_of, slices)
 
     def _refuse_uncovered(self, every: Column, bounds: Column, rows_of: list[list[int]], slices: list[Cuts]) -> None:
-        """Note the tensors whose pieces are not exactly the whole."""
+        """Record as problems the tensors that the pieces do not cover exactly."""
         place, start, stop, _ = every
         begins = np.concatenate([[0], stop[:-1]])
         begins[bounds[:-1]] = 0
@@ -211,5 +211,5 @@ class Combined:
 
 
 def _ranges(held: Column) -> list[tuple[int, int, int]]:
-    """Columns of pieces as tuples: start, stop and rank."""
+    """Return columns of pieces as tuples (start, stop, rank)."""
     return list(zip(*held.tolist(), strict=True))

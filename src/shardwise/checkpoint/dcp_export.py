@@ -1,9 +1,9 @@
-"""From a checkpoint to a folder of ``torch.distributed.checkpoint``, in one process without a process group.
+"""Exports a checkpoint to a folder of ``torch.distributed.checkpoint``, in one process without a process group.
 
-The folder holds ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``, names and
-settings as ``get_model_state_dict`` and ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint.state_dict``
-give them, so that ``dcp.load`` fills such a state dict on any layout. torch plans, writes and describes the files; each
-tensor is read when torch is about to write it.
+The folder contains ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "param_groups": [...]}}``. Names
+and settings are those of ``get_model_state_dict`` and ``get_optimizer_state_dict`` of
+``torch.distributed.checkpoint.state_dict``, so that ``dcp.load`` fills such a state dict on any layout. torch plans and
+writes the files; each tensor is read when torch is about to write it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.weights.state.extents import empty
 from shardwise.weights.state.held import BUFFER
 
 _OPTIMIZER = "optimizer/"
-#: Beginnings of names that torch's checkpoints do not have: averages and each rank's own state and parameters.
+#: Prefixes of names that torch's checkpoints do not have: averages, and ranks' separate state and parameters.
 _OURS = ("average/", "rank/", "rank-")
 
 
@@ -47,16 +47,16 @@ def export_dcp(
     """Write the model and the optimizer state of ``checkpoint`` as the folder ``target``.
 
     Args:
-        checkpoint: Of any layout.
+        checkpoint: A checkpoint of any layout.
         target: A folder that does not exist.
-        model_key: Key of the model's state dict, with dots for deeper ones; ``""``: its names are at the top.
+        model_key: Key of the model's state dict, with dots for nested keys; ``""`` puts its names at the top level.
         optimizer_key: The same for the optimizer's.
-        has_optimizer: Write optimizer state where there is some.
+        has_optimizer: Write optimizer state if the checkpoint has some.
         is_flat: Name the optimizer's settings by parameter, as ``flatten_optimizer_state_dict=True`` does.
-        max_file_bytes: A file holds no more, unless one tensor alone does.
+        max_file_bytes: Maximum size of a file. A larger tensor gets its own file.
 
     Returns:
-        Names of tensors of the checkpoint that the folder does not hold.
+        Names of the checkpoint's tensors that were not exported.
     """
     if target.exists():
         raise CheckpointError(f"{target} exists.\n  Name a folder that does not exist.")
@@ -89,7 +89,7 @@ def export_dcp(
 def _optimizer(
     checkpoint: Checkpoint, saved: Mapping[str, Any], parameters: list[str], left_out: list[str], *, is_flat: bool
 ) -> dict[str, Any]:
-    """The optimizer's state dict, with the checkpoint's extents for tensors. Adds to ``left_out``."""
+    """Return the optimizer's state dict, with extents in place of tensors, and extend ``left_out``."""
     state: dict[str, dict[str, Any]] = {}
     for full_name, extent in checkpoint.tensors.items():
         if not full_name.startswith(_OPTIMIZER):
@@ -120,7 +120,7 @@ def _optimizer(
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans with tensors on meta, and gives torch the value of each when it is written."""
+    """Plans with tensors on meta, and reads the value of each tensor when torch writes it."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _Planner(DefaultSavePlanner):
         self._extents: dict[int, Extent] = {}
 
     def put(self, state: dict[str, Any], key: str, inner: dict[str, Any]) -> None:
-        """Put a state dict at a key with dots, with a tensor on meta for each extent."""
+        """Insert a state dict at a key with dots, with a meta tensor for each extent."""
         for part in key.split(".") if key else ():
             state = state.setdefault(part, {})
         state |= self._on_meta(inner)
@@ -143,7 +143,7 @@ class _Planner(DefaultSavePlanner):
         return made
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The object that is saved under the key of ``index``."""
+        """Return the object that is saved under the key of ``index``."""
         held = super().lookup_object(index)
         if not (isinstance(held, Tensor) and held.is_meta):
             return held
@@ -153,7 +153,7 @@ class _Planner(DefaultSavePlanner):
         return value.contiguous()
 
     def save(self, folder: Path, state: dict[str, Any], max_file_bytes: float) -> None:
-        """Do what ``dcp.save`` does on as many ranks as there are files: torch holds a file's tensors until its end."""
+        """Save as ``dcp.save`` on as many ranks as there are files, because torch buffers all tensors of a file."""
         writer = FileSystemWriter(folder, overwrite=False)
         writer.set_up_storage_writer(is_coordinator=True)
         self.set_up_planner(state, writer.storage_meta(), is_coordinator=True)

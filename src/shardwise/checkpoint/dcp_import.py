@@ -1,7 +1,7 @@
-"""From a folder of ``torch.distributed.checkpoint`` to a checkpoint that ``sw.load`` reads on any layout.
+"""Imports a folder of ``torch.distributed.checkpoint`` as a checkpoint that ``sw.load`` reads on any layout.
 
-The folder holds a nested state dict, whose paths are joined by dots. What becomes of each key, ``model`` and
-``optimizer`` being the keys of the two state dicts:
+The folder contains a nested state dict, whose paths are joined by dots. Its keys are imported as follows, if ``model``
+and ``optimizer`` are the keys of the two state dicts:
 
 =========================================  ==========================================================================
 ``model.<name>``                           the parameter or buffer of that name
@@ -10,11 +10,11 @@ The folder holds a nested state dict, whose paths are joined by dots. What becom
 ``optimizer.param_groups.<number>.<key>``  the settings of a parameter group and the names in it
 ``optimizer.param_groups.<name>.<key>``    the settings of a parameter, in state dicts with
                                            ``flatten_optimizer_state_dict=True``, as torchtitan's
-others                                     part of what ``sw.load`` returns where JSON can hold it; else left out
+others                                     part of the result of ``sw.load`` if JSON can represent the value
 =========================================  ==========================================================================
 
-A folder has a ``.metadata`` file, which is a pickle, and files in which the shards of tensors, and pickled values,
-follow each other. Unpickling executes what the files say: only folders from a trusted source may be opened.
+A folder consists of the pickle ``.metadata`` and files with the shards of tensors and pickled values. Unpickling
+executes code from the files: open only folders from a trusted source.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from shardwise.spec.extent import Extent
 from shardwise.spec.text import printable
 from shardwise.weights.state.optimizer import PER_PARAMETER
 
-#: What wrappers of modules add to names; the plain model has none of these.
+#: Parts of names that module wrappers add.
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OPTIMIZER = re.compile(r"(?P<prefix>(?:.*?\.)?(?:optimizer|optim)\.)(?:state|param_groups)\.")
 
 
 class Stored(NamedTuple):
-    """A tensor of the folder: short dtype and shape."""
+    """Dtype (short name) and shape of a tensor in the folder."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,10 +59,10 @@ class DcpFolder:
     """An opened folder.
 
     Attributes:
-        tensors: The tensors by their key: the path in the state dict, joined by dots.
+        tensors: The tensors by key: the path in the state dict, joined by dots.
 
     Raises:
-        CheckpointError: There is no such folder, or it cannot be read.
+        CheckpointError: The folder does not exist or cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,17 +82,17 @@ class DcpFolder:
                 if isinstance(held, TensorStorageMetadata)
             }
         known = found.planner_data if isinstance(found.planner_data, dict) else {}
-        #: The path in the state dict that was saved, for each key.
+        #: For each key, the path in the saved state dict.
         self.paths: dict[str, tuple[str | int, ...]] = {key: tuple(known.get(key, (key,))) for key in stored}
 
     def read_tensor(self, key: str) -> Tensor:
-        """A full tensor on the CPU. One of its shards is held at the same time."""
+        """Read a full tensor to the CPU. One of its shards is in memory at the same time."""
         held = self._metadata.state_dict_metadata[key]
         assert isinstance(held, TensorStorageMetadata)
         return self._read(key, torch.empty(held.size, dtype=held.properties.dtype))
 
     def read_value(self, key: str) -> Any:
-        """The value that was saved under ``key``; a tensor without dimensions as its number. Unpickles it."""
+        """Return the value of ``key``; a tensor without dimensions as a number. Other values are unpickled."""
         if key in self.tensors:
             tensor = self.read_tensor(key)
             return tensor.item() if tensor.dim() == 0 else tensor
@@ -130,7 +130,7 @@ class Imported:
     num_tensors: int  # parameters and buffers
     optimizer: str | None  # class of the optimizer, or ``None``
     step: int  # number of updates
-    left_out: list[str]  # keys of the folder that the checkpoint does not hold
+    left_out: list[str]  # keys of the folder that were not imported
 
 
 def import_dcp(
@@ -149,17 +149,17 @@ def import_dcp(
     Args:
         source: The folder. It is unpickled, which executes code that it names.
         target: A folder that does not exist.
-        model_key: Where the model's state dict is in the saved one, such as ``"model"`` or ``"app.model"``; ``""``: at
-            the top. ``None``: where it is found.
+        model_key: Key of the model's state dict in the saved one, such as ``"model"`` or ``"app.model"``; ``""``: the
+            top level. ``None``: searched.
         optimizer_key: The same for the optimizer's.
-        has_optimizer: Import optimizer state where there is some.
-        optimizer_class: Class of the optimizer, where its state does not tell.
-        dtype: Short name of the dtype that the model's floating-point tensors get. ``None``: their own.
-        max_file_bytes: A file holds no more, unless one tensor alone does.
+        has_optimizer: Import optimizer state if there is some.
+        optimizer_class: Class of the optimizer, if its state does not identify it.
+        dtype: Short name of the dtype of the model's floating-point tensors. ``None``: unchanged.
+        max_file_bytes: Maximum size of a file. A larger tensor gets its own file.
 
     Raises:
-        CheckpointError: The folder cannot be read, or does not say what is what; the message names the option to give.
-        StorageError: The disk refuses.
+        CheckpointError: The folder cannot be read, or is ambiguous; the message names the option to set.
+        StorageError: Writing failed.
     """
     folder = DcpFolder(source)
     of_optimizer = _of_optimizer(folder, optimizer_key, is_one=has_optimizer)
@@ -188,9 +188,9 @@ def import_dcp(
 
 
 def _of_optimizer(folder: DcpFolder, wanted: str | None, *, is_one: bool) -> dict[str, str]:
-    """The keys of optimizer state and settings, each with what follows the optimizer's own key ``wanted``.
+    """Map the keys of optimizer state and settings to the part after the optimizer's key ``wanted``.
 
-    Where ``is_one``, several optimizers are refused.
+    With ``is_one``, several optimizers are refused.
     """
     if wanted is None:
         prefixes = sorted({match["prefix"] for key in folder.paths if (match := _OPTIMIZER.match(key)) is not None})
@@ -213,7 +213,7 @@ def _of_optimizer(folder: DcpFolder, wanted: str | None, *, is_one: bool) -> dic
 
 
 def _model_prefix(folder: DcpFolder, of_optimizer: Collection[str], wanted: str | None) -> str:
-    """The prefix of the model's keys."""
+    """Return the prefix of the model's keys."""
     if wanted is not None:
         prefix = f"{wanted}." if wanted else ""
         if not any(key.startswith(prefix) for key in folder.tensors if key not in of_optimizer):
@@ -231,38 +231,38 @@ def _model_prefix(folder: DcpFolder, of_optimizer: Collection[str], wanted: str 
 
 
 def _below(folder: DcpFolder, prefix: str, of_optimizer: Collection[str]) -> list[str]:
-    """Keys of the model's tensors. At the top those of other state dicts, which lie deeper, are not the model's."""
+    """Return the keys of the model's tensors. For a model at the top level, nested keys belong to other state dicts."""
     found = [key for key in folder.tensors if key.startswith(prefix) and key not in of_optimizer]
     return found if prefix else [key for key in found if len(folder.paths[key]) == 1]
 
 
 def _describe(folder: DcpFolder) -> str:
-    """The keys at the top of the saved state dict."""
+    """List the top-level keys of the saved state dict."""
     top = list(dict.fromkeys(str(path[0]) for path in folder.paths.values()))
     return f"At the top it has {', '.join(map(printable, top[:8]))}" + (", ..." if len(top) > 8 else "") + "."
 
 
 @dataclass
 class _Content:
-    """A checkpoint's content from a folder."""
+    """The content of the new checkpoint."""
 
     folder: DcpFolder
     #: Key in the folder, dtype and shape of each tensor, by its name in the checkpoint.
     tensors: dict[str, tuple[str, Stored]] = field(default_factory=dict)
-    num_model: int = 0  # how many of these are the model's
+    num_model: int = 0  # number of the model's tensors among them
     optimizer: dict[str, Any] | None = None
-    state: dict[str, Any] = field(default_factory=dict)  # the value that ``sw.load`` returns
+    state: dict[str, Any] = field(default_factory=dict)  # the result of ``sw.load``
     step: int = 0
-    taken: set[str] = field(default_factory=set)  # keys that the checkpoint holds
+    taken: set[str] = field(default_factory=set)  # keys that were imported
 
     def add_model(self, names: Mapping[str, str]) -> None:
-        """Take the tensors with these keys, which the model has under these names."""
+        """Add the model's tensors, given as names in the model by key."""
         for key, wrapped in names.items():
             self._add(_WRAPPERS.sub("", wrapped), key)
         self.num_model = len(self.tensors)
 
     def dtypes(self, dtype: str | None) -> dict[str, str]:
-        """The dtype that each tensor gets, the model's floating-point ones ``dtype`` where it is given."""
+        """Return the dtype of each tensor; the model's floating-point tensors get ``dtype`` if given."""
         return {
             name: dtype
             if dtype and place < self.num_model and torch_dtype(held.dtype).is_floating_point
@@ -277,7 +277,7 @@ class _Content:
         self.taken.add(key)
 
     def add_optimizer(self, names: Mapping[str, str], cls: str | None) -> None:
-        """Take the optimizer's state, of the class ``cls`` where it is known: keys, with what follows its own key."""
+        """Add the optimizer's state, of class ``cls``; ``names`` maps keys to their part after the optimizer's key."""
         shapes = {name: held.shape for name, (_, held) in self.tensors.items()}
         scalars: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         state_keys: set[str] = set()
@@ -327,7 +327,7 @@ class _Content:
         return value
 
     def _groups(self, names: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[list[str]]]:
-        """Settings of each parameter group, and the names in it."""
+        """Return the settings of each parameter group, and the names in it."""
         is_nested = all("param_groups" in self.folder.paths[key] for key in names)
         groups = self._nested_groups(names) if is_nested else self._flat_groups(names)
         self.taken.update(names)
@@ -339,7 +339,7 @@ class _Content:
         return unflatten_state_dict({key: self.folder.read_value(key) for key in keys}, paths).get("param_groups", [])
 
     def _flat_groups(self, names: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Groups of the parameters whose settings are equal, in the order in which the folder has their first."""
+        """Group parameters with equal settings, in the order of their first occurrence."""
         settings: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for key, rest in names.items():
             name, _, kind = rest.removeprefix("param_groups.").rpartition(".")
@@ -351,7 +351,7 @@ class _Content:
         return list(groups.values())
 
     def _class_of(self, keys: set[str], groups: Iterable[Mapping[str, Any]]) -> str:
-        """The class of torch's optimizer that has such state and settings."""
+        """Return the class of torch's optimizer that has such state and settings."""
         settings = set[str]().union(*groups)
         decouples = {group.get("decoupled_weight_decay") for group in groups}
         if {"exp_avg", "exp_avg_sq"} <= keys and "amsgrad" in settings and decouples <= {True, False}:
@@ -365,7 +365,7 @@ class _Content:
         )
 
     def add_rest(self, keys: Iterable[str]) -> list[str]:
-        """Take what is neither the model's nor the optimizer's; returns the keys of what cannot be taken."""
+        """Add all other values; return the keys that cannot be imported."""
         left_out = []
         found: dict[str, Any] = {}
         for key in keys:
@@ -375,7 +375,7 @@ class _Content:
             try:
                 value = self.folder.read_value(key)
                 plain.pack(value)
-            except (CheckpointError, ValueError):  # of a class that is not here, or no value that JSON can hold
+            except (CheckpointError, ValueError):  # of an unknown class, or not representable in JSON
                 left_out.append(key)
             else:
                 found[key] = value
@@ -384,5 +384,5 @@ class _Content:
 
 
 def _plain(value: Any) -> Any:
-    """A setting; a number in a tensor as the number."""
+    """Return a setting; a number in a tensor becomes a number."""
     return value.item() if hasattr(value, "item") and callable(value.item) else value

@@ -1,4 +1,4 @@
-"""Tensors that hold NaN or infinity, found before a checkpoint of them is written."""
+"""Finds tensors that contain NaN or infinity, before a checkpoint of them is written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from shardwise.weights.state.extents import Pairs
 
-#: Buffers may hold infinity rightly: masks of attention.
+#: Buffers may contain infinity, for example attention masks.
 _UNCHECKED = "buffer/"
 
 
 def non_finite(tensors: Pairs) -> list[str]:
-    """Names of parameters, averages and optimizer state that are not finite, sorted.
+    """Return the sorted names of parameters, averages and optimizer state that are not finite.
 
-    Reads every element once (on one core of a CPU about 20 GB/s). The host waits once for each device.
+    Reads every element once (about 20 GB/s on one CPU core). The host waits once for each device.
     """
     found: dict[torch.device, list[tuple[str, Tensor]]] = {}
     with torch.no_grad():
@@ -34,7 +34,7 @@ def non_finite(tensors: Pairs) -> list[str]:
 
 
 def _range(tensor: Tensor) -> Tensor:
-    """The smallest and the largest element, as fp64; NaN where there is one."""
+    """Return the smallest and the largest element as fp64; NaN if any element is NaN."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor).view(-1)
     if tensor.element_size() == 1:  # fp8 has no minimum

@@ -1,7 +1,7 @@
-"""A checkpoint's folder: files are opened by plain name relative to the folder's descriptor, and never through links.
+"""Access to a checkpoint's folder: files are opened by name relative to its descriptor, and links are never followed.
 
-Names that come out of files are compared with strict patterns before they get here. Whatever is not a regular file with
-one link is refused before it is opened.
+Callers have checked names from files against strict patterns. Anything except a regular file with one link is refused
+before it is opened.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 
 
 class RefusedError(Exception):
-    """A file that must not be opened, or that is not there. Its text has no path; the caller adds the place."""
+    """A file that may not be opened, or is missing. The text has no path; the caller adds the place."""
 
 
 @contextlib.contextmanager
 def open_folder(path: str | os.PathLike[str], *, follow: bool = True, parent: int | None = None) -> Iterator[int]:
-    """A descriptor of the folder at ``path``, closed at the end.
+    """Open the folder at ``path`` and yield its descriptor, which is closed at the end.
 
-    Links in ``path``, which begins at ``parent`` or the current folder, are the caller's own words and are followed;
-    without ``follow`` the last component must be a folder itself.
+    Links in ``path``, which is relative to ``parent`` or the current folder, come from the caller and are followed.
+    Without ``follow`` the last component must not be a link.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     folder = os.open(path, flags, dir_fd=parent)
@@ -36,14 +36,14 @@ def open_folder(path: str | os.PathLike[str], *, follow: bool = True, parent: in
 def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> Iterator[tuple[int, os.stat_result]]:
     """Open the regular file ``name`` of ``folder``.
 
-    With ``allows_links`` it may have several hard links: checkpoints share it.
+    With ``allows_links`` the file may have several hard links, because checkpoints share it.
 
     Yields:
         Its descriptor and its status.
     """
     status_of(folder, name, allows_links=allows_links)
     try:
-        # Non-blocking: should a pipe have taken its place in between, opening must not wait for a writer.
+        # Non-blocking, so that opening does not wait for a writer if the file was replaced by a pipe meanwhile.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
         raise RefusedError("the file is missing") from None
@@ -58,7 +58,7 @@ def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> I
 
 
 def status_of(folder: int, name: str, *, allows_links: bool = False) -> os.stat_result:
-    """The status of the regular file ``name`` of ``folder``, which is not opened."""
+    """Return the status of the regular file ``name`` of ``folder`` without opening it."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def status_of(folder: int, name: str, *, allows_links: bool = False) -> os.stat_
 
 
 def read_at(file: int, target: memoryview, offset: int) -> None:
-    """Fill ``target`` from ``offset`` on."""
+    """Fill ``target`` with the content of ``file`` from ``offset`` on."""
     while target:
         try:
             count = os.preadv(file, [target], offset)
@@ -83,7 +83,7 @@ def read_at(file: int, target: memoryview, offset: int) -> None:
 
 
 def create(folder: int, name: str) -> int:
-    """A descriptor of the new file ``name``, which must not exist yet."""
+    """Create the file ``name``, which must not exist, and return its descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags, 0o666, dir_fd=folder)
 
@@ -95,7 +95,7 @@ def write_all(file: int, content: memoryview) -> None:
 
 
 def copy_file(source: int, folder: int, name: str) -> None:
-    """Copy the open file ``source`` to the new file ``name`` and bring it to the disk."""
+    """Copy the open file ``source`` to the new file ``name`` and sync it to the disk."""
     with os.fdopen(create(folder, name), "wb") as file:
         while os.sendfile(file.fileno(), source, None, 2**30):
             pass
@@ -103,7 +103,7 @@ def copy_file(source: int, folder: int, name: str) -> None:
 
 
 def write_file(folder: int, name: str, content: bytes) -> None:
-    """Write the new file ``name`` and bring it to the disk."""
+    """Write the new file ``name`` and sync it to the disk."""
     file = create(folder, name)
     try:
         write_all(file, memoryview(content))
@@ -113,10 +113,10 @@ def write_file(folder: int, name: str, content: bytes) -> None:
 
 
 def link(source: Path, folder: int, name: str, num_bytes: int) -> bool:
-    """Give the regular file ``source`` the further name ``name`` in an open folder, if it has ``num_bytes`` bytes.
+    """Create a hard link ``name`` in an open folder to the regular file ``source``, if that has ``num_bytes`` bytes.
 
     Returns:
-        Whether that was done: the file may be missing, and not every file system has hard links.
+        Whether the link was created: the file may be missing, and some file systems have no hard links.
     """
     try:
         status = source.stat(follow_symlinks=False)
@@ -129,7 +129,7 @@ def link(source: Path, folder: int, name: str, num_bytes: int) -> bool:
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Bring a folder's entries (new names, renames) to the disk."""
+    """Sync a folder's entries (new names, renames) to the disk."""
     with open_folder(path) as folder:
         os.fsync(folder)
 
@@ -137,11 +137,11 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 def remove_folder(parent: int, name: str, known: Callable[[str], bool]) -> None:
     """Remove the folder ``name`` of ``parent`` and the plain files in it.
 
-    ``known`` says of a file's name whether it belongs to a checkpoint.
+    ``known`` returns whether a file name belongs to a checkpoint.
 
     Raises:
-        RefusedError: It is a link, or holds what is not part of a checkpoint. Nothing has been removed then.
-        OSError: The disk refuses.
+        RefusedError: It is a link, or contains something that is not part of a checkpoint. Nothing was removed.
+        OSError: Removing failed.
     """
     check_removable(parent, name, known)
     with open_folder(name, follow=False, parent=parent) as folder:
@@ -151,7 +151,7 @@ def remove_folder(parent: int, name: str, known: Callable[[str], bool]) -> None:
 
 
 def check_removable(parent: int, name: str, known: Callable[[str], bool]) -> None:
-    """Raise unless :func:`remove_folder` may remove it."""
+    """Raise unless :func:`remove_folder` may remove the folder."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
         raise RefusedError("it is not a folder of its own but a link or a file")
     with open_folder(name, follow=False, parent=parent) as folder:
@@ -162,12 +162,12 @@ def check_removable(parent: int, name: str, known: Callable[[str], bool]) -> Non
 
 
 def names(folder: int) -> list[str]:
-    """Names of what an open folder holds, sorted."""
+    """Return the sorted names in an open folder."""
     return sorted(os.listdir(folder))
 
 
 def exists(path: Path) -> bool:
-    """Whether anything, a dangling link included, has this name."""
+    """Return whether anything has this name, including a dangling link."""
     return os.path.lexists(path)
 
 

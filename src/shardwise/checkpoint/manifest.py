@@ -1,10 +1,10 @@
 """The manifest of a checkpoint: its description in JSON, checked before any other file is read.
 
 It is written last, so a folder with a manifest is complete. It contains a hash of itself, so a flipped bit in a
-learning rate is found as well as one in a weight.
+learning rate is detected as well as one in a weight.
 
-Format version 5 (docs/checkpoints.md) has columns: one list of all names, one of all shapes, one of the hashes of all
-files. No other version is read.
+Format version 5 (docs/checkpoints.md) consists of columns: one list of all names, one of all shapes, one of the hashes
+of all files. Only this version is read.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from shardwise.spec.collector import without_collection
 
 FORMAT_VERSION = 5
 
-#: Largest manifest that is read, and most values in it. What they allow to be built in memory stays below 0.5 GB.
+#: Maximum bytes and values of a manifest that is read. Objects built from them stay below 0.5 GB.
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_ITEMS = 6 * 10**6
 
 _Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 _SaveId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
-#: The manifest begins with the checksum: of all that follows, with the brace before it.
+#: The manifest begins with the checksum of everything after it, preceded by an opening brace.
 _CHECKSUM = re.compile(rb'\{"checksum":"([0-9a-f]{64})",')
 
 
 class FileEntry(NamedTuple):
     """One rank's file."""
 
-    name: str  # file name; follows from the save and the rank
+    name: str  # determined by save and rank
     bytes: int
-    hash: str  # hash of the whole file (``StoredFile.hash``)
+    hash: str  # hash of the full file (``StoredFile.hash``)
 
 
 class _FileColumns(Strict):
@@ -55,7 +55,7 @@ class _FileColumns(Strict):
 
 
 class _Written(Strict):
-    """The manifest as it is written; what the attributes mean says :class:`Manifest`."""
+    """The manifest's fields in the file; :class:`Manifest` documents them."""
 
     format: Literal["shardwise-checkpoint"]
     format_version: Literal[5]
@@ -74,27 +74,27 @@ class _Written(Strict):
 class Manifest:
     """The description of a checkpoint."""
 
-    save_id: str  # names one save; part of every file's name
+    save_id: str  # unique id of the save; part of every file's name
     run_id: str  # the run that saved it
     step: int  # the step after which it was saved
     world_size: int  # number of ranks that saved it
-    files: list[FileEntry]  # one file for each rank, in rank order
-    frozen: list[FileEntry] | None  # files of frozen parameters, one for each rank, or ``None``
-    table: Table  # the logical tensors, and who holds which elements
-    data: dict[str, Any]  # state that is no tensor, the same for all ranks, packed by ``checkpoint.plain``
+    files: list[FileEntry]  # one file per rank, in rank order
+    frozen: list[FileEntry] | None  # files of frozen parameters, one per rank, or ``None``
+    table: Table  # the logical tensors, and which rank owns which elements
+    data: dict[str, Any]  # state other than tensors, the same for all ranks, packed by ``checkpoint.plain``
     _last_layout: dict[int, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def all_files(self) -> list[FileEntry]:
-        """Every file: those of the ranks, then those of frozen parameters."""
+        """All files: those of the ranks, then those of frozen parameters."""
         return [*self.files, *(self.frozen or [])]
 
     def file_of(self, name: str, rank: int) -> int:
-        """The number in ``all_files`` of the file in which a rank has its pieces of a tensor."""
+        """Return the index in ``all_files`` of the file with a rank's pieces of a tensor."""
         return rank + self.world_size * (self.table.numbers[name] in self.table.frozen)
 
     def layout_of(self, number: int) -> Layout:
-        """The layout that a file of ``all_files`` must have. The last one is kept."""
+        """Return the layout that a file of ``all_files`` must have. The last result is cached."""
         if number not in self._last_layout:
             self._last_layout.clear()
             self._last_layout[number] = self._make_layout(number)
@@ -109,14 +109,14 @@ class Manifest:
 
 
 def encode(content: Mapping[str, Any]) -> bytes:
-    """The manifest as it is written. What is returned has been read and checked as a manifest that is loaded.
+    """Encode a manifest for writing. The result has passed the checks of a manifest that is loaded.
 
     Args:
-        content: ``save_id``, ``run_id``, ``step``, ``world_size`` and ``data``; ``tensors`` and ``partitions`` as of
-            :meth:`Table.columns`; ``files`` and ``frozen``, each as of :func:`file_columns`, or ``None``.
+        content: ``save_id``, ``run_id``, ``step``, ``world_size`` and ``data``; ``tensors`` and ``partitions`` from
+            :meth:`Table.columns`; ``files`` and ``frozen``, each from :func:`file_columns`, or ``None``.
 
     Raises:
-        RefusedError: It would be refused.
+        RefusedError, ValueError: The manifest would be refused at loading.
     """
     raw = sealed({"format": "shardwise-checkpoint", "format_version": FORMAT_VERSION, **content})
     if len(raw) > MAX_MANIFEST_BYTES:
@@ -126,12 +126,12 @@ def encode(content: Mapping[str, Any]) -> bytes:
 
 
 def file_columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Sizes and hashes of files, in rank order."""
+    """Return sizes and hashes of files as columns, in rank order."""
     return {key: [entry[key] for entry in entries] for key in ("bytes", "hash")}
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Canonical JSON that begins with the checksum of the rest."""
+    """Return canonical JSON that begins with the checksum of the rest."""
     rest = plain.dumps({key: value for key, value in content.items() if key != "checksum"})
     return b'{"checksum":"%s",%s' % (hashlib.sha256(rest).hexdigest().encode(), rest[1:])
 
@@ -177,10 +177,10 @@ def _decode(raw: bytes) -> Manifest:
 
 
 def read_manifest(directory: Path, name: str = MANIFEST_NAME) -> bytes:
-    """Read the manifest of a checkpoint, which is not checked yet.
+    """Read the manifest of a checkpoint without checking it.
 
     Raises:
-        OSError: There is no such folder.
+        OSError: The folder does not exist.
     """
     with storage_of(directory).open(directory, name) as file:
         if file.num_bytes > MAX_MANIFEST_BYTES:
@@ -191,7 +191,7 @@ def read_manifest(directory: Path, name: str = MANIFEST_NAME) -> bytes:
 
 
 def _hash_without(raw: bytes, end: int) -> str:
-    """The hash of the text without its checksum, which ends before ``end``."""
+    """Return the hash of the text after the checksum, which ends at ``end``."""
     found = hashlib.sha256(b"{")
     found.update(memoryview(raw)[end:])
     return found.hexdigest()

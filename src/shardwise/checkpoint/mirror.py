@@ -1,6 +1,6 @@
-"""Copies of checkpoints: a published one is copied to another place, an object store or a folder, and committed there.
+"""Copies a published checkpoint to another place, an object store or a folder, and commits it there.
 
-Files are compared with their hashes while they are copied, so that a damaged checkpoint is not published a second time.
+Files are checked against their hashes before they are copied, so that a damaged checkpoint is not published again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shardwise.spec.errors import CheckpointError, StorageError
 
 
 def upload(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a checkpoint of a run to a store, and remove what is older than the kept ones there.
+    """Copy a checkpoint of a run to a store, and remove checkpoints older than the kept ones there.
 
     Args:
-        job: ``upload``, the checkpoint; ``to``, the folder of checkpoints there; ``keep``; and ``run_id``.
+        job: ``upload``, the checkpoint; ``to``, the folder of checkpoints on the store; ``keep``; and ``run_id``.
 
     Returns:
-        ``removed``: names of unfinished saves that were there; ``refused``: what was not removed, with the reason;
-        ``is_gone``: that the checkpoint had been removed before it was opened.
+        ``removed``: names of unfinished saves that were removed; ``refused``: names that were not removed, with
+        reasons; ``is_gone``: set if the checkpoint was removed before it was opened.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # all files are open at once
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # all files are open at the same time
     source, place = Path(job["upload"]), place_of(job["to"])
     fault.at("store_begin", step_of(source.name))
     is_copied = copy_checkpoint(source, place / source.name)
@@ -42,10 +42,10 @@ def upload(job: Mapping[str, Any]) -> dict[str, Any]:
         return {"removed": [], "refused": []} | ({"is_gone": True} if is_copied is None else {})
     try:
         unfinished = find_latest(place).unfinished
-        # Files were compared with their hashes before they were written: they are not read back.
+        # Their files were checked against the hashes before they were written, so they are not read back.
         known = [place / name for name in storage_of(place).list(place)]
         kept = retain(place, job["keep"], known_good=known, run_id=job["run_id"])
-    except StorageError as error:  # the copy is committed; the next upload removes what is older
+    except StorageError as error:  # the copy is committed; the next upload removes older ones
         return {"removed": [], "refused": [("what is older", str(error))]}
     fault.at("store_end", step_of(source.name))
     refused = {path.name: reason for path, reason in kept.refused}
@@ -53,10 +53,10 @@ def upload(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_checkpoint(source: Path, target: Path) -> bool | None:
-    """Copy a checkpoint; where it is there already, do nothing. Returns whether it was copied; ``None``: it is gone.
+    """Copy a checkpoint unless it is there already. Return whether it was copied; ``None`` if ``source`` is gone.
 
-    Its files that are there are not copied again; any others are removed first. All are opened first, so that they can
-    be read to the end when ``source`` is removed meanwhile.
+    Files that are there already are not copied again, and files that do not belong to it are removed first. All files
+    are opened first, so that they can be read to the end even if ``source`` is removed meanwhile.
     """
     is_opened = False
     try:
@@ -85,7 +85,7 @@ def _copy_files(manifest: Manifest, files: Sequence[int], target: Path, raw: byt
         return False
     if not there.keys() <= wanted.keys():
         theirs = manifest.run_id
-        with contextlib.suppress(CheckpointError):  # what is damaged, or was never committed, is replaced
+        with contextlib.suppress(CheckpointError):  # a damaged or uncommitted checkpoint is replaced
             theirs = open_checkpoint(target).manifest.run_id
         if theirs != manifest.run_id:
             raise CheckpointError(

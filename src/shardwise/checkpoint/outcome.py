@@ -1,4 +1,4 @@
-"""The ranks' reports of their part in a save, and the common verdict if one has failed. Plain values, for JSON."""
+"""Reports of the ranks about their part in a save, and the common error if a part failed. Plain values, for JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. R
 
 
 def report_name(rank: int) -> str:
-    """Name of the file in which a rank's process says how its part of a save has ended."""
+    """Return the name of the file with the report of a rank's process about its part of a save."""
     return f"report-r{rank:05d}.json"
 
 
 def name_space(error: OSError, folder: str | Path, needed_bytes: int) -> None:
-    """Add to the error, if a disk was full, what the file needs and what is free now."""
+    """Add to the error of a full disk how many bytes the file needs and how many are free."""
     if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
         return
     with contextlib.suppress(OSError):
@@ -30,7 +30,7 @@ def name_space(error: OSError, folder: str | Path, needed_bytes: int) -> None:
 
 
 def problem_of(error: BaseException) -> dict[str, Any]:
-    """The report of a rank whose part has failed: ``problem`` and ``is_storage``."""
+    """Return the report of a rank whose part failed: ``problem`` and ``is_storage``."""
     if isinstance(error, OSError) and error.strerror:
         problem = f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
     elif isinstance(error, CheckpointError | StorageError | ValueError | RefusedError):
@@ -41,7 +41,7 @@ def problem_of(error: BaseException) -> dict[str, Any]:
 
 
 def failure_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The verdict for all ranks if some have failed, with the name of the error; ``None`` if none has."""
+    """Return the error for all ranks if some failed, with the name of its class; else ``None``."""
     failed = [(rank, report) for rank, report in enumerate(reports) if "problem" in report]
     if not failed:
         return None

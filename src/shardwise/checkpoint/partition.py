@@ -1,19 +1,19 @@
 """The division of tensors' elements over ranks, as columns of numbers.
 
-A *partition* is one way to divide: the slices that tensor or expert parallelism makes (none where the tensor is not
-cut), and for each slice the pieces of ranks, one after the other from its first element to its last. Tensors that are
-divided alike, such as those of equal layers and their optimizer state, share one partition.
+A *partition* is one way to divide a tensor: the slices that tensor or expert parallelism makes (none if the tensor is
+not cut), and for each slice the pieces of ranks in order, from its first element to its last. Tensors that are divided
+in the same way, such as those of equal layers and their optimizer state, share a partition.
 
-The pieces of all partitions are rows of columns. A row is a piece, or a *run*: ``count`` pieces of one length, one
-after the other, of ranks that are ``rank_step`` apart::
+The pieces of all partitions are rows of columns. A row is a piece, or a *run*: ``count`` consecutive pieces of equal
+length, on ranks that are ``rank_step`` apart::
 
     partition   slice            rows: rank, length, count, rank_step
     0           (not cut)              0     10      4      1          elements 0 to 10 on rank 0, ...
     1           [0:8 of 16, :]         0     4       4      2          ranks 0, 2, 4 and 6
                 [8:16 of 16, :]        1     4       4      2          ranks 1, 3, 5 and 7
 
-Rows do not say where a piece starts: it starts where the one before it ends. So pieces of a slice can neither overlap
-nor leave a gap, and what is left to prove is that their lengths add up.
+Rows do not contain the start of a piece, which is the end of the piece before it. So the pieces of a slice can neither
+overlap nor leave a gap; only the sum of their lengths must be checked.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import numpy as np
 from shardwise.spec.extent import Extent, bounding_box, range_in_slice
 from shardwise.spec.slice import Cut
 
-#: Elements of a tensor stay below this.
+#: Upper bound of the number of elements of a tensor, exclusive.
 MAX_NUMEL = 2**60
-#: Fewer pieces than this are not worth a run.
+#: Minimum number of pieces of a run.
 _SHORTEST_RUN = 4
 
 Cuts = tuple[Cut, ...]
@@ -39,7 +39,7 @@ Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Held(NamedTuple):
-    """A piece: the rank that holds it, the number of its slice (-1: not cut), and its elements in the slice."""
+    """A piece: the rank that owns it, the number of its slice (-1: not cut), and its elements in the slice."""
 
     rank: int
     slice: int
@@ -48,12 +48,12 @@ class Held(NamedTuple):
 
 
 def column(values: Sequence[int]) -> Column:
-    """Numbers as a column."""
+    """Return numbers as a column."""
     return np.array(values, dtype=np.int64)
 
 
 def offsets(counts: Column) -> Column:
-    """The first place of each of consecutive groups with so many members, and last their sum."""
+    """Return the start of each of consecutive groups with so many members, followed by the total."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
@@ -61,38 +61,38 @@ def offsets(counts: Column) -> Column:
 class Partitions:
     """All partitions of a checkpoint."""
 
-    slices: list[tuple[Cuts, ...]]  # the slices of each partition; none where tensors are not cut
-    #: Number of rows of each slice, of all partitions in turn; a partition without slices counts as one.
+    slices: list[tuple[Cuts, ...]]  # slices of each partition; empty for tensors that are not cut
+    #: Number of rows of each slice, over all partitions; a partition without slices counts as one slice.
     num_rows: Column
     rank: Column  # rank of the first piece of each row
     length: Column  # elements of each piece of a row
     count: Column  # number of pieces of each row
-    rank_step: Column  # difference between the ranks of neighbouring pieces of a row
+    rank_step: Column  # difference between the ranks of consecutive pieces of a row
 
     @functools.cached_property
     def first_slice(self) -> Column:
-        """The number of each partition's first slice in ``num_rows``."""
+        """Index of each partition's first slice in ``num_rows``."""
         return offsets(column([max(1, len(held)) for held in self.slices]))
 
     @functools.cached_property
     def first_row(self) -> Column:
-        """The first row of each slice."""
+        """First row of each slice."""
         return offsets(self.num_rows)
 
     @functools.cached_property
     def start(self) -> Column:
-        """The element of its slice with which each row begins."""
+        """Start of each row, as an element of its slice."""
         ends = offsets(self.length * self.count)
         return ends[:-1] - np.repeat(ends[self.first_row[:-1]], self.num_rows)
 
     @functools.cached_property
     def numel(self) -> Column:
-        """The elements of all rows of each slice."""
+        """Number of elements of each slice, over all of its rows."""
         ends = offsets(self.length * self.count)
         return ends[self.first_row[1:]] - ends[self.first_row[:-1]]
 
     def row_problem(self, world_size: int) -> tuple[int, str] | None:
-        """The number of the first partition with a row that cannot be, and why; ``None`` where all are sound."""
+        """Return the first partition with an invalid row, and the reason; ``None`` if all rows are valid."""
         outside = (self.count < 1) | (self.rank_step < 1) | (self.count > world_size) | (self.rank_step > world_size)
         last_rank = self.rank + np.where(outside, 0, (self.count - 1) * self.rank_step)
         for wrong, problem in (
@@ -101,7 +101,7 @@ class Partitions:
         ):
             if wrong.any():
                 return self.partition_of(int(wrong.argmax())), problem
-        with np.errstate(over="ignore"):  # the integers below may wrap around: these floats do not
+        with np.errstate(over="ignore"):  # integers below may overflow, these floats do not
             ends = np.cumsum(np.concatenate([[0.0], self.length.astype(np.float64) * self.count]))
         wide = ends[self.first_row[1:]] - ends[self.first_row[:-1]] >= MAX_NUMEL
         if wide.any():
@@ -110,19 +110,19 @@ class Partitions:
         return None
 
     def partition_of(self, row: int) -> int:
-        """The partition that a row belongs to."""
+        """Return the partition of a row."""
         number = np.searchsorted(self.first_row, row, side="right") - 1
         return int(np.searchsorted(self.first_slice, number, side="right")) - 1
 
     def pieces(self, partition: int) -> Iterator[Held]:
-        """Every piece of a partition, by slice and element."""
+        """Yield every piece of a partition, by slice and element."""
         for number, index in self._slices_of(partition):
             yield from self._pieces(number, index, 0, int(self.numel[index]))
 
     def overlapping(self, partition: int, extent: Extent) -> Iterator[Held]:
-        """The pieces that can share elements with a range of a tensor: found without looking at the others.
+        """Yield the pieces that may share elements with a range of a tensor, without iterating over the others.
 
-        A few more than those that do share elements, where the extent is cut otherwise than the pieces.
+        If the extent is cut differently than the pieces, some pieces may not share elements after all.
         """
         box = bounding_box(extent)
         for number, index in self._slices_of(partition, box):
@@ -132,7 +132,7 @@ class Partitions:
             yield from self._pieces(number, index, start, stop)
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, Held]]:
-        """Every piece of a rank, with its partition."""
+        """Yield every piece of a rank, with its partition."""
         order, ranks = self._singles
         first, last = np.searchsorted(ranks, (rank, rank + 1))
         places = [(int(row), 0) for row in order[first:last]]
@@ -152,18 +152,18 @@ class Partitions:
 
     @functools.cached_property
     def _singles(self) -> tuple[Column, Column]:
-        """The rows that are one piece, sorted by rank, and their ranks."""
+        """Rows with one piece, sorted by rank, and their ranks."""
         rows = np.flatnonzero(self.count == 1)
         order = rows[np.argsort(self.rank[rows], kind="stable")]
         return order, self.rank[order]
 
     @functools.cached_property
     def runs(self) -> Column:
-        """The rows that are more than one piece."""
+        """Rows with more than one piece."""
         return np.flatnonzero(self.count > 1)
 
     def _slices_of(self, partition: int, box: Sequence[tuple[int, int]] | None = None) -> Iterator[tuple[int, int]]:
-        """The slices of a partition that reach into a box: their numbers there (-1: not cut) and in ``num_rows``."""
+        """Yield the slices of a partition that overlap a box: their numbers in it (-1: not cut) and in ``num_rows``."""
         first = int(self.first_slice[partition])
         if not self.slices[partition]:
             yield -1, first
@@ -180,7 +180,7 @@ class Partitions:
         return _Reach(self.slices)
 
     def _pieces(self, number: int, index: int, start: int, stop: int) -> Iterator[Held]:
-        """The pieces of a slice that hold any of its elements ``start`` to ``stop``."""
+        """Yield the pieces of a slice that contain any of its elements ``start`` to ``stop``."""
         first, last = int(self.first_row[index]), int(self.first_row[index + 1])
         begins = self.start[first:last]
         low = first + max(0, int(np.searchsorted(begins, start, side="right")) - 1)
@@ -191,7 +191,7 @@ class Partitions:
 
 
 class _Reach(dict[int, dict[int, tuple[Column, Column]]]):
-    """By partition and dimension, the first and one past the last index that each slice holds; made when asked for."""
+    """Bounds of each slice by partition and dimension: start and end (exclusive); computed on access."""
 
     def __init__(self, slices: list[tuple[Cuts, ...]]) -> None:
         super().__init__()
@@ -211,15 +211,15 @@ class _Reach(dict[int, dict[int, tuple[Column, Column]]]):
 
 
 def join_runs(slice_of: Column, rank: Column, length: Column) -> tuple[Column, Column, Column]:
-    """Put equal neighbours of ranks at equal distances together.
+    """Combine consecutive pieces of equal length, on ranks at equal distances, to runs.
 
     Args:
         slice_of: The slice of each piece; pieces are sorted by slice and element.
-        rank: Its rank.
-        length: Its elements.
+        rank: The rank of each piece.
+        length: The number of elements of each piece.
 
     Returns:
-        The first piece of each row, the count of its pieces, and the difference between their ranks.
+        The first piece of each row, the number of its pieces, and the difference between their ranks.
     """
     total = len(rank)
     count, step = np.ones(total, np.int64), np.ones(total, np.int64)
@@ -231,7 +231,7 @@ def join_runs(slice_of: Column, rank: Column, length: Column) -> tuple[Column, C
         edges = np.flatnonzero(np.diff(steps)) + 1
         begins, ends = np.concatenate([[0], edges]), np.concatenate([edges, [total - 1]])
         is_long = (ends - begins >= _SHORTEST_RUN - 1) & (steps[begins] > 0)
-        free = 0  # the first piece that no run has
+        free = 0  # the first piece that is in no run
         for begin, end in zip(begins[is_long].tolist(), ends[is_long].tolist(), strict=True):
             first = max(begin, free)
             if end + 1 - first >= _SHORTEST_RUN:
@@ -243,14 +243,14 @@ def join_runs(slice_of: Column, rank: Column, length: Column) -> tuple[Column, C
 
 
 def chain_of(slices: Sequence[Cuts], lengths: Column) -> tuple[int, int, int] | None:
-    """The shape that slices form which take one range each of one dimension, one after another.
+    """Check whether slices divide one dimension into consecutive ranges, one range per slice.
 
     Args:
         slices: The slices of a partition.
-        lengths: The elements that ranks hold of each.
+        lengths: The number of elements that ranks own of each slice.
 
     Returns:
-        The dimension, its size, and the elements of the tensor for each index of it; ``None`` where slices are others.
+        The dimension, its size, and the tensor's elements per index of it; ``None`` for other slices.
     """
     end = 0
     dim = slices[0][0].dim if slices[0] else -1
@@ -269,7 +269,7 @@ def chain_of(slices: Sequence[Cuts], lengths: Column) -> tuple[int, int, int] | 
 
 
 def written_slices(slices: Sequence[Cuts]) -> list[list[list[int]]]:
-    """Slices as lists: of each the cuts, of each cut the dimension and the ranges."""
+    """Return slices as lists: for each slice its cuts, for each cut the dimension and the ranges."""
     return [[[cut.dim, *itertools.chain(*cut.ranges)] for cut in cuts] for cuts in slices]
 
 

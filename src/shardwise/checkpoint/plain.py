@@ -1,8 +1,7 @@
-"""State as plain JSON, read strictly: a text that two parsers could understand differently is refused.
+"""Converts state to plain JSON and back, strictly: texts that parsers may interpret differently are refused.
 
-``pack`` turns tuples, bytes, tensors, non-finite floats and dicts with keys that are no strings into tagged objects, so
-that JSON holds them, and ``unpack`` turns them back. Nothing else than plain values passes: no class is named in a
-file, and none is looked up.
+``pack`` converts tuples, bytes, tensors, non-finite floats and dicts with other keys than strings to tagged objects,
+and ``unpack`` converts them back. Only plain values are allowed: files contain no class names, and none is looked up.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from torch import Tensor
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.spec.text import size
 
-#: Deepest nesting of lists and objects that is written or read.
+#: Maximum nesting of lists and objects that is written or read.
 MAX_DEPTH = 64
 _MAX_INT_BITS = 4096
-#: Bytes of a tensor at most: of such data as generators of random numbers have.
+#: Maximum bytes of a tensor, enough for states of random number generators.
 _MAX_TENSOR_BYTES = 16 * 2**20
 _TUPLE, _BYTES, _FLOAT, _PAIRS, _TENSOR = "__tuple__", "__bytes__", "__float__", "__pairs__", "__tensor__"
 _TAGS = frozenset({_TUPLE, _BYTES, _FLOAT, _PAIRS, _TENSOR})
@@ -31,7 +30,7 @@ _CONTAINERS = frozenset({list, dict})
 
 
 def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
-    """``value`` as something that JSON can hold without loss.
+    """Convert ``value`` to something that JSON can represent without loss.
 
     Args:
         value: ``None``, bool, int, float, str, bytes, small tensors, and lists, tuples and dicts of these.
@@ -121,12 +120,12 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(raw: bytes, *, max_items: int) -> Any:
-    """Parse JSON from a stranger.
+    """Parse JSON from an untrusted source.
 
     Args:
-        raw: The text; its size has been limited by the caller.
-        max_items: Most values it may hold. Counted before parsing, so that a small file cannot fill the memory; one
-            dict costs as much memory as several numbers, so dicts may be an eighth and lists a quarter of it.
+        raw: The text; the caller has limited its size.
+        max_items: Maximum number of values. Counted before parsing, so that a small file cannot fill the memory. A dict
+            needs as much memory as several numbers, so dicts may be an eighth and lists a quarter of it.
     """
     for byte, most in ((b",", max_items), (b"[", max_items // 4), (b"{", max_items // 8)):
         if raw.count(byte) > most:
@@ -138,17 +137,17 @@ def loads(raw: bytes, *, max_items: int) -> Any:
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
     level = [value] if type(value) in _CONTAINERS else []
-    for _ in range(MAX_DEPTH + 4):  # data lies a few levels below the top of a manifest
+    for _ in range(MAX_DEPTH + 4):  # data is a few levels below the top of a manifest
         objects = [outer.values() for outer in level if type(outer) is dict]
         inner = itertools.chain.from_iterable([*objects, *(outer for outer in level if type(outer) is list)])
-        if _CONTAINERS.isdisjoint(map(type, inner)):  # as fast as it can be: most of a manifest is lists of numbers
+        if _CONTAINERS.isdisjoint(map(type, inner)):  # fast, because most of a manifest is lists of numbers
             return value
         level = [inner for outer in level for inner in _containers(outer)]
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
 def _containers(outer: Any) -> list[Any]:
-    """The lists and objects in one of these; of a long list of numbers it is told fast that it has none."""
+    """Return the lists and objects in a list or object; fast for a long list of numbers."""
     held = outer.values() if type(outer) is dict else outer
     if _CONTAINERS.isdisjoint(map(type, held)):
         return []

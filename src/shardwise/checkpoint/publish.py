@@ -1,6 +1,6 @@
-"""The end of a save, on rank 0: the manifest, the rename that commits, and what follows it.
+"""The end of a save, on rank 0: the manifest, the rename that commits, and the removal of older checkpoints.
 
-It runs in rank 0 itself, or in its writing process, while training goes on.
+This code runs in rank 0 itself, or in its writing process during training.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from shardwise.spec.run_files import CHECKPOINTS
 
 
 def commit(directory: Path, manifest: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> None:
-    """Write the manifest, when the files of all ranks are there, and commit the save.
+    """Write the manifest after the files of all ranks, and commit the save.
 
-    ``manifest`` has all fields but the files; ``reports`` have of each rank ``own`` and ``frozen``, the entries of its
-    files.
+    ``manifest`` has all fields except the files; ``reports`` have the file entries ``own`` and ``frozen`` of each rank.
 
     Raises:
-        OSError, CheckpointError, RefusedError, ValueError: It was not published.
+        OSError, CheckpointError, RefusedError, ValueError: The checkpoint was not published.
     """
     has_frozen = reports[0]["frozen"] is not None
     raw = encode(
@@ -44,15 +43,15 @@ def commit(directory: Path, manifest: Mapping[str, Any], reports: Sequence[Mappi
 def follow(
     directory: Path, *, keep: int, run_id: str, known_good: Sequence[str | Path]
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """After a checkpoint was published and its files verified: point ``LATEST`` to it and remove older ones.
+    """Point ``LATEST`` to a published and verified checkpoint, and remove older ones.
 
-    ``LATEST`` is for a run's ``checkpoints`` folder only. ``known_good`` were verified before.
+    ``LATEST`` is only written for a run's ``checkpoints`` folder. ``known_good`` were verified before.
 
     Returns:
-        The checkpoints that are kept and known to be good, and names of folders that were not removed, with reasons.
+        The kept checkpoints that are known to be good, and names of folders that were not removed, with reasons.
 
     Raises:
-        CheckpointError, StorageError: Not all of that could be done.
+        CheckpointError, StorageError: A part of this failed.
     """
     root = directory.parent
     if root.name == CHECKPOINTS:
@@ -64,17 +63,17 @@ def follow(
 
 
 def remove_unfinished(temporary: Path) -> None:
-    """Remove the folder of a save that has failed, as far as that is possible."""
+    """Remove the folder of a failed save, as far as possible."""
     with contextlib.suppress(OSError, RefusedError), folders.open_folder(temporary.parent) as parent:
         folders.remove_folder(parent, temporary.name, is_checkpoint_file)
 
 
 def publish(job: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """In rank 0's writing process, when all ranks have reported: publish the checkpoint, or remove what is there.
+    """Publish the checkpoint or remove its folder, in rank 0's writing process after all ranks have reported.
 
     Returns:
-        ``good`` and ``refused`` of :func:`follow`, empty where nothing is to be kept; or ``failed`` and ``kind``;
-        and where the checkpoint was published and only what follows failed, ``after``.
+        ``good`` and ``refused`` from :func:`follow`, empty if nothing is to be removed; or ``failed`` and ``kind``; or
+        ``after`` if the checkpoint was published and only :func:`follow` failed.
     """
     temporary, directory = Path(job["temporary"]), Path(job["directory"])
     failure = failure_of(reports)
@@ -84,7 +83,7 @@ def publish(job: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dic
                 for rank in range(1, len(reports)):
                     os.unlink(report_name(rank), dir_fd=folder)
             commit(directory, job["manifest"], reports)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the ranks must learn of it
+        except Exception as error:  # noqa: BLE001 - the ranks must be notified of any error
             failure = failure_of([problem_of(error)])
     if failure is not None:
         remove_unfinished(temporary)

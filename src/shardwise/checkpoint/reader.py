@@ -1,6 +1,6 @@
-"""Loading: the manifest is checked, then the files are verified, then the wanted ranges are copied.
+"""Loading: the manifest is checked, then the files are verified, then the requested ranges are copied.
 
-No target is written before every error that can be known has been raised. No file is ever unpickled.
+All errors that can be known in advance are raised before any target is written. No file is ever unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardwise.spec.text import aligned, printable, similar, size
 from shardwise.weights.state.extents import Pairs
 
 _MOST_LINES, _MOST_NAMES = 40, 5
-#: Beginnings of names, and what a summary calls the tensors.
+#: Prefixes of names, and their keys in a summary.
 _KINDS = {"optimizer": "optimizer", "buffer": "buffers", "rank": "ranks"}
 
 
@@ -44,7 +44,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
 
     Args:
         path: The folder.
-        comm: Ranks that open it together: if one of them cannot, or sees another save there, all raise the same.
+        comm: Ranks that open it together: if one of them fails, or sees a different save, all raise the same error.
 
     Collective:
         With ``comm``, a gather of small JSON to rank 0 and a broadcast of its verdict.
@@ -58,7 +58,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
         found = _open(directory)
     except CheckpointError as error:
         problem = str(error)
-    except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
+    except Exception as error:  # noqa: BLE001 - the other ranks must be notified and not wait
         problem = f"checkpoint {directory} cannot be opened: {type(error).__name__}: {error}."
 
     def judge(reports: list[list[str]]) -> str:
@@ -114,7 +114,7 @@ def _open(directory: Path) -> Checkpoint:
 
 
 def _other_kind(directory: Path, names: Collection[str]) -> str:
-    """Say which kind of folder one without a manifest is, and what to do with it."""
+    """Say what kind of folder it is, if it has no manifest, and what to do with it."""
     newest = max((name for name in names if step_of(name) is not None), default=None)
     if newest is not None:
         return (
@@ -131,7 +131,7 @@ def _other_kind(directory: Path, names: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A box of one piece that goes into a part of one target."""
+    """A box of a piece that is copied into a part of a target."""
 
     piece: Piece
     block: Block
@@ -140,7 +140,7 @@ class _Copy:
 
 @dataclass
 class _Plan:
-    """The reads of one rank: copies by file, misfits (name, saved, expected), and invalid targets."""
+    """The reads of one rank: copies by file, mismatches (name, saved, expected), and invalid targets."""
 
     copies: dict[int, list[_Copy]] = field(default_factory=dict)
     wrong: list[list[str]] = field(default_factory=list)
@@ -153,8 +153,8 @@ class Checkpoint:
 
     Attributes:
         path: The checkpoint's folder.
-        manifest: Its manifest, checked.
-        data: The state that was saved beside the tensors.
+        manifest: The checked manifest.
+        data: The saved state other than tensors.
     """
 
     path: Path
@@ -174,14 +174,14 @@ class Checkpoint:
 
     @property
     def tensors(self) -> dict[str, Extent]:
-        """The logical tensors, each as the extent that covers all of it."""
+        """The logical tensors, each as the extent of all its elements."""
         return self.manifest.table.tensors
 
     def check_files(self) -> None:
-        """Check that every file is there, is a plain file, and has its size. Quick: no file is opened.
+        """Check that every file exists, is a plain file, and has its size. Fast, because no file is opened.
 
         Raises:
-            CheckpointError: Every file that is not as it should be.
+            CheckpointError: Lists every file that fails.
         """
         there = storage_of(self.path).list(self.path)
         self._agree(
@@ -189,13 +189,13 @@ class Checkpoint:
         )
 
     def verify(self, comm: Comm | None = None) -> None:
-        """Check every file's size, header and hash against the manifest, which has shown full coverage when opened.
+        """Check every file's size, header and hash against the manifest, whose coverage was checked when it was opened.
 
         Args:
-            comm: Ranks that share the work: each file is read by one of them, and all of them learn the outcome.
+            comm: Ranks that share the work: each file is read by one of them, and all of them get the result.
 
         Raises:
-            CheckpointError: Every file that is not as it should be, with what was expected and what was found.
+            CheckpointError: Lists every file that fails, with the expected and the found value.
 
         Collective:
             With ``comm``, a gather of small JSON to rank 0 and a broadcast of its verdict.
@@ -205,28 +205,28 @@ class Checkpoint:
     def read_into(
         self, pairs: Pairs, *, ignored: Collection[str] = (), verify: bool = True, comm: Comm | None = None
     ) -> list[str]:
-        """Fill each flat target with its range of the saved tensor, whatever ranks saved it in whatever slices.
+        """Fill each flat target with its range of the saved tensor, whatever ranks and slices it was saved in.
 
         Args:
             pairs: Extents, each with the one-dimensional contiguous tensor that receives its elements.
-            ignored: Names, or beginnings of names that end in ``/``, of saved tensors that no rank needs to ask for
+            ignored: Names, or prefixes of names that end in ``/``, of saved tensors that no rank needs to request
                 (``optimizer/``).
-            verify: Compare the hash of every file that is read, before anything is copied. A file that this object has
-                verified before and that has not changed since is not read twice. Without it only sizes and headers are
-                compared.
-            comm: All ranks that load together. Without it only ``pairs`` counts as asked for, and an error is this
-                rank's own; with it every rank raises the same, and each file is verified by one rank.
+            verify: Check the hash of every file that is read, before anything is copied. A file that this object has
+                verified before, and that has not changed since, is not read twice. Without it only sizes and headers
+                are checked.
+            comm: All ranks that load together. With it every rank raises the same error, and each file is verified by
+                one rank. Without it only ``pairs`` count as requested, and an error is raised on this rank alone.
 
         Returns:
             Names of the files that this rank has read.
 
         Raises:
-            CheckpointError: Names, shapes, dtypes or strides differ (a table of all of them; no dtype is ever cast), or
-                a file is damaged. No target has been written then, unless a file changes while it is read.
+            CheckpointError: Names, shapes, dtypes or strides differ (listed in a table; no dtype is ever cast), or a
+                file is damaged. No target was written, unless a file changed during reading.
 
         Collective:
-            With ``comm``, three gathers of small JSON to rank 0, each followed by a broadcast of its verdict. What
-            other ranks receive hardly grows with the number of ranks. All ranks must call in the same order.
+            With ``comm``, three gathers of small JSON to rank 0, each followed by a broadcast of its verdict. The bytes
+            that other ranks receive hardly grow with the number of ranks. All ranks must call in one order.
         """
         fault.at("load_begin", self.step)
         plan = self._plan(pairs)
@@ -250,12 +250,11 @@ class Checkpoint:
         return [self.manifest.all_files[number].name for number in numbers]
 
     def summary(self) -> dict[str, Any]:
-        """The step, run, world and strategy, and how much of what there is, as plain values.
+        """Return step, run, world and strategy, and the amounts of data, as plain values.
 
-        ``strategy`` and ``mesh`` are what ``data`` says under these keys, ``None`` where it says nothing. ``tensors``
-        counts by kind: ``parameters``, ``buffers``, ``optimizer``, ``ranks`` (what each rank has of its own); each with
-        number, elements and bytes. ``slices`` has the tensors that were saved in slices: of each the shape and what
-        every slice takes.
+        ``strategy`` and ``mesh`` are taken from ``data``, ``None`` if missing. ``tensors`` has number, elements and
+        bytes by kind: ``parameters``, ``buffers``, ``optimizer``, ``ranks`` (state of single ranks). ``slices`` has the
+        shape and the slices of each tensor that was saved in slices.
         """
         kinds: dict[str, Counter[str]] = {}
         for name, whole in self.tensors.items():
@@ -284,7 +283,7 @@ class Checkpoint:
         }
 
     def _judge(self, reports: list[dict[str, Any]], ignored: Collection[str]) -> dict[str, Any]:
-        """On rank 0: what ranks ask for and cannot get, and what none asks for; else the files that any rank reads."""
+        """On rank 0: return the problem with the ranks' requests, or the files that any rank reads."""
         invalid = [f"rank {rank}: {problem}" for rank, report in enumerate(reports) for problem in report["invalid"]]
         if invalid:
             lines = "".join(f"\n  - {problem}" for problem in invalid[:_MOST_LINES])
@@ -305,7 +304,7 @@ class Checkpoint:
         return {"problem": "", "files": _joined(report["files"] for report in reports)}
 
     def _plan(self, pairs: Pairs) -> _Plan:
-        """Plan the copies from each file, and note what does not fit."""
+        """Plan the copies from each file, and record mismatches."""
         plan, tensors = _Plan(), self.tensors
         for extent, target in pairs:
             problem = _target_problem(extent, target)
@@ -327,7 +326,7 @@ class Checkpoint:
         self._agree(self._check(mine, self._check_content), comm)
 
     def _check(self, ranks: Collection[int], look: Callable[[int], None]) -> list[str]:
-        """Run ``look(number)`` for these files, and list the errors."""
+        """Run ``look(number)`` for these files, and return the errors."""
         problems = []
         try:
             for rank in ranks:
@@ -338,7 +337,7 @@ class Checkpoint:
                     problems.append(f"{name} (rank {rank % self.world_size} wrote it): {error}")
         except OSError as error:
             problems.append(f"the folder cannot be read: {error.strerror or error}")
-        except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
+        except Exception as error:  # noqa: BLE001 - the other ranks must be notified and not wait
             problems.append(f"{type(error).__name__}: {error}")
         return problems
 
@@ -374,7 +373,7 @@ class Checkpoint:
             self._verified[rank] = file.state
 
     def _tensors_in(self, number: int) -> str:
-        """The tensors of which a file holds something, in a few words."""
+        """Return names of the tensors with pieces in a file, shortened."""
         names = list(dict.fromkeys(piece.name for piece in self.manifest.layout_of(number).offsets))
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         return f"{', '.join(names[:_MOST_NAMES])}{more}"
@@ -383,7 +382,7 @@ class Checkpoint:
         with self._opened(rank) as file:
             plan = self.manifest.layout_of(rank)
             check_header(file, plan)
-            for copy in sorted(copies, key=lambda copy: plan.offsets[copy.piece]):  # an object is read ahead
+            for copy in sorted(copies, key=lambda copy: plan.offsets[copy.piece]):  # in file order, for read-ahead
                 read_block(file, plan.offsets[copy.piece], copy.piece.dtype, copy.block, copy.target)
                 fault.at("load_mid_shard", self.step)
 
@@ -394,7 +393,7 @@ class Checkpoint:
             raise CheckpointError(verdict)
 
     def _damage(self, reports: list[list[str]]) -> str:
-        """The sentence about damaged files; empty if there are none."""
+        """Describe the damaged files; empty if there are none."""
         problems = [problem for report in reports for problem in report]
         if not problems:
             return ""
@@ -429,7 +428,7 @@ def _decided(comm: Comm | None, report: Any, decide: Callable[[list[Any]], Any])
     if comm.rank == 0:
         try:
             decision = ["", decide(reports)]
-        except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
+        except Exception as error:  # noqa: BLE001 - the other ranks must be notified and not wait
             decision = [f"what the ranks report cannot be compared: {type(error).__name__}: {error}.", None]
     problem, answer = broadcast_json(comm, decision)
     if problem:
@@ -438,20 +437,20 @@ def _decided(comm: Comm | None, report: Any, decide: Callable[[list[Any]], Any])
 
 
 def _marks(numbers: Iterable[int | None], total: int) -> str:
-    """A set of numbers below ``total`` as a text of a bit for each."""
+    """Encode a set of numbers below ``total`` as a text with one bit for each."""
     marks = np.zeros(total, dtype=bool)
     marks[[number for number in numbers if number is not None]] = True
     return np.packbits(marks).tobytes().hex()
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """The union of sets that :func:`_marks` has written."""
+    """Return the union of sets encoded by :func:`_marks`, encoded."""
     first, *others = (np.frombuffer(bytes.fromhex(text), np.uint8) for text in texts)
     return functools.reduce(np.bitwise_or, others, first).tobytes().hex()
 
 
 def _marked(text: str) -> list[int]:
-    """The numbers in a text of :func:`_marks`, ascending."""
+    """Return the numbers in a text of :func:`_marks`, ascending."""
     return np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8))).tolist()
 
 
@@ -488,7 +487,7 @@ def _suggest(directory: Path) -> str:
 
 
 def describe_summary(summary: dict[str, Any]) -> str:
-    """A summary as a few lines of text."""
+    """Return a summary as a few lines of text."""
     strategy, mesh = summary["strategy"], summary["mesh"]
     over = " x ".join(f"{axis}={count}" for axis, count in mesh.items() if count != 1) if isinstance(mesh, dict) else ""
     frozen = summary["frozen_bytes"]
@@ -511,7 +510,7 @@ def describe_summary(summary: dict[str, Any]) -> str:
 
 
 def describe_slices(slices: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The tensors that were saved in slices, one line for equal layers."""
+    """List the tensors that were saved in slices, with one line for equal layers."""
     lines = list_alike(
         {
             name: " ".join(found["slices"][:4])

@@ -1,8 +1,8 @@
 """One rank's file, in the safetensors format, written and hashed piece by piece.
 
-The header of a file follows from the manifest, so a reader does not parse a foreign header: it computes the expected
-one and compares the bytes. Any safetensors reader can open the files: the key of a piece is ``name[start:stop]``, or
-``name[slice 2, start:stop]`` for elements of a slice, and its value is one-dimensional.
+The header of a file is determined by the manifest. A reader therefore does not parse the header, but computes the
+expected one and compares the bytes. Any safetensors reader can open the files: the key of a piece is
+``name[start:stop]``, or ``name[slice 2, start:stop]`` for elements of a slice, and its value is one-dimensional.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardwise.spec.precision import item_bytes
 
 #: Bytes that are copied, hashed and written at a time.
 CHUNK_BYTES = 8 * 2**20
-#: Elements that are apart by less than this are read together with what lies between them, as the system would anyway.
+#: Elements with smaller gaps are read in one request, including the gaps, because the system would read ahead anyway.
 MOST_BYTES_BETWEEN = 128 * 2**10
 
-#: Short dtype name to the format's own, and how many of those make one element.
+#: By short dtype name: the format's dtype, and how many of its values make one element.
 FORMAT_DTYPE = {
     "fp64": ("F64", 1),
     "fp32": ("F32", 1),
@@ -51,7 +51,7 @@ FORMAT_DTYPE = {
 
 
 class Piece(NamedTuple):
-    """A range of a logical tensor, or of the slice of it that has this number in the manifest, that one file holds."""
+    """A range of a logical tensor, or of a slice (``slice``: its number in the manifest), in one file."""
 
     name: str
     dtype: str
@@ -61,13 +61,13 @@ class Piece(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """The name of the piece in the file."""
         place = "" if self.slice < 0 else f"slice {self.slice}, "
         return f"{self.name}[{place}{self.start}:{self.stop}]"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its content."""
+        """The size of the content in bytes."""
         return (self.stop - self.start) * item_bytes(self.dtype)
 
 
@@ -76,27 +76,27 @@ class Layout:
     """The expected layout of a file of a checkpoint."""
 
     header: bytes  # the first bytes, up to the first tensor
-    offsets: dict[Piece, int]  # byte at which the content of each piece starts, in the order of the file
+    offsets: dict[Piece, int]  # byte at which each piece starts, in file order
     file_bytes: int
 
 
 def shard_name(save_id: str, rank: int) -> str:
-    """Name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"shard-{save_id}-r{rank:05d}.safetensors"
 
 
 def frozen_name(digest: str, rank: int) -> str:
-    """Name of the file with a rank's frozen parameters, which has the hash ``digest``."""
+    """Return the name of the file of a rank's frozen parameters; ``digest`` is its hash."""
     return f"frozen-{digest[:16]}-r{rank:05d}.safetensors"
 
 
 def frozen_layout(rank: int, pieces: Iterable[Piece]) -> Layout:
-    """The layout of a file of frozen parameters. It does not name the save, so that checkpoints can share the file."""
+    """Return the layout of a file of frozen parameters, without the save's id, so that checkpoints can share it."""
     return _layout({"rank": str(rank), "format": "pt"}, pieces)
 
 
 def layout(*, save_id: str, run_id: str, step: int, rank: int, pieces: Iterable[Piece]) -> Layout:
-    """The layout of the file that holds ``pieces``, none of them empty: widest elements first, then by name and range.
+    """Return the layout of the file with the non-empty ``pieces``: widest elements first, then by name and range.
 
     (So every piece is aligned to its element, as the format asks for.)
     """
@@ -114,12 +114,12 @@ def _layout(metadata: dict[str, str], pieces: Iterable[Piece]) -> Layout:
 def file_layout(
     metadata: dict[str, str], entries: Iterable[tuple[str, str, tuple[int, ...]]]
 ) -> tuple[bytes, list[int], int]:
-    """The layout of a safetensors file.
+    """Return the layout of a safetensors file.
 
-    ``entries`` are name, short dtype and shape of each tensor in the order of the file, widest elements first.
+    ``entries`` are name, short dtype and shape of each tensor in file order, widest elements first.
 
     Returns:
-        The first bytes of the file, the byte at which each tensor's content starts, and the size of the file.
+        The header, the byte at which each tensor's content starts, and the size of the file.
     """
     held: dict[str, object] = {"__metadata__": metadata}
     begins = []
@@ -140,7 +140,7 @@ T = TypeVar("T")
 
 
 def in_files(tensors: Iterable[tuple[T, int]], most: float) -> list[list[T]]:
-    """Tensors, given with their bytes, by file: a file holds at most ``most``, unless one tensor alone does.
+    """Divide tensors, given with their bytes, into files of at most ``most`` bytes. A larger tensor gets its own file.
 
     There is at least one file.
     """
@@ -156,13 +156,13 @@ def in_files(tensors: Iterable[tuple[T, int]], most: float) -> list[list[T]]:
 
 
 def write_shard(folder: int, name: str, plan: Layout, content: Mapping[Piece, Tensor], step: int | None = None) -> str:
-    """Write one file and bring it to the disk, never holding more than ``CHUNK_BYTES`` beside the tensors.
+    """Write one file and sync it to the disk, with at most ``CHUNK_BYTES`` of memory in addition to the tensors.
 
     Returns:
-        The hash of its content, as it was handed to the disk.
+        The hash of the content that was passed to the disk.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: Writing failed.
     """
     digest = xxhash.xxh3_128()
     file = folders.create(folder, name)
@@ -170,7 +170,7 @@ def write_shard(folder: int, name: str, plan: Layout, content: Mapping[Piece, Te
         for chunk in _chunks(plan, content):
             digest.update(chunk)
             folders.write_all(file, chunk)
-            fault.at("mid_shard_write", step)  # the header is there, the content is not
+            fault.at("mid_shard_write", step)  # the header is written, the content is not
         os.fsync(file)
         fault.at("after_shard_fsync", step)
     finally:
@@ -179,7 +179,7 @@ def write_shard(folder: int, name: str, plan: Layout, content: Mapping[Piece, Te
 
 
 def hash_content(plan: Layout, content: Mapping[Piece, Tensor]) -> str:
-    """The hash that the file will have."""
+    """Return the hash that the file will have."""
     digest = xxhash.xxh3_128()
     for chunk in _chunks(plan, content):
         digest.update(chunk)
@@ -196,12 +196,12 @@ def _chunks(plan: Layout, content: Mapping[Piece, Tensor]) -> Iterator[memoryvie
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a one-dimensional contiguous CPU tensor, not a copy."""
+    """Return the bytes of a one-dimensional contiguous CPU tensor without copying."""
     return tensor.view(torch.uint8).numpy().data
 
 
 def check_header(file: StoredFile, expected: Layout) -> None:
-    """Compare a file's header with the expected one."""
+    """Compare a file's header with the expected one; raise a RefusedError if they differ."""
     found = bytearray(len(expected.header))
     file.read_at(memoryview(found), 0)
     if found != expected.header:
@@ -215,7 +215,7 @@ def check_header(file: StoredFile, expected: Layout) -> None:
 def read_range(file: StoredFile, offset: int, dtype: str, target: Tensor) -> None:
     """Fill ``target`` (one-dimensional, contiguous) with the elements that start at byte ``offset``.
 
-    On a CPU the bytes go straight into the tensor's memory; elsewhere through a buffer of ``CHUNK_BYTES``.
+    On a CPU the bytes are read directly into the tensor; on other devices through a buffer of ``CHUNK_BYTES``.
 
     Raises:
         RefusedError: The file ends before that, or cannot be read.
@@ -238,7 +238,7 @@ def read_range(file: StoredFile, offset: int, dtype: str, target: Tensor) -> Non
 def read_block(file: StoredFile, offset: int, dtype: str, block: Block, target: Tensor) -> None:
     """Fill a box of ``target`` (one-dimensional, contiguous) from the piece whose content starts at byte ``offset``.
 
-    Beside the tensors it holds at most ``CHUNK_BYTES``.
+    Needs at most ``CHUNK_BYTES`` of memory in addition to the tensors.
 
     Raises:
         RefusedError: The file ends before that, or cannot be read.
@@ -257,12 +257,12 @@ def read_block(file: StoredFile, offset: int, dtype: str, block: Block, target: 
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last of a strided array."""
+    """Return the distance in elements from the first to the last element of a strided array, inclusive."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _spans(block: Block, most: int, most_between: int) -> Iterator[Block]:
-    """Parts of a block that lie in at most ``most`` elements of the source, without a wide gap."""
+    """Divide a block into parts that span at most ``most`` elements of the source, without wide gaps."""
     shape, stride = block.shape, block.source_stride
     inner = _span(shape[1:], stride[1:])
     is_wide = stride[0] - inner > most_between or inner > most

@@ -1,8 +1,8 @@
-"""Storage of checkpoints: folders of a file system, or an object store. Both answer the same five calls.
+"""Storage of checkpoints: folders of a file system, or an object store, with the same five methods.
 
-A checkpoint in a folder is written beside its place and committed by a rename. An object store cannot rename: files are
-written in place, under names that no other save has, and the manifest, which is written last, commits them. A folder of
-an object store without a manifest is therefore an unfinished save.
+A checkpoint in a folder is written next to its final place and committed by a rename. An object store cannot rename:
+files are written in place, under names that no other save uses, and the manifest, which is written last, commits them.
+A folder without a manifest on an object store is therefore an unfinished save.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.text import printable
 
 MANIFEST_NAME = "manifest.json"
-#: The manifest, on an object store, of a checkpoint whose steps are made again.
+#: On an object store: the manifest's name in a checkpoint whose steps are made again.
 SUPERSEDED_NAME = "superseded-manifest.json"
 
-#: Object stores by scheme, with the package that fsspec needs.
+#: Object stores by scheme, with the package that fsspec needs for it.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "memory": "fsspec"}
-#: ``pathlib`` folds the two slashes of a URL into one.
+#: ``pathlib`` merges the two slashes of a URL into one.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/[^/])")
-#: Bytes that are fetched of an object at a time.
+#: Bytes of an object that are fetched at a time.
 _BLOCK_BYTES = 16 * 2**20
-#: Bytes of a file that are read and hashed at a time: few enough to stay in a core's cache between the two.
+#: Bytes of a file that are read and hashed at a time; they fit into the cache of a core.
 _HASHED_BYTES = 2**20
 #: Environment variables whose values are never shown.
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
-#: In a URL who reads it (of Azure it is a container), and in its options what signs it.
+#: The user in a URL (for Azure it is a container), and signatures in its options.
 _USER = re.compile(r"(:/+)(?:(?!arn:)[^/\n:@]+:(?!\d+/)[^\n]*|(?<!\babfs://)(?<!\baz://)[^/\n]*)@")
 _SIGNED = re.compile(
     r"([?&](?:sig|[^=&/\s]*(?:signature|token|credential|secret|password|key)[^=&/\s]*)=)[^&\s'\"]+", re.IGNORECASE
@@ -54,7 +54,7 @@ _OTHER_FILE = re.compile(r"shard-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors|report-r[
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's folder; ``None`` for another name."""
+    """Return the step in the name of a checkpoint's folder; ``None`` for another name."""
     match = _STEP.fullmatch(name)
     if match is None or name != f"step-{int(match[1]):08d}":
         return None
@@ -62,7 +62,7 @@ def step_of(name: str) -> int | None:
 
 
 def deepspeed_advice(names: Iterable[str]) -> str:
-    """What to do with a folder that holds these names, where it is a checkpoint of DeepSpeed; empty for others."""
+    """Return advice for a folder with these names if it is a checkpoint of DeepSpeed; else an empty string."""
     if not any(name == "zero_to_fp32.py" or name.endswith(("_model_states.pt", "_optim_states.pt")) for name in names):
         return ""
     return (
@@ -72,29 +72,29 @@ def deepspeed_advice(names: Iterable[str]) -> str:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Whether a file of this name can be part of a checkpoint."""
+    """Return whether a file of this name can be part of a checkpoint."""
     is_manifest = name in {MANIFEST_NAME, SUPERSEDED_NAME}
     return is_manifest or any(kind.fullmatch(name) for kind in (_FROZEN_FILE, _OTHER_FILE))
 
 
 class Url(PosixPath):
-    """A place on an object store, ``s3://bucket/runs/demo``, as a path at which the file system has nothing."""
+    """A place on an object store, ``s3://bucket/runs/demo``, with the interface of a path."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
     def absolute(self) -> Url:
-        """The place itself."""
+        """Return the place itself."""
         return self
 
 
 def redacted(text: str) -> str:
-    """``text`` without what is secret in URLs."""
+    """Return ``text`` without the secrets in URLs."""
     return _SIGNED.sub(r"\1***", _USER.sub(r"\1", text))
 
 
 def without_secrets(value: Any, *, takes_options: bool = True) -> Any:
-    """``value``; raises a ConfigError where it is a URL with credentials, or of a store with options."""
+    """Return ``value``; raise a ConfigError if it is a URL with credentials, or of a store with options."""
     text = redacted(value) if isinstance(value, str) else value
     if text != value or (not takes_options and re.search(r"^[^/]+/+[^/]*@|[?#]", value)):
         raise ConfigError(
@@ -106,7 +106,7 @@ def without_secrets(value: Any, *, takes_options: bool = True) -> Any:
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
-    """The place that ``path`` names: a URL of an object store, or a path of the file system."""
+    """Return the place that ``path`` names: a URL of an object store, or a path of the file system."""
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:
@@ -123,11 +123,11 @@ class StoredFile:
     """An open file. ``read_at`` fills a buffer from an offset on, or raises a RefusedError."""
 
     num_bytes: int
-    state: tuple[object, ...]  # differs where the file has changed since
+    state: tuple[object, ...]  # changes when the file changes
     read_at: Callable[[memoryview, int], None]
 
     def hash(self) -> str:
-        """The hash of the content: XXH3 of 128 bits, as fast as memory (ADR 23)."""
+        """Return the hash of the content: XXH3 of 128 bits, as fast as memory (ADR 23)."""
         digest = xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(_HASHED_BYTES, self.num_bytes)))
         for offset in range(0, self.num_bytes, _HASHED_BYTES):
@@ -138,28 +138,28 @@ class StoredFile:
 
 
 def temporary_of(directory: Path, save_id: str) -> Path:
-    """The place where the save ``save_id`` of a folder is written."""
+    """Return the folder in which the save ``save_id`` of a checkpoint's folder is written."""
     return directory.with_name(f"{directory.name}.tmp-{save_id}")
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raise a CheckpointError where the checkpoint's folder exists."""
+    """Raise a CheckpointError if the checkpoint's folder exists."""
     if folders.exists(directory):
         raise CheckpointError(f"{directory} exists, and a checkpoint never goes into a folder that exists")
 
 
 def local_file(file: int) -> StoredFile:
-    """A file of this machine, by its descriptor."""
+    """Return an open local file, given its descriptor."""
     status = os.fstat(file)
     state = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
     return StoredFile(status.st_size, state, functools.partial(folders.read_at, file))
 
 
 class Storage:
-    """Checkpoints in folders, opened relative to descriptors and never through links; the base of other kinds."""
+    """Checkpoints in folders, opened relative to descriptors and never through links. Base class of other storages."""
 
     def list(self, folder: Any) -> dict[str, int | str]:
-        """Names in a folder, each with its bytes, or with why it is no plain file; empty where there is no folder."""
+        """Return the names in a folder, each with its size or why it is not a plain file; empty if it is missing."""
         found: dict[str, int | str] = {}
         with contextlib.suppress(OSError), folders.open_folder(folder) as opened:
             for name in folders.names(opened):
@@ -172,7 +172,7 @@ class Storage:
 
     @contextlib.contextmanager
     def open(self, folder: Any, name: str, *, allows_links: bool = False) -> Iterator[StoredFile]:
-        """Open a file; raises a RefusedError where it is missing or no plain file."""
+        """Open a file; raise a RefusedError if it is missing or not a plain file."""
         with (
             folders.open_folder(folder) as opened,
             folders.open_for_reading(opened, name, allows_links=allows_links) as (file, _),
@@ -180,14 +180,14 @@ class Storage:
             yield local_file(file)
 
     def write(self, directory: Any, save_id: str, name: str, source: int) -> None:
-        """Copy an open file of this machine to a file of the save ``save_id``, which will be at ``directory``."""
+        """Copy an open local file to a file of the save ``save_id``, which will be published at ``directory``."""
         temporary = temporary_of(directory, save_id)
         temporary.mkdir(parents=True, exist_ok=True)
         with folders.open_folder(temporary, follow=False) as folder:
             folders.copy_file(source, folder, name)
 
     def publish(self, directory: Any, save_id: str, manifest: bytes) -> None:
-        """Commit the save ``save_id`` at ``directory``, all files of which are written."""
+        """Commit the save ``save_id`` at ``directory``; all of its files must be written."""
         temporary, step = temporary_of(directory, save_id), step_of(directory.name)
         with folders.open_folder(temporary, follow=False) as folder:
             fault.at("before_manifest", step)
@@ -201,11 +201,11 @@ class Storage:
         try:
             folders.sync_folder(directory.parent)
         except OSError:
-            directory.rename(temporary)  # what may be lost at the next power cut is not published
+            directory.rename(temporary)  # not published, because a power cut could lose the rename
             raise
 
     def remove(self, directory: Any, *, is_kept: bool = False) -> None:
-        """Remove a checkpoint so that half of it is never taken for a whole one; refuse other files.
+        """Remove a checkpoint so that no part of it is ever taken for a checkpoint; refuse folders with other files.
 
         Where it ``is_kept``, its files stay, and it is only taken away from those that are found.
         """
@@ -229,7 +229,7 @@ FOLDERS = Storage()
 
 
 class _Objects(Storage):
-    """An object store, by a file system of fsspec."""
+    """An object store, accessed through a file system of fsspec."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
@@ -239,13 +239,13 @@ class _Objects(Storage):
         with _told(folder, "listed"), contextlib.suppress(FileNotFoundError):
             for entry in self._files.ls(str(folder), detail=True):
                 parent, _, name = f"/{entry['name'].strip('/')}".rpartition("/")
-                if str(folder).endswith(f"/{parent}"):  # no mark of the folder itself
+                if str(folder).endswith(f"/{parent}"):  # skip the marker object of the folder
                     found[name] = entry["size"] if entry["type"] == "file" else "it is a folder"
         return dict(sorted(found.items()))
 
     @contextlib.contextmanager
     def open(self, folder: Url, name: str, *, allows_links: bool = False) -> Iterator[StoredFile]:
-        del allows_links  # there are none
+        del allows_links  # object stores have none
         place = str(folder / name)
         with contextlib.ExitStack() as stack:
             with _told(place, "opened"):
@@ -263,7 +263,7 @@ class _Objects(Storage):
             yield StoredFile(handle.size, (str(getattr(handle, "details", id(handle))),), read_at)
 
     def write(self, directory: Url, save_id: str, name: str, source: int) -> None:
-        del save_id  # part of the name
+        del save_id  # already part of the name
         with _told(directory / name, "written"):
             self._files.put_file(f"/proc/self/fd/{source}", str(directory / name))
 
@@ -288,7 +288,7 @@ class _Objects(Storage):
 
 
 def storage_of(place: Path) -> Storage:
-    """The storage of a place; raises a ConfigError where the package for this kind of store is not installed."""
+    """Return the storage of a place; raise a ConfigError if the package for this store is not installed."""
     return _objects(str(place).partition(":")[0]) if isinstance(place, Url) else FOLDERS
 
 
@@ -298,18 +298,18 @@ def _objects(scheme: str) -> Storage:
     if importlib.util.find_spec(package) is None:
         advice = "shardwise[s3]" if package == "s3fs" else package
         raise ConfigError(f"{scheme}:// needs {package}, which is not installed.\n  Install {advice}.")
-    # Nothing is remembered of what was listed: another process uploads and removes.
+    # Listings are not cached, because another process uploads and removes files.
     return _Objects(importlib.import_module("fsspec").filesystem(scheme, use_listings_cache=False))
 
 
 @contextlib.contextmanager
 def _told(place: Url | str, what: str) -> Iterator[None]:
-    """Around calls of fsspec: any error becomes a StorageError, which says what and where, without credentials."""
+    """Turn any error of fsspec in this block into a StorageError without credentials."""
     try:
         yield
     except RefusedError:
         raise
-    except Exception as error:  # noqa: BLE001 - each package has its own
+    except Exception as error:  # noqa: BLE001 - each package has its own errors
         text = " ".join(str(error).split())
         for name, value in os.environ.items():
             if len(value) >= 8 and _SECRET.search(name):

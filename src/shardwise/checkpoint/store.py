@@ -2,11 +2,11 @@
 
 ::
 
-    <run>/LATEST                            "checkpoints/step-00000200": a hint for people, never trusted alone
+    <run>/LATEST                            "checkpoints/step-00000200": a hint for people, always checked before use
     <run>/checkpoints/step-00000100/        published
     <run>/checkpoints/step-00000200/
-    <run>/checkpoints/step-00000300.tmp-…/  a save that is under way, or was interrupted
-    <run>/checkpoints/.trash-…/             a deletion that is under way, or was interrupted
+    <run>/checkpoints/step-00000300.tmp-…/  a save that is running, or was interrupted
+    <run>/checkpoints/.trash-…/             a deletion that is running, or was interrupted
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.spec.run_files import CHECKPOINTS
 
 LATEST = "LATEST"
 
-#: Good checkpoints that are always left.
+#: Minimum number of good checkpoints that are kept.
 LEAST_KEPT = 2
 
 _TEMPORARY = re.compile(r"step-[0-9]{8,18}\.tmp-[0-9a-f]{16}")
@@ -40,28 +40,28 @@ _TRASH = re.compile(
 
 
 def step_directory(root: str | os.PathLike[str], step: int) -> Path:
-    """The folder of the checkpoint of ``step`` in the run at ``root``."""
+    """Return the folder of the checkpoint of ``step`` in the run at ``root``."""
     return place_of(root) / CHECKPOINTS / f"step-{step:08d}"
 
 
 def checkpoints_of(root: str | os.PathLike[str]) -> Path:
-    """The folder with the checkpoints of ``root``: a run's ``checkpoints``, or where there is none ``root`` itself."""
+    """Return the folder with the checkpoints of ``root``: a run's ``checkpoints`` if it exists, else ``root``."""
     root = place_of(root)
     held = root / CHECKPOINTS
     return held if (held.is_dir() if not isinstance(held, Url) else storage_of(held).list(held)) else root
 
 
 def newest_checkpoint(path: str | os.PathLike[str], *, allow_older: bool = False) -> Path | None:
-    """The newest checkpoint of a run, for ``sw.load``. Each rank may call it; nothing is sent.
+    """Return the newest checkpoint of a run, for ``sw.load``. Each rank may call it; it does not communicate.
 
     Args:
         path: A run's folder, or any folder with checkpoints named ``step-00000100``; or such a place on an object
             store, ``s3://bucket/runs/demo``.
-        allow_older: Take an older one where the newest is damaged. Only manifests and sizes are compared here;
-            ``sw.load`` compares hashes.
+        allow_older: If the newest checkpoint is damaged, return an older one. Only manifests and sizes are checked
+            here; ``sw.load`` checks hashes.
 
     Returns:
-        Its folder; ``None`` where ``path`` holds no checkpoint.
+        The checkpoint's folder; ``None`` if ``path`` has no checkpoint.
 
     Raises:
         CheckpointError: No checkpoint is good, or the newest is not and ``allow_older`` is false.
@@ -72,7 +72,7 @@ def newest_checkpoint(path: str | os.PathLike[str], *, allow_older: bool = False
 
 
 def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str]) -> None:
-    """Point ``LATEST`` to a published checkpoint, in one step. One rank calls this."""
+    """Point ``LATEST`` to a published checkpoint, atomically. Only one rank may call this."""
     root, target = Path(root), Path(step_dir)
     if step_of(target.name) is None or target.absolute().parent != (root / CHECKPOINTS).absolute():
         raise CheckpointError(f"{target} is not one of the checkpoints of {root}.")
@@ -92,17 +92,17 @@ class Latest:
 
     root: Path
     path: Path | None  # the newest good checkpoint, or ``None``
-    step: int | None  # the step of that checkpoint
-    run_id: str | None  # its run's
-    #: Newer checkpoints, and without a good one all of them, that are not good, each with the reason.
+    step: int | None  # its step
+    run_id: str | None  # the id of its run
+    #: Newer checkpoints that are not good, each with the reason; without a good one, all checkpoints.
     rejected: tuple[tuple[Path, str], ...]
-    unfinished: tuple[Path, ...]  # folders of saves that were interrupted (or are under way)
+    unfinished: tuple[Path, ...]  # folders of saves that were interrupted or are running
 
     def require(self, *, allow_older: bool = False) -> Path:
-        """``path``, or an error that says why there is none.
+        """Return ``path``, or raise an error that says why there is none.
 
         Args:
-            allow_older: Take an older one where the newest is damaged.
+            allow_older: If the newest checkpoint is damaged, return an older one.
         """
         reasons = "".join(f"\n  - {path.name}: {reason}" for path, reason in self.rejected)
         if self.path is not None and (allow_older or not self.rejected):
@@ -125,15 +125,15 @@ class Latest:
 
 
 def find_latest(root: str | os.PathLike[str], *, verify: bool = False, run_id: str | None = None) -> Latest:
-    """Find the newest good checkpoint of a run by looking at the checkpoints themselves.
+    """Find the newest good checkpoint of a run by checking the checkpoints themselves.
 
     Args:
-        root: The run's folder, or the folder that holds the checkpoints.
-        verify: Also compare the hashes of all files; otherwise manifests and sizes are checked.
-        run_id: Pass over checkpoints of other runs than this one; by default those of any run are good.
+        root: The run's folder, or the folder with the checkpoints.
+        verify: Also check the hashes of all files; otherwise manifests and sizes are checked.
+        run_id: Skip checkpoints of other runs; by default checkpoints of any run are good.
 
     Returns:
-        The findings. What is wrong with checkpoints is raised by :meth:`Latest.require`.
+        The result. Problems of checkpoints are raised only by :meth:`Latest.require`.
 
     Raises:
         StorageError: The object store cannot be reached.
@@ -166,31 +166,30 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False, run_id: s
 class Retained:
     """The result of :func:`retain`."""
 
-    #: Checkpoints that were verified and kept, newest first. Give them to the next call as ``known_good``.
+    #: Checkpoints that are verified and kept, newest first. Pass them to the next call as ``known_good``.
     good: tuple[Path, ...]
-    #: Folders that were due but not removed, and checkpoints that are not good, each with the reason.
+    #: Folders that could not be removed, and checkpoints that are not good, each with the reason.
     refused: tuple[tuple[Path, str], ...]
 
 
 def retain(
     root: str | os.PathLike[str], keep: int, *, known_good: Collection[Path] = (), run_id: str | None = None
 ) -> Retained:
-    """Remove checkpoints older than the newest ``keep`` good ones, and what interrupted saves and deletions left.
+    """Remove checkpoints older than the newest ``keep`` good ones, and remains of interrupted saves and deletions.
 
-    So are checkpoints that a resume has set aside (``superseded-step-...``), once their steps have been made again.
+    Checkpoints that a resume has set aside (``superseded-step-...``) are removed once their steps have been made again.
 
-    Good means verified, hashes included, and of this run. Fewer than two good ones are never left; as long as there are
-    not enough good ones nothing is removed, however many others there are. Damaged ones are never removed, only
-    reported.
+    Good means verified, including hashes, and of this run. At least two good checkpoints are always kept: while there
+    are fewer, nothing is removed. Damaged checkpoints are never removed, only reported.
 
-    One rank calls this, when no save is under way and no other run uses the folder.
+    Only one rank may call this, when no save is running and no other run uses the folder.
 
     Args:
-        root: The run's folder, or the folder that holds the checkpoints.
+        root: The run's folder, or the folder with the checkpoints.
         keep: Number of checkpoints to keep; 1 counts as 2.
-        known_good: Checkpoints that the caller has verified itself since they were written, so that they need not be
-            read again: those of ``Retained.good``, and one just verified by all ranks together.
-        run_id: Remove only checkpoints of this run; by default that of the newest good one.
+        known_good: Checkpoints that were already verified after they were written, so that they are not read again:
+            those of ``Retained.good``, and one just verified by all ranks together.
+        run_id: Remove only checkpoints of this run; by default of the run of the newest good one.
     """
     if keep < 1:
         raise CheckpointError(f"keep={keep} would leave no checkpoint.\n  Set it to at least 1.")
@@ -220,7 +219,7 @@ def retain(
 
 
 def _made_again(listing: _Listing, newest: int | None, run_id: str | None) -> list[Path]:
-    """Checkpoints up to step ``newest`` that a resume of this run had set aside and has made again since."""
+    """Return checkpoints up to step ``newest`` that a resume of this run had set aside, and has made again since."""
     due = []
     for step, path in listing.superseded:
         found, _ = _judge(path, verify=False, step=step) if newest is not None and step <= newest else (None, "")
@@ -230,7 +229,7 @@ def _made_again(listing: _Listing, newest: int | None, run_id: str | None) -> li
 
 
 def _remove(path: Path) -> str | None:
-    """Remove a checkpoint, or say why it is left."""
+    """Remove a checkpoint, or return why it cannot be removed."""
     try:
         storage_of(path).remove(path)
     except RefusedError as error:
@@ -272,7 +271,7 @@ def _list(root: Path) -> _Listing:
 
 
 def _judge(path: Path, *, verify: bool, step: int | None = None) -> tuple[Checkpoint | None, str]:
-    """The checkpoint if it is good, else why it is not, in one line. With ``step`` it is one that was set aside."""
+    """Return the checkpoint if it is good, else the reason in one line. With ``step`` it is one that was set aside."""
     try:
         if not isinstance(path, Url) and path.is_symlink():
             return None, "it is a symbolic link"

@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint: their names, shapes and dtypes, and how they are divided over ranks, as columns.
+"""The tensors of a checkpoint as columns: their names, shapes and dtypes, and how they are divided over ranks.
 
-Every check runs over whole columns, so that each of 100,000 tensors or pieces costs a few microseconds.
+Every check processes full columns, so that each of 100,000 tensors or pieces takes only a few microseconds.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from shardwise.spec.precision import ITEM_BYTES
 from shardwise.spec.slice import simplest
 from shardwise.weights.state.extents import coverage_problems
 
-#: Different slices that are compared one by one. A slice of one range of one dimension, as the others of its tensor, is
-#: none of them.
+#: Maximum number of distinct slices that are compared one by one. Slices that divide one dimension into ranges do not
+#: count.
 MAX_ODD_SLICES = 2**15
-#: Problems that are listed.
+#: Maximum number of problems that are listed.
 MOST_PROBLEMS = 20
 
 Natural = Annotated[int, Field(ge=0, lt=MAX_NUMEL)]
@@ -50,28 +50,28 @@ class Strict(BaseModel):
 
 
 class TensorColumns(Strict):
-    """The logical tensors, one value each in every column."""
+    """The logical tensors, with one value each in every column."""
 
     name: list[Name]
     dtype: list[Annotated[str, Field(max_length=32)]]  # short names of dtypes
     shape: list[Dims]
-    #: Strides where a tensor is dense but not contiguous in the usual order, else ``None``; the column is left out
-    #: where no tensor has such.
+    #: Strides of tensors that are dense but not contiguous in the usual order, else ``None``; the column is left out if
+    #: there are no such tensors.
     stride: list[Dims | None] | None = None
-    partition: list[Natural]  # number of the partition by which it is divided
-    frozen: list[Natural]  # numbers of the tensors whose pieces are in the files of frozen parameters, ascending
+    partition: list[Natural]  # number of the tensor's partition
+    frozen: list[Natural]  # numbers of the tensors in files of frozen parameters, ascending
 
 
 class PartitionColumns(Strict):
-    """Partitions, as of ``checkpoint.partition``."""
+    """Partitions, as in ``checkpoint.partition``."""
 
-    #: For each partition its slices: of each the dimensions that it cuts, ascending: ``[dim, start, stop, start, stop,
-    #: ...]``; none where tensors are not cut.
+    #: For each partition its slices: for each slice its cuts, by ascending dimension: ``[dim, start, stop, start, stop,
+    #: ...]``; empty if tensors are not cut.
     slices: list[list[list[Annotated[list[Natural], Field(min_length=1)]]]]
-    num_rows: list[Natural]  # rows of each slice of all partitions; a partition without slices counts as one slice
-    rank: list[Natural]  # rank of each row, or of its first piece
+    num_rows: list[Natural]  # rows of each slice, over all partitions; a partition without slices counts as one slice
+    rank: list[Natural]  # rank of each row's first piece
     length: list[Natural]  # elements of each piece of a row
-    #: ``[row, count, rank_step]`` of each row that is more than one piece, ascending.
+    #: ``[row, count, rank_step]`` of each row with more than one piece, ascending.
     runs: list[Annotated[list[Natural], Field(min_length=3, max_length=3)]]
 
 
@@ -82,11 +82,11 @@ class Table:
     names: list[str]
     dtypes: list[str]  # short names of dtypes
     shapes: list[tuple[int, ...]]
-    #: Strides by number of the tensor, where it is dense but not contiguous in the usual order.
+    #: Strides by number of the tensor, if it is dense but not contiguous in the usual order.
     strides: dict[int, tuple[int, ...]]
-    partition: Column  # number of the partition of each
-    frozen: frozenset[int]  # numbers of those whose pieces are in the files of frozen parameters
-    partitions: Partitions  # how they are divided
+    partition: Column  # number of each tensor's partition
+    frozen: frozenset[int]  # numbers of the tensors in files of frozen parameters
+    partitions: Partitions  # the divisions over ranks
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -95,27 +95,27 @@ class Table:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Extent]:
-        """The logical tensors by name, each as the extent that covers all of it."""
+        """The logical tensors by name, each as the extent of all its elements."""
         return {name: self.whole(number) for number, name in enumerate(self.names)}
 
     def whole(self, number: int) -> Extent:
-        """The extent that covers all of a tensor."""
+        """Return the extent of all elements of a tensor."""
         shape = self.shapes[number]
         return Extent(self.names[number], shape, self.dtypes[number], 0, math.prod(shape), self.strides.get(number))
 
     def slices(self, name: str) -> tuple[Cuts, ...]:
-        """The slices of a tensor; none where it is not cut."""
+        """Return the slices of a tensor; empty if it is not cut."""
         return self.partitions.slices[self.partition[self.numbers[name]]]
 
     def pieces(self, name: str) -> Iterator[Held]:
-        """Every piece of a tensor."""
+        """Yield every piece of a tensor."""
         return self.partitions.pieces(int(self.partition[self.numbers[name]]))
 
     def overlapping(self, extent: Extent) -> Iterator[tuple[int, Piece, Extent]]:
-        """Every piece that can share elements with a range of a tensor.
+        """Yield every piece that may share elements with a range of a tensor.
 
         Yields:
-            The rank that wrote it, its entry in that rank's file, and the range of the logical tensor.
+            The rank that wrote it, its entry in that rank's file, and its range of the logical tensor.
         """
         number = self.numbers[extent.name]
         partition = int(self.partition[number])
@@ -128,7 +128,7 @@ class Table:
             )
 
     def of_rank(self, rank: int, *, is_frozen: bool) -> list[Piece]:
-        """The pieces in a rank's file."""
+        """Return the pieces in a rank's file."""
         return [
             Piece(self.names[number], self.dtypes[number], held.start, held.stop, held.slice)
             for partition, held in self.partitions.of_rank(rank)
@@ -144,7 +144,7 @@ class Table:
         return found
 
     def problems(self, world_size: int) -> list[str]:
-        """The faults of the table: names, shapes, ranks, and elements that no rank holds or that are held twice."""
+        """Return the faults of the table: names, shapes, ranks, and elements that no rank or several ranks own."""
         found = self._tensor_problem()
         if found is not None:
             return [found]
@@ -177,7 +177,7 @@ class Table:
         return list(map(math.prod, self.shapes))
 
     def _coverage_problems(self) -> list[str]:
-        """Elements of tensors that no rank holds, or that are held twice."""
+        """Return problems about elements that no rank or several ranks own."""
         held = self.partitions
         is_cut = np.array([bool(slices) for slices in held.slices], dtype=bool)[self.partition]
         numel = held.numel[held.first_slice[self.partition]]
@@ -216,7 +216,7 @@ class Table:
     # -- in the manifest
 
     def columns(self) -> dict[str, Any]:
-        """As the manifest has it: ``tensors`` and ``partitions``."""
+        """Return the manifest's columns: ``tensors`` and ``partitions``."""
         held = self.partitions
         tensors: dict[str, Any] = {
             "name": self.names,
@@ -241,7 +241,7 @@ class Table:
 
     @classmethod
     def read(cls, tensors: TensorColumns, partitions: PartitionColumns) -> Table:
-        """From the manifest's columns."""
+        """Build the table from the manifest's columns."""
         total, rows = len(tensors.name), len(partitions.rank)
         stride = tensors.stride or []
         lengths = {len(tensors.dtype), len(tensors.shape), len(tensors.partition), len(stride) or total}
@@ -286,7 +286,7 @@ def _length_problems(name: str, numel: int, held: int) -> list[str]:
 
 
 def slice_problems(whole: Extent, slices: Sequence[Cuts], lengths: Sequence[int]) -> list[str]:
-    """Why slices do not make a tensor where ranks hold so many elements of each."""
+    """Return why slices, of which ranks own so many elements each, do not make up a tensor."""
     if len(set(slices)) < len(slices) or () in slices:
         return [f"{whole.name}: a slice is listed twice, or is none"]
     for cuts in slices:
@@ -300,7 +300,7 @@ def slice_problems(whole: Extent, slices: Sequence[Cuts], lengths: Sequence[int]
 
 
 def extent_problem(extent: Extent) -> str | None:
-    """Why an extent is invalid by itself, or ``None``."""
+    """Return why an extent is invalid, or ``None``."""
     if not extent.name or len(extent.name) > 1024 or not extent.name.isprintable():
         return f"{extent.name[:80]!r} is no name for a tensor"
     if extent.dtype not in ITEM_BYTES:
@@ -320,7 +320,7 @@ def extent_problem(extent: Extent) -> str | None:
 
 
 def cuts_problem(extent: Extent) -> str | None:
-    """Why the cuts of an extent are invalid, or ``None``."""
+    """Return why the cuts of an extent are invalid, or ``None``."""
     for cut in extent.cuts:
         if not 0 <= cut.dim < len(extent.shape):
             return f"a cut of dimension {cut.dim} does not belong to shape {extent.shape}"
@@ -337,5 +337,5 @@ def cuts_problem(extent: Extent) -> str | None:
 
 
 def describe(extent: Extent) -> str:
-    """A tensor's shape, dtype and, where it is unusual, stride, in a few words."""
+    """Describe a tensor's shape, dtype and, if it is unusual, stride."""
     return f"{tuple(extent.shape)} {extent.dtype}" + ("" if extent.stride is None else f" stride {extent.stride}")

@@ -1,4 +1,4 @@
-"""Writes safetensors files as Hugging Face folders hold them, tensor by tensor, in any order.
+"""Writes safetensors files of Hugging Face folders, tensor by tensor, in any order.
 
 ::
 
@@ -21,17 +21,17 @@ from shardwise.checkpoint.shard import CHUNK_BYTES, byte_view, file_layout, in_f
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.precision import item_bytes
 
-#: Short dtype and shape.
+#: Short dtype name and shape.
 Entry = tuple[str, tuple[int, ...]]
 
 
 class WeightFolder:
-    """The files of a model's weights, whose names, dtypes and shapes are known before the first value.
+    """The files of a model's weights; names, dtypes and shapes are known before the first value.
 
-    Neighbours in ``tensors`` share a file, which holds at most ``max_shard_bytes`` unless one tensor alone does.
+    Consecutive ``tensors`` share a file of at most ``max_shard_bytes``. A larger tensor gets its own file.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: Creating the files failed.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Entry], max_shard_bytes: float, stem: str = "model") -> None:
@@ -61,10 +61,10 @@ class WeightFolder:
             (folder / f"{stem}.safetensors.index.json").write_text(f"{text}\n", "utf-8")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor; beside it at most ``CHUNK_BYTES`` are held.
+        """Write one tensor, with at most ``CHUNK_BYTES`` of memory in addition to it.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: Writing failed.
         """
         dtype, shape = self._missing.pop(name)
         assert (dtype_name(tensor.dtype), tuple(tensor.shape)) == (dtype, shape), (name, tensor.dtype, tensor.shape)
@@ -75,14 +75,14 @@ class WeightFolder:
             _write_at(file, byte_view(flat[start : start + step].cpu()), offset + start * size)
 
     def close(self) -> None:
-        """Bring everything to the disk."""
+        """Sync all files to the disk and close them."""
         assert not self._missing, sorted(self._missing)[:3]
         for file in self._files:
             os.fsync(file)
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the files as they are."""
+        """Close the files without syncing."""
         while self._files:
             os.close(self._files.pop())
 

@@ -1,4 +1,4 @@
-"""Plain safetensors files, as Hugging Face folders hold them: any range of any tensor, without reading the rest."""
+"""Reads ranges of tensors from plain safetensors files of Hugging Face folders, without reading the rest."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent, shared
 from shardwise.spec.precision import item_bytes
 
-#: The format's dtypes to short names.
+#: Short dtype names by the format's names.
 _DTYPES = {name: dtype for dtype, (name, per_element) in FORMAT_DTYPE.items() if per_element == 1}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_CAST_BYTES = 2**20  # read at a time where they are cast: they stay in the processor's cache
-_MAX_HEADER_BYTES = 100_000_000  # what the format allows
+_CAST_BYTES = 2**20  # read at a time if they are cast; fits into the processor's cache
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The tensors of a folder's safetensors files, and the names under which a model asks for them."""
+    """The tensors of a folder's safetensors files, and their names in a model."""
 
     tensors: Mapping[str, StoredTensor]  # the tensors by their names in the files
-    digest: bytes  # hash of all headers: equal on two ranks that see the same files, up to the tensors' content
-    keys: Mapping[str, str]  # name in the model to name in the files; empty until :meth:`named` has been called
-    dtypes: Mapping[str, torch.dtype]  # name in the model to the dtype that the plain model has there
+    digest: bytes  # hash of all headers: equal on ranks that see the same files, apart from the tensors' content
+    keys: Mapping[str, str]  # names in the files by names in the model; empty until :meth:`named` is called
+    dtypes: Mapping[str, torch.dtype]  # dtypes of the plain model, by name in the model
 
     @classmethod
     def open(cls, folder: Path) -> WeightFiles | None:
         """Read the headers of ``model.safetensors``, or of the files that its index names.
 
         Returns:
-            ``None`` where the folder has neither.
+            ``None`` if the folder has neither.
         """
         digest = hashlib.sha256()
         tensors: dict[str, StoredTensor] = {}
@@ -72,17 +72,17 @@ class WeightFiles:
         return cls(tensors, digest.digest(), {}, {}) if tensors else None
 
     def named(self, keys: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> WeightFiles:
-        """The same files with the names of a model's tensors."""
+        """Return the same files with the names of a model's tensors."""
         return WeightFiles(self.tensors, self.digest, keys, dtypes)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the model's ``name`` is in the files."""
+        """Return whether the model's ``name`` is in the files."""
         return name in self.keys
 
     def read(self, pairs: Iterable[tuple[Extent, Tensor]]) -> None:
         """Fill each flat target with its range of the model's tensor, cast first to the plain model's dtype.
 
-        Beside the targets a megabyte is held in the file's dtype, where that is another than the target's.
+        Casting needs a megabyte of memory in addition to the targets.
         """
         by_file: dict[Path, list[tuple[StoredTensor, Extent, Tensor]]] = {}
         for extent, target in pairs:
@@ -99,7 +99,7 @@ class WeightFiles:
                 raise CheckpointError(f"{path}: {reason}.\n  Copy or download the folder again.") from None
 
     def has_same_content(self, one: str, other: str) -> bool:
-        """Whether two tensors of the files are equal, byte for byte."""
+        """Return whether two tensors of the files are equal, byte for byte."""
         first, second = self.tensors[one], self.tensors[other]
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
@@ -150,7 +150,7 @@ def _file_names(folder: Path) -> Sequence[str]:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """A file's header without metadata, the byte at which content starts, and the file's size."""
+    """Return a file's header without metadata, the byte at which content starts, and the file's size."""
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")

@@ -1,12 +1,12 @@
-"""Saving: every rank writes its own file, rank 0 publishes all of them at once or nothing.
+"""Saving: every rank writes its own file, and rank 0 publishes all files at once, or none.
 
 ::
 
     checkpoints/step-00000100.tmp-<save id>/     created by rank 0; never read
         shard-<save id>-r00000.safetensors       one file for each rank: written, hashed, fsynced
         shard-<save id>-r00001.safetensors
-        frozen-<hash>-r00000.safetensors         frozen parameters: a hard link to the file of a checkpoint beside it
-        manifest.json                            rank 0, when all files are there
+         frozen-<hash>-r00000.safetensors         frozen parameters: a hard link to the file of another checkpoint
+         manifest.json                            by rank 0, after all files are written
     checkpoints/step-00000100/                   the same folder, renamed: the commit
 """
 
@@ -66,38 +66,38 @@ def write(
     frozen: Collection[str] = (),
     allow_non_finite: bool = False,
 ) -> Path:
-    """Save one checkpoint, or raise the same error on every rank and leave nothing behind.
+    """Save one checkpoint, or raise the same error on every rank and leave no files behind.
 
-    Beside the tensors it holds one chunk of a few megabytes, wherever they lie.
+    Needs a few megabytes of memory in addition to the tensors, on any device.
 
     Args:
-        directory: Where the checkpoint will be, for example ``checkpoints/step-00000100``. Must not exist. All ranks
-            must see the same file system.
-        comm: All ranks that hold pieces.
+        directory: The checkpoint's folder, for example ``checkpoints/step-00000100``. Must not exist. All ranks must
+            see the same file system.
+        comm: All ranks that own pieces.
         tensors: This rank's pieces: flat one-dimensional tensors. Over all ranks, every element of every logical tensor
-            must be held exactly once; of replicated tensors each rank gives a part, or one rank gives all; of slices
-            that several ranks hold, one rank's. An empty extent makes a zero-sized tensor known.
-        data: State that is no tensor and equal on all ranks: None, bool, int, float, str, bytes, list, tuple and dict.
+            must occur exactly once: for replicated tensors each rank gives a part, or one rank gives everything; a
+            slice that several ranks hold is given by one of them. An empty extent declares a zero-sized tensor.
+        data: State other than tensors, equal on all ranks: None, bool, int, float, str, bytes, list, tuple and dict.
         step: The step after which this is the state.
-        run_id: Names the run.
-        frozen: Names of tensors that hardly ever change. They go into a file of their own, named by its content; if
-            another checkpoint in the same folder has that file, it gets a hard link and is not written again.
-        allow_non_finite: Save NaN and infinity too; otherwise they are refused, but in buffers and frozen tensors.
+        run_id: The id of the run.
+        frozen: Names of tensors that hardly ever change. They go into a separate file, named by its content; if another
+            checkpoint in the same folder has that file, it gets a hard link and is not written again.
+        allow_non_finite: Save NaN and infinity too. Otherwise they are refused, except in buffers and frozen tensors.
 
     Returns:
         ``directory``.
 
     Raises:
-        CheckpointError: The pieces do not make whole tensors, the directory exists, ranks disagree, or ``data`` holds
-            something else. On all ranks, with the same text.
-        NonFiniteError: A parameter or optimizer state is not finite, on any rank. On all ranks, with the same text.
-        StorageError: A disk is full or refuses, on any rank. On all ranks, with the same text.
+        CheckpointError: The pieces do not cover the tensors, the directory exists, ranks disagree, or ``data`` has
+            other values. The same error is raised on all ranks.
+        NonFiniteError: A parameter or optimizer state is not finite, on any rank. Raised on all ranks.
+        StorageError: Writing failed on any rank, for example because a disk is full. Raised on all ranks.
         CommError: A peer is gone. The unfinished files stay in ``<directory>.tmp-*``, which ``retain`` removes.
 
     Collective:
         Two gathers of small JSON to rank 0, which combines the reports, each followed by a broadcast of the verdict;
-        where there are slices, a scatter of their numbers. The bytes that a rank other than 0 receives do not grow with
-        the number of ranks. All ranks must call in the same order.
+        with slices, a scatter of their numbers. The bytes that a rank other than 0 receives do not grow with the number
+        of ranks. All ranks must call in the same order.
     """
     save = _Save(Path(directory), comm, step=step, run_id=run_id, allows_non_finite=allow_non_finite)
     with save.removing_on_failure():
@@ -106,17 +106,17 @@ def write(
     return save.directory
 
 
-#: Names that a rank reports of what is not finite.
+#: Maximum number of names of non-finite tensors that a rank reports.
 _MOST_NAMES = 5
-#: How often the end of a process looks whether its file has been written.
+#: Seconds between checks of whether a file has been written, at the end of a process.
 _POLL_S = 0.05
 
 
 class Saving:
-    """A save that goes on while its ranks train: their processes write, and rank 0's publishes.
+    """A save that runs during training: the ranks' processes write, and rank 0's process publishes.
 
     Attributes:
-        directory: Where the checkpoint will be.
+        directory: The future folder of the checkpoint.
     """
 
     def __init__(self, save: _Save, background: Background) -> None:
@@ -124,13 +124,13 @@ class Saving:
         self._save, self._background = save, background
 
     def failure(self) -> str | None:
-        """Why this rank's part has failed, on rank 0 the save; ``None`` where it has not, or not yet. Does not wait."""
+        """Return why this rank's part, or on rank 0 the save, has failed; ``None`` if it has not. Does not wait."""
         outcome = self._background.poll() or {}
         found = outcome.get("failed", outcome.get("problem"))
         return None if found is None or folders.exists(self.directory) else str(found)
 
     def wait(self, limit_s: float) -> str | None:
-        """Wait for this rank's process, not longer than this; why its part has failed, if it has. Not a collective."""
+        """Wait at most ``limit_s`` for this rank's process; return why its part has failed, if so. Not a collective."""
         end = time.monotonic() + limit_s
         while self._background.poll() is None:
             if time.monotonic() > end:
@@ -142,11 +142,10 @@ class Saving:
         """Wait until the checkpoint is published.
 
         Returns:
-            ``good``, ``refused`` and where only that went wrong ``after``, as of ``publish.publish``.
+            ``good``, ``refused``, and ``after`` if only that part failed, as in ``publish.publish``.
 
         Raises:
-            CheckpointError, StorageError: The save has failed on some rank. On all ranks, with the same text; nothing
-                is left behind.
+            CheckpointError, StorageError: The save failed on some rank. Raised on all ranks; no files are left behind.
 
         Collective:
             A gather of small JSON to rank 0 and a broadcast from there. All ranks must call.
@@ -169,17 +168,16 @@ def begin_write(
     known_good: Sequence[str] = (),
     allow_non_finite: bool = False,
 ) -> Saving:
-    """:func:`write`, which returns as soon as this rank's tensors have been copied (as much memory again).
+    """Save as :func:`write`, but return after this rank's tensors are copied, which needs as much memory again.
 
-    The save before of ``background`` must have been finished. With ``keep`` older checkpoints are removed when this one
-    is published and its files have been read again and compared; ``known_good`` were verified before.
+    The previous save of ``background`` must have been finished. With ``keep`` older checkpoints are removed after this
+    one is published and its files have been read again and compared; ``known_good`` were verified before.
 
     Raises:
-        CheckpointError, StorageError, NonFiniteError: As :func:`write`, but for what is found later, which
-            ``Saving.finish`` raises.
+        CheckpointError, StorageError, NonFiniteError: As :func:`write`. Later errors are raised by ``Saving.finish``.
 
     Collective:
-        A gather of small JSON to rank 0 and a broadcast from there; where there are slices, a scatter of their numbers.
+        A gather of small JSON to rank 0 and a broadcast from there; with slices, a scatter of their numbers.
     """
     save = _Save(Path(directory), comm, step=step, run_id=run_id, allows_non_finite=allow_non_finite)
     with save.removing_on_failure():
@@ -189,9 +187,9 @@ def begin_write(
 
 
 class _Save:
-    """One save on one rank: ``prepare`` and ``write_and_publish``, each ended by an exchange of outcomes.
+    """One save on one rank: ``prepare`` and ``write_and_publish``, each of which ends with an exchange of outcomes.
 
-    All ranks send their reports to rank 0 alone, which combines them and broadcasts the verdict.
+    All ranks send their reports only to rank 0, which combines them and broadcasts the verdict.
     """
 
     def __init__(self, directory: Path, comm: Comm, *, step: int, run_id: str, allows_non_finite: bool = False) -> None:
@@ -206,11 +204,11 @@ class _Save:
         self.frozen_pieces: dict[Piece, Tensor] = {}
         self.has_frozen = False
         self.columns: dict[str, Any] = {}  # on rank 0: the manifest's table
-        self._slice_numbers: list[list[int]] = []  # on rank 0, by rank: the slice of each of its ranges
+        self._slice_numbers: list[list[int]] = []  # on rank 0: the slice of each range, by rank
         self.data: dict[str, Any] = {}
 
     def prepare(self, tensors: Pairs, data: dict[str, Any], frozen: Collection[str]) -> None:
-        """Agree on what will be written, and prove that it is whole, before a byte of it is."""
+        """Agree on what will be written, and check that it is complete, before a byte is written."""
 
         def local() -> dict[str, Any]:
             fault.at("save_begin", self.step)
@@ -249,7 +247,7 @@ class _Save:
         self.has_frozen = answer["has_frozen"]
 
     def _combine(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """On rank 0: put together what all ranks hold, and refuse what is not a whole state or does not fit."""
+        """On rank 0: combine the reports of all ranks; refuse a state that is incomplete or does not fit the disk."""
         problems = _disagreements(reports)
         combined = Combined((rank, report.pop("extents")) for rank, report in enumerate(reports))
         problems += combined.problems
@@ -279,7 +277,7 @@ class _Save:
         return {"save_id": reports[0]["save_id"], "has_slices": has_slices, "has_frozen": has_frozen}
 
     def write_and_publish(self) -> None:
-        """Write this rank's file; when all are there rank 0 publishes them."""
+        """Write this rank's file; rank 0 publishes all files when they are complete."""
         rank = self.comm.rank
 
         def local() -> dict[str, Any]:
@@ -306,9 +304,9 @@ class _Save:
         self._exchange(local, self._publish)
 
     def hand_over(self, background: Background, *, keep: int | None, known_good: Sequence[str]) -> None:
-        """Copy what this rank writes and have its background process write and publish it.
+        """Copy this rank's content and let its background process write and publish it.
 
-        What fails here is in the report that this rank's process leaves for rank 0's.
+        Errors here become part of the report of this rank's process to rank 0's process.
         """
         assert self.temporary is not None
         plan: Layout | None = layout(
@@ -342,7 +340,7 @@ class _Save:
             background.begin({**job, "report": problem_of(error)}, None, {})
 
     def finish(self, background: Background) -> dict[str, Any]:
-        """Wait for the background processes. Returns what rank 0's says, on every rank.
+        """Wait for the background processes; return the outcome of rank 0's process, on every rank.
 
         Collective:
             A gather of small JSON to rank 0 and a broadcast from there.
@@ -357,7 +355,7 @@ class _Save:
         def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
             del reports
             outcome = background.wait()
-            if "problem" in outcome and folders.exists(self.directory):  # killed when it had published
+            if "problem" in outcome and folders.exists(self.directory):  # killed after publishing
                 return {"good": [], "refused": [], "after": outcome["problem"]}
             failure = failure_of([outcome]) if "problem" in outcome else outcome if "failed" in outcome else None
             if failure is not None:
@@ -367,11 +365,11 @@ class _Save:
         try:
             return self._exchange(local, decide)
         except BaseException:
-            background.close()  # rank 0's may be waiting for a report that will not come
+            background.close()  # rank 0's process may wait for a report that will not come
             raise
 
     def _manifest(self) -> dict[str, Any]:
-        """On rank 0: the manifest but for the files."""
+        """On rank 0: return the manifest without the files."""
         return {
             "save_id": self.save_id,
             "run_id": self.run_id,
@@ -382,7 +380,7 @@ class _Save:
         }
 
     def _write_frozen(self, folder: int) -> dict[str, Any]:
-        """Link the file of frozen parameters that a checkpoint beside this one holds, or write it."""
+        """Link the file of frozen parameters from another checkpoint in the same folder, or write it."""
         plan = frozen_layout(self.comm.rank, self.frozen_pieces)
         digest = hash_content(plan, self.frozen_pieces)
         name = frozen_name(digest, self.comm.rank)
@@ -393,13 +391,13 @@ class _Save:
         return {"name": name, "bytes": plan.file_bytes, "hash": digest}
 
     def _shared(self, ending: str) -> list[Path]:
-        """Files of frozen parameters with this end of the name in the checkpoints beside this one, newest first."""
+        """Return other checkpoints' files of frozen parameters whose names end like this, newest first."""
         beside = sorted(self.directory.parent.glob("*/frozen-*"), reverse=True)
         return [path for path in beside if path.name.endswith(ending) and _UNPUBLISHED.search(path.parent.name) is None]
 
     @contextlib.contextmanager
     def removing_on_failure(self) -> Iterator[None]:
-        """Rank 0 removes the temporary folder when the save fails in a way that all ranks know of."""
+        """Make rank 0 remove the temporary folder if the save in this block fails with an error known to all ranks."""
         try:
             yield
         except (CheckpointError, StorageError, NonFiniteError, _Interrupted) as error:
@@ -418,7 +416,7 @@ class _Save:
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         save_id = secrets.token_hex(8)
         temporary = temporary_of(self.directory, save_id)
-        temporary.mkdir()  # an error where it exists
+        temporary.mkdir()  # raises if it exists
         self.temporary = temporary
         return {"save_id": save_id, "free": shutil.disk_usage(temporary).free}
 
@@ -445,7 +443,7 @@ class _Save:
     def _exchange(
         self, local: Callable[[], dict[str, Any]], decide: Callable[[list[dict[str, Any]]], dict[str, Any] | None]
     ) -> dict[str, Any]:
-        """Run this rank's part, have rank 0 decide on what all report, and raise on all if anything failed on any.
+        """Run this rank's part, let rank 0 decide on all reports, and raise on all ranks if a part failed on any.
 
         Returns:
             Rank 0's decision.
@@ -456,9 +454,9 @@ class _Save:
         interrupt: BaseException | None = None
         try:
             report: dict[str, Any] = {"result": local()}
-        except Exception as error:  # noqa: BLE001 - whatever it was, the other ranks must learn of it and not wait
+        except Exception as error:  # noqa: BLE001 - the other ranks must be notified of any error
             report = problem_of(error)
-        except BaseException as error:  # noqa: BLE001 - raised again below, when the others know
+        except BaseException as error:  # noqa: BLE001 - raised again below, after the others are notified
             interrupt = error
             report = _interrupted(error)
         reports = gather_json(self.comm, report)
@@ -480,7 +478,7 @@ class _Save:
     def _verdict(
         reports: list[dict[str, Any]], decide: Callable[[list[dict[str, Any]]], dict[str, Any] | None]
     ) -> dict[str, Any]:
-        """The message of rank 0 to all ranks: its decision, or what failed."""
+        """Return rank 0's message to all ranks: its decision, or the failure."""
         failure = failure_of(reports)
         if failure is not None:
             return failure
@@ -495,18 +493,18 @@ class _Save:
         return f"step {self.step} was not saved to {self.directory}"
 
 
-#: Folders of saves and deletions under way.
+#: Folders of running saves and deletions.
 _UNPUBLISHED = re.compile(r"\.tmp-|^\.trash-")
 
 
-#: What a save can raise on all ranks, by name.
+#: The errors that a save can raise on all ranks, by name.
 _KINDS: dict[str, type[ShardwiseError]] = {
     kind.__name__: kind for kind in (CheckpointError, StorageError, NonFiniteError)
 }
 
 
 class _ToldError(Exception):
-    """An error that rank 0 has found in the reports of all ranks: its class and text."""
+    """An error that rank 0 has found in the reports of all ranks, as class and text."""
 
     def __init__(self, kind: type[ShardwiseError], text: str) -> None:
         super().__init__()
@@ -514,7 +512,7 @@ class _ToldError(Exception):
 
 
 class _Interrupted(BaseException):
-    """This rank was interrupted in its part; ``cause`` is raised once the others know."""
+    """Raised if this rank was interrupted in its part; ``cause`` is raised after the others are notified."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__()

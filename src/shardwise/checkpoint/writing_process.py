@@ -1,11 +1,11 @@
-"""The program of the process that writes checkpoints while training goes on, one for each rank.
+"""The program of the process that writes checkpoints during training, one for each rank.
 
-It is given this rank's file as memory (``checkpoint.image``) and writes it into the save's temporary folder. Ranks
-other than 0 then leave a report there; rank 0's process waits for all reports and publishes the checkpoint, or removes
-the folder. So no collective is needed, and no interpreter is shared with training. It ends with the process that
-started it.
+The process receives this rank's file as memory (``background.Image``) and writes it into the save's temporary folder.
+Ranks other than 0 then leave a report there; rank 0's process waits for all reports and publishes the checkpoint, or
+removes the folder. So saving needs no collective, and shares no interpreter with training. The process ends when the
+process that started it ends.
 
-Nothing here imports torch, but for rank 0's publishing and copying.
+Only rank 0's publishing and copying import torch.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from shardwise.launch.worker import die_with_parent
 _LENGTH = struct.Struct("<Q")
 #: Bytes that are hashed and written at a time.
 _CHUNK_BYTES = 8 * 2**20
-#: Where files can be written past the system's cache: addresses, offsets and lengths in multiples of this.
+#: If files can bypass the system's cache: alignment of addresses, offsets and lengths.
 _BLOCK = 4096
-#: How often rank 0 looks for reports: soon at first, then rarely.
+#: Seconds between rank 0's checks for reports, increasing from the first to the second value.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.5
-#: Training comes first wherever both want a core.
+#: Lower priority than training.
 _NICENESS = 15
 
 
 def send(channel: socket.socket, message: dict[str, Any], files: tuple[int, ...] = ()) -> None:
-    """Send a message, with descriptors of open files."""
+    """Send a message with descriptors of open files."""
     raw = json.dumps(message).encode()
     socket.send_fds(channel, [_LENGTH.pack(len(raw))], files)
     channel.sendall(raw)
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and the descriptors that came with it; ``None``: the other side is gone."""
+    """Return the next message and its descriptors; ``None`` if the other side is gone."""
     head, files, _, _ = socket.recv_fds(channel, _LENGTH.size, 1)
     if len(head) < _LENGTH.size:
         return None
@@ -65,15 +65,15 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def write_image(image: int, num_bytes: int, folder: int, name: str, step: int | None = None) -> str:
-    """Write the first ``num_bytes`` bytes of a memory file to the new file ``name``, and bring it to the disk.
+    """Write the first ``num_bytes`` bytes of a memory file to the new file ``name``, and sync it to the disk.
 
-    Where the file system can, past its cache: that takes no processor time from training.
+    The system's cache is bypassed if the file system allows it, which takes no processor time from training.
 
     Returns:
         The hash of the content.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: Writing failed.
     """
     digest = xxhash.xxh3_128()
     with mmap.mmap(image, num_bytes, prot=mmap.PROT_READ) as content, memoryview(content) as view:
@@ -103,17 +103,17 @@ def write_image(image: int, num_bytes: int, folder: int, name: str, step: int | 
 
 
 def _create(folder: int, name: str) -> tuple[int, bool]:
-    """A descriptor of a new file, and whether it is written past the system's cache."""
+    """Create a file; return its descriptor and whether it bypasses the system's cache."""
     file = folders.create(folder, name)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
-    except (OSError, AttributeError):  # a file system, or a system, that has no such thing
+    except (OSError, AttributeError):  # not supported by the file system or the operating system
         return file, False
     return file, True
 
 
 def run(job: dict[str, Any], image: int | None) -> dict[str, Any]:
-    """Write this rank's file, and on rank 0 publish all; or copy a checkpoint. Returns how it went."""
+    """Write this rank's file, and publish on rank 0; or copy a checkpoint. Return the outcome."""
     if "upload" in job:
         from shardwise.checkpoint.mirror import upload
 
@@ -139,20 +139,20 @@ def _write(job: dict[str, Any], image: int | None) -> dict[str, Any]:
                     _read_again(folder, name, digest)
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=folder)  # on a full disk the report needs the room
+                    os.unlink(name, dir_fd=folder)  # so that the report fits on a full disk
                 error.filename = f"{job['temporary']}/{name}"
                 name_space(error, job["temporary"], job["own"]["bytes"])
                 raise
-    except Exception as error:  # noqa: BLE001 - whatever it was, rank 0 must learn of it
+    except Exception as error:  # noqa: BLE001 - rank 0 must be notified of any error
         return problem_of(error)
     return {**job["report"], "own": {**job["own"], "hash": digest}}
 
 
 def _read_again(folder: int, name: str, digest: str) -> None:
-    """Compare a file with its hash before older checkpoints are removed for it.
+    """Compare a file with its hash, before older checkpoints are removed.
 
     Raises:
-        RefusedError: It is not what was written.
+        RefusedError: The content differs from what was written.
     """
     with folders.open_for_reading(folder, name) as (file, _):
         found = local_file(file).hash()
@@ -174,7 +174,7 @@ def _leave(report: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 def _wait_for_report(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """Wait for the report of another rank's process.
 
-    It ends, or this process is ended: there is no limit of time here.
+    There is no time limit: the other process finishes, or this process is killed.
     """
     path = Path(job["temporary"]) / report_name(rank)
     pause_s = _FIRST_LOOK_S
@@ -189,18 +189,18 @@ def _wait_for_report(job: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve the process that started this one, until it is gone."""
+    """Serve the process that started this one, until that process ends."""
     die_with_parent(int(sys.argv[2]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # training is asked to stop, and waits for what is being written
+        signal.signal(number, signal.SIG_IGN)  # the training process handles signals, and waits for running saves
     os.nice(_NICENESS)
     channel = socket.socket(fileno=int(sys.argv[1]))
-    with contextlib.suppress(ConnectionError):  # killed with a message or an answer under way
+    with contextlib.suppress(ConnectionError):  # killed during a message
         while (received := receive(channel)) is not None:
             job, files = received
             try:
                 outcome = run(job, files[0] if files else None)
-            except Exception as error:  # noqa: BLE001 - told to the process that waits for it
+            except Exception as error:  # noqa: BLE001 - sent to the process that waits for it
                 outcome = problem_of(error)
             for file in files:
                 os.close(file)
