@@ -1,1 +1,1 @@
-"""The cost of a step's work: operations of a model's units, and hardware's time for them. No torch."""
+"""The cost of a step: FLOPs and bytes of a model's units, and the hardware's time for them. No torch."""

@@ -1,4 +1,4 @@
-"""The work of one rank in one block: what it computes, sends and keeps."""
+"""The work of one rank in one block: computation, communication and saved activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.spec.shape import Attention, Block, Experts, Latent, Mlp, ModelSh
 
 
 def item_bytes(workload: Workload) -> int:
-    """Bytes of an element of an activation; with fp8 products, too, activations are 16 bit."""
+    """Bytes of an element of an activation; activations are 16 bit even with fp8 products."""
     return 4 if workload.precision == "fp32" else 2
 
 
@@ -25,7 +25,7 @@ class Degrees:
         tp: Ranks that divide the layers.
         cp: Ranks that divide a sequence.
         ep: Ranks that divide the experts.
-        divides_sequence: Norms, dropouts and the residual stream are divided by ``tp``, too.
+        divides_sequence: ``tp`` also divides norms, dropouts and the residual stream.
     """
 
     tp: int = 1
@@ -40,8 +40,8 @@ class Rank:
 
     Attributes:
         shape: The model.
-        degrees: What is divided.
-        workload: What is trained.
+        degrees: The degrees that divide the work.
+        workload: The batch and settings of a step.
         seq_len: Positions of a sequence.
     """
 
@@ -72,7 +72,7 @@ class Rank:
 
     @property
     def trains(self) -> bool:
-        """Whether the model's own weights are trained, not adapters."""
+        """Whether the model's weights are trained, not adapters."""
         return self.workload.lora_rank is None
 
     @property
@@ -96,9 +96,9 @@ def block_work(rank: Rank, block: Block, first_len: int) -> UnitWork:
     """The work of a block.
 
     Args:
-        rank: Where, with the length of the sequences that the block transforms.
+        rank: The rank, with the length of the sequences that the block transforms.
         block: The block.
-        first_len: Positions of the sequences that the block's second attention reads.
+        first_len: Positions of the sequences that the block's cross-attention reads.
     """
     return _Count(rank, block).unit(first_len)
 
@@ -165,7 +165,7 @@ class _Count:
         last = arithmetic.norm(block.norm, rank.between, hidden, keeps_output=False)
         self.parts += [arithmetic.norm(block.norm, rank.between, hidden)] * (block.num_norms - block.num_last_norms)
         self.parts += [last] * block.num_last_norms
-        if block.is_parallel:  # both norms keep the same input
+        if block.is_parallel:  # both norms save the same input
             self.parts.append(Part("one input", 0.0, 0.0, -rank.item * rank.between, 0))
         self.parts += [arithmetic.residual(rank.between)] * num_layers
         if block.has_dropout:
@@ -174,7 +174,7 @@ class _Count:
     # -- attention
 
     def _kv_width(self, layer: Attention) -> float:
-        """Width of this rank's keys; with fewer heads than ranks, several ranks hold each."""
+        """Width of this rank's keys; with fewer heads than ranks, several ranks have each head."""
         return max(layer.kv_heads / self.rank.degrees.tp, 1) * layer.head_dim
 
     def _attend(self, layer: Attention, key_len: int) -> None:
@@ -210,7 +210,7 @@ class _Count:
             if layer.joins_rotary:  # the kernel's output then has its heads outermost, and is copied
                 copied = e * tokens * q
                 self.parts.append(Part("output copy", 2 * copied, 2 * copied, copied, 1))
-            if layer.is_fused:  # the values are a part of what the rotation reads, and keep all of it
+            if layer.is_fused:  # the values are a view of the fused output, whose memory is saved with them
                 self.parts.append(Part("fused input", 0.0, 0.0, e * tokens * (q + kv), 0))
         pairs = tokens * heads * keys
         if layer.plain:
@@ -219,16 +219,16 @@ class _Count:
             self.parts.append(arithmetic.attention(tokens * q, key_tokens * kv, tokens * heads))
             self.scores += arithmetic.scores(pairs, drops=layer.has_dropout)
         self.parts.append(self._input_gradients(layer, tokens * q + key_tokens * 2 * kv))
-        if layer.has_position_bias:  # one for all samples
+        if layer.has_position_bias:  # one table for all samples
             table = rank.seq_len / rank.degrees.cp * key_len * heads
-            kept = e + layer.is_causal  # and a mask of bytes
+            kept = e + layer.is_causal  # with a mask of bytes
             self.parts.append(Part("position bias", 2 * e * table, 2 * e * table, kept * table, 1))
         if rank.degrees.cp > 1:
             sent = 2 * e * key_tokens * kv
             self.exchanges.append(Exchange("ring", "cp", sent, 2 * sent))
 
     def _attend_latent(self, layer: Attention, latent: Latent, key_len: int) -> None:
-        """Latent attention: narrow products, their norms, and one kernel whose values are narrower than its keys."""
+        """Add latent attention: narrow products, their norms, and one kernel with values narrower than its keys."""
         rank, arithmetic, tokens = self.rank, self.rank.arithmetic, self.rank.tokens
         for inputs, outputs in latent.products(rank.shape.hidden, layer.heads, layer.head_dim):
             self._product(tokens, inputs, outputs)
@@ -240,10 +240,10 @@ class _Count:
         self.parts.append(arithmetic.attention(tokens * q, tokens * values, tokens * layer.heads))
         copied, narrow = rank.item * tokens * values, layer.heads * (layer.head_dim - latent.rotary_dim)
         self.parts.append(Part("output copy", 2 * copied, 2 * copied, copied, 1))
-        self.parts.append(Part("fused input", 0.0, 0.0, rank.item * tokens * narrow, 0))  # keys beside the values
+        self.parts.append(Part("fused input", 0.0, 0.0, rank.item * tokens * narrow, 0))  # keys in the values' memory
 
     def _input_gradients(self, layer: Attention, outputs: float) -> Part:
-        """Backward of what is around the projections: biases, and the gradients of their inputs."""
+        """Element-wise work of the projections' backward: gradients of biases, and sums of input gradients."""
         rank, arithmetic = self.rank, self.rank.arithmetic
         moved = arithmetic.split(outputs) if layer.is_fused else arithmetic.gradient_sums(rank.stream, num_products=3)
         biases = arithmetic.biases(outputs * layer.has_qkv_bias + rank.stream * layer.has_out_bias)
@@ -295,7 +295,7 @@ class _Count:
             self.parts.append(arithmetic.biases(numel * (1 + mlp.is_gated) + rows * count * hidden))
 
     def _adapters(self) -> Iterator[Product]:
-        """Two thin products beside each linear layer; routers and routed experts have none."""
+        """Two thin products for each linear layer; routers and routed experts have no adapters."""
         adapter_rank, forward = self.rank.workload.lora_rank, self.block.feed_forward
         assert adapter_rank is not None
         others = {1, forward.count} if isinstance(forward, Experts) else set()
@@ -313,7 +313,7 @@ class _Count:
         return forward.expert_parameters(self.rank.shape.hidden) // (degrees.tp * degrees.ep)
 
     def _shared_parameters(self) -> int:
-        """The parameters that are not routed experts': what ``tp`` divides, and the rest whole."""
+        """Parameters outside of routed experts on one rank: a part of those that ``tp`` divides, and all others."""
         block, hidden, t = self.block, self.rank.shape.hidden, self.rank.degrees.tp
         whole, divided = block.num_parameters(hidden), 0.0
         for layer in (block.attention, block.cross):
@@ -336,9 +336,9 @@ class _Count:
 def _routing(
     tokens: float, routed: float, experts: Experts, hidden: int, item: int, *, is_fused: bool
 ) -> Iterator[Part]:
-    """The choice of experts, their tokens side by side, and the weighted sum of their outputs.
+    """The parts of a mixture: router, dispatch of tokens to experts, and the weighted sum of the experts' outputs.
 
-    Fused, the last two read or write the stream once, and each of a token's copies once.
+    Fused dispatch and sum access the residual stream once, and each of a token's copies once.
     """
     choices, moved = tokens * experts.count, routed * hidden
     yield Part("router", (item + 20) * choices + 8 * routed, 24 * choices, 4 * choices + 4 * tokens + 16 * routed, 6)

@@ -1,6 +1,6 @@
-"""GPUs by name, with the source of every figure, and clusters of them.
+"""GPUs by name, with the source of every figure, and clusters of GPUs.
 
-Where a name is expected, the path of a file that ``shardwise calibrate`` wrote is taken too: its fields are those of
+The path of a file that ``shardwise calibrate`` wrote is accepted in place of a name. Its fields are those of
 :class:`Gpu`, and ``Gpu.measured`` has its tables (``cost.measured`` describes the file).
 """
 
@@ -28,27 +28,27 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One device: dense peaks, memory and links, as its maker states them.
+    """One device: dense peaks, memory and links, by its maker's figures.
 
     Attributes:
-        name: Name in the table, or of the calibrated file.
-        device_name: Name by which ``torch.cuda.get_device_name`` knows it; "": not known.
-        peaks: Dense operations per second by the dtype of the products: ``bf16``, ``fp16``, ``tf32``, ``fp32``,
-            ``fp8``.
+        name: Name in the table or in the calibrated file.
+        device_name: Name returned by ``torch.cuda.get_device_name``; "": not known.
+        peaks: Dense FLOP/s by the dtype of the products: ``bf16``, ``fp16``, ``tf32``, ``fp32``, ``fp8``.
         memory_bytes: Bytes that torch can allocate.
-        memory_bandwidth: Bytes per second of its memory.
-        link_bandwidth: Bytes per second that it sends to the GPUs of its node, in one direction.
-        link_domain: GPUs that are joined by those links.
-        best_product: Share of the dense bf16 peak of the best product that anybody measured (the table's ``mamf_pct``).
-        is_mesh: Each pair of them has a link of its own, an equal part of ``link_bandwidth``; else a switch joins them.
+        memory_bandwidth: Bytes per second of the device's memory.
+        link_bandwidth: Bytes per second to the other GPUs of the node, in one direction.
+        link_domain: Number of GPUs that these links join.
+        best_product: Share of the dense bf16 peak of the fastest published product (the table's ``mamf_pct``).
+        is_mesh: Each pair of GPUs has a separate link with an equal part of ``link_bandwidth``; else a switch joins
+            them.
         host_bandwidth: Bytes per second between host and device, in one direction.
         node_gbits: Gbit/s of a typical node's network, all cards together, in one direction.
-        arch: Architecture, as its maker calls it: ``Ampere``, ``Hopper``, ...
-        source: Where the figures are from.
-        device_type: ``cuda``, or ``cpu`` of a calibrated file.
-        measured: What ``shardwise calibrate`` measured; ``None``: nothing.
-        speeds: How many times as fast as ``measured`` or ``cost.software`` say ``products``, ``link``, ``network`` and
-            ``launch`` are, by measured runs (``planner.rescale``).
+        arch: The maker's name of the architecture: ``Ampere``, ``Hopper``, ...
+        source: Source of the figures.
+        device_type: ``cuda``, or ``cpu`` in a calibrated file.
+        measured: Tables of ``shardwise calibrate``; ``None``: not measured.
+        speeds: Factors by which ``products``, ``link``, ``network`` and ``launch`` are faster in measured runs than in
+            ``measured`` or ``cost.software`` (``planner.rescale``).
     """
 
     name: str
@@ -72,7 +72,7 @@ class Gpu:
         return self.name
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of a file that is taken where a name is."""
+        """The content of a file that can be given in place of a name."""
         held = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {"format": FORMAT, **held, "measured": self.measured and self.measured.as_dict()}
 
@@ -114,15 +114,15 @@ def _gpu(row: dict[str, str]) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """The GPU that torch calls so; variants (PCIe, NVL) have names of their own. ``None``: the table has none."""
+    """The GPU with this name in torch; variants (PCIe, NVL) have different names. ``None``: not in the table."""
     return next((gpu for gpu in gpus().values() if device_name and gpu.device_name == device_name), None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, or that torch calls so, in any case, or of a calibrated file.
+    """The GPU of a name, in the table or in torch, in any case, or of a calibrated file.
 
     Raises:
-        ConfigError: The table has none of that name, or the file is none of ``shardwise calibrate``.
+        ConfigError: The name is not in the table, or ``shardwise calibrate`` did not write the file.
     """
     if name.endswith(".json"):
         path = Path(name).expanduser()
@@ -165,10 +165,10 @@ class Cluster:
 
     Attributes:
         gpu: A name of the hardware table, the path of a file that ``shardwise calibrate`` wrote, or the figures.
-        num_gpus: GPUs in all.
+        num_gpus: Total number of GPUs.
         gpus_per_node: GPUs of one node.
-        inter_gbits_per_s_per_node: Gbit/s of a node's network, all its cards together, in one direction. ``None``: what
-            the table calls typical.
+        inter_gbits_per_s_per_node: Gbit/s of a node's network, all cards together, in one direction. ``None``: the
+            table's typical value.
     """
 
     gpu: str | Gpu
@@ -195,7 +195,7 @@ class Cluster:
 
     @property
     def device(self) -> Gpu:
-        """The figures of its GPU."""
+        """The figures of the cluster's GPU."""
         return self.gpu if isinstance(self.gpu, Gpu) else find_gpu(self.gpu)
 
     @property

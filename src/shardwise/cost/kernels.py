@@ -1,10 +1,10 @@
-"""Seconds that a GPU takes for products, attention and element-wise work.
+"""Seconds that a GPU needs for products, attention and element-wise work.
 
-A product ``(rows, inner) x (inner, columns)`` takes the longer of its operations at the share of the peak that its
-shape allows, and its bytes. The shape counts in three ways: tiles that do not fill the last wave of cores (wave
-quantization, NVIDIA, *Matrix Multiplication Background User's Guide*, section 3), inner dimensions too short to hide
-what each tile starts with, and dimensions that are not multiples of 64 elements (the same guide, section 2: tensor
-cores need multiples of 16 bytes, and are best from 128 bytes on).
+The time of a product ``(rows, inner) x (inner, columns)`` is the longer of two times: its FLOPs at the share of the
+peak that its shape permits, and its memory traffic. The shape reduces the share in three ways: tiles that do not fill
+the last wave of cores (wave quantization, NVIDIA, *Matrix Multiplication Background User's Guide*, section 3), inner
+dimensions too short to hide the start of each tile, and dimensions that are not multiples of 64 elements (the same
+guide, section 2: tensor cores need multiples of 16 bytes, and are fastest with 128 bytes or more).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shardwise.cost.software import OF_BEST, OF_PRODUCTS, Software
 from shardwise.cost.work import AttentionWork, Product, UnitWork, item_bytes
 from shardwise.cost.workload import Workload
 
-#: Cores (SMs, CUs) by architecture, from NVIDIA's and AMD's architecture white papers.
+#: Number of cores (SMs, CUs) by architecture, from NVIDIA's and AMD's architecture white papers.
 _CORES = {"Ampere": 108, "Hopper": 132, "Volta": 80, "Blackwell": 148, "Ada": 128, "CDNA3": 304, "CDNA4": 256}
 _CORES |= {"Lovelace": 142, "Blackwell-RTX": 170}
 
-#: GPUs that run below the peak of their architecture: torchtitan's H100 with 96 GB is limited to 500 W; the hardware
-#: table says "effective ~ 0.8x".
+#: Factor of GPUs that run below the peak of their architecture: torchtitan's H100 with 96 GB is limited to 500 W; the
+#: hardware table notes "effective ~ 0.8x".
 _LIMITED = {"H100-94/96GB-HBM2e-500W": 0.8}
 
 #: Columns of a tile; rows are 128.
@@ -32,12 +32,12 @@ _TILE_COLUMNS = {"Hopper": 256, "Blackwell": 256}
 #: The share of the memory's bandwidth that large copies reach.
 _COPY = 0.85
 
-#: Keys at which attention reaches half of its share of the peak (FlashAttention-2, figures 4 to 6, from 512 keys to
-#: 16,384), and how much slower a backward is than its operations say (the same figures).
+#: Number of keys at which attention reaches half of its share of the peak (FlashAttention-2, figures 4 to 6, from 512
+#: to 16,384 keys), and the factor by which backward is slower than in proportion to its FLOPs (the same figures).
 _SHORT_KEYS = 256
 _BACKWARD_ATTENTION = 1 / 0.85
 
-#: Seconds that the device takes between two kernels.
+#: Seconds between two kernels on the device.
 _GAP_S = 4e-6
 
 
@@ -46,11 +46,11 @@ class ShapeFactors:
     """The factors by which the shape of a product changes its speed.
 
     Attributes:
-        wave: Share of the loss of a last wave that is not full.
-        short: Inner elements at which half of the speed is reached.
-        aligned: Speed where a dimension is a multiple of at most 32, 16, 8, and fewer elements.
-        odd: Speed of an odd dimension in 16 bit, by architecture, where it is lower: cuBLAS takes kernels of an older
-            GPU. Measured on an H100 (``bench/results/2026-11-27-gpu-2.md``); newer ones are taken to be alike.
+        wave: Fraction of the idle part of a last wave that counts as lost time.
+        short: Inner dimension at which half of the speed is reached.
+        aligned: Speed if a dimension is a multiple of at most 32, 16, 8, and fewer elements.
+        odd: Speed of an odd dimension in 16 bit, by architecture, where it is lower because cuBLAS uses kernels of an
+            older GPU. Measured on an H100 (``bench/results/2026-11-27-gpu-2.md``); newer GPUs are assumed to be equal.
     """
 
     wave: float = 0.827
@@ -64,13 +64,13 @@ SHAPE_FACTORS = ShapeFactors()
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """Seconds of one unit's microbatch on one rank, collectives not counted.
+    """Seconds of one unit's microbatch on one rank, without collectives.
 
     Attributes:
-        forward_s: Forward.
-        backward_s: Backward without recomputation.
-        elementwise_s: Of forward, element-wise work.
-        products_s: Of forward, products.
+        forward_s: Seconds of forward.
+        backward_s: Seconds of backward without recomputation.
+        elementwise_s: The part of ``forward_s`` in element-wise work.
+        products_s: The part of ``forward_s`` in products.
         launch_s: The host's time for forward.
     """
 
@@ -109,15 +109,14 @@ def unit_seconds(work: UnitWork, gpu: Gpu, software: Software, workload: Workloa
 
 
 def launch_seconds(work: UnitWork, software: Software, workload: Workload) -> float:
-    """The host's time for a unit's forward, however fast the device is."""
+    """The host's time to launch a unit's forward."""
     return (work.num_kernels + software.unit_launches[workload.compile]) * software.launch_s
 
 
 def product_seconds(product: Product, gpu: Gpu, software: Software, precision: str) -> tuple[float, float]:
-    """Seconds of forward and of backward of a product, all its ``count`` together.
+    """Seconds of forward and of backward of all ``count`` products.
 
-    Rows of all three matrices have ``inner`` or ``columns`` elements, and these decide how they are aligned; how many
-    rows there are does not.
+    Alignment depends on ``inner`` and ``columns`` only, because rows of all three matrices have one of these lengths.
     """
     rows, inner, columns = product.rows, product.inner, product.columns
     if precision == "fp32" and product.is_convolution and "tf32" in gpu.peaks and not gpu.arch.startswith("CDNA"):
@@ -145,7 +144,7 @@ def product_seconds(product: Product, gpu: Gpu, software: Software, precision: s
 def alignment(size: float, arch: str = "") -> float:
     """The speed of a product with a dimension of this size, relative to a multiple of 64.
 
-    A dimension that the ranks of tp do not divide evenly counts as the slowest rank's.
+    For a dimension that the ranks of tp do not divide evenly it is the slowest rank's speed.
     """
     by_32, by_16, by_8, less = SHAPE_FACTORS.aligned
     speeds = {32: by_32, 16: by_16, 8: by_8, 1: SHAPE_FACTORS.odd.get(arch, less)}
@@ -154,7 +153,7 @@ def alignment(size: float, arch: str = "") -> float:
 
 
 def _rate(gpu: Gpu, software: Software, precision: str) -> float:
-    """Operations per second of a large product."""
+    """FLOP/s of a large product."""
     share = product_share(gpu, software) * _LIMITED.get(gpu.name, 1.0)
     if precision == "fp32":
         return gpu.peaks.get("fp32", 1e12) * share  # TF32 is off unless asked for (torch.backends.cuda.matmul)
@@ -169,15 +168,15 @@ def product_share(gpu: Gpu, software: Software) -> float:
 
 
 def _peak(gpu: Gpu, precision: str) -> float:
-    """The dense peak of a dtype; one that the GPU has no units for (bf16 on Volta) is computed in fp32."""
+    """The dense peak of a dtype; a dtype without hardware units (bf16 on Volta) is computed in fp32."""
     return gpu.peaks.get(precision) or gpu.peaks.get("fp32") or max(gpu.peaks.values())
 
 
 def attention_seconds(work: AttentionWork, gpu: Gpu, software: Software, workload: Workload) -> tuple[float, float]:
     """Seconds of forward and backward of attention.
 
-    One kernel skips masked pairs, and its backward does five products where forward has two (Dao, arXiv 2307.08691).
-    Otherwise all pairs are computed, and scores are read and written several times.
+    A fused kernel skips masked pairs, and its backward has five products, forward two (Dao, arXiv 2307.08691). Without
+    one, all pairs are computed, and scores are read and written several times.
     """
     if software.attention:
         flops = work.flops * (0.5 if work.is_causal else 1.0)
@@ -188,7 +187,7 @@ def attention_seconds(work: AttentionWork, gpu: Gpu, software: Software, workloa
             / (work.keys + _SHORT_KEYS)
         )
         width = work.width / work.heads
-        share *= (width / 128) ** 0.3 if width < 128 else 1.0  # heads of 64 do less for each exponential
+        share *= (width / 128) ** 0.3 if width < 128 else 1.0  # narrow heads have fewer FLOPs for each exponential
         forward = flops / (peak * share)
         return forward + _GAP_S, 2.5 * _BACKWARD_ATTENTION * forward + _GAP_S
     products = work.flops / (0.85 * _rate(gpu, software, workload.precision))

@@ -1,9 +1,9 @@
-"""Seconds of collectives, by which ranks an axis joins: neighbours in a node, or ranks of several nodes.
+"""Seconds of collectives, depending on whether an axis joins ranks of one node or of several nodes.
 
-Axes lie as in ``spec.mesh``: ``tp`` innermost, then ``cp``, ``dp_shard``, ``dp_replicate``, ``pp``. A collective over
-several nodes moves what a node sends over its network, which its ranks share: with ``l`` ranks of the group in a node
-of ``g``, ``g / l`` such groups use the network at the same time. Bytes are those of ring algorithms: ``(n-1)/n`` of
-the buffer for all-gather and reduce-scatter, twice that for all-reduce.
+Axes have the order of ``spec.mesh``: ``tp`` innermost, then ``cp``, ``dp_shard``, ``dp_replicate``, ``pp``. The ranks
+of a node share its network: with ``l`` ranks of a group in a node of ``g`` ranks, ``g / l`` such groups use the network
+at the same time. Bytes are those of ring algorithms: ``(n-1)/n`` of the buffer for all-gather and reduce-scatter, twice
+that for all-reduce.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.software import Software
 from shardwise.spec.plan import ParallelPlan
 
-#: Seconds of a step of a ring between neighbours in a node, and between nodes; NCCL's own tests give some microseconds
+#: Seconds of a step of a ring between neighbours in a node, and between nodes; NCCL's tests report some microseconds
 #: (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 _HOP_S = 2e-6
 _NODE_HOP_S = 8e-6
@@ -27,8 +27,8 @@ class Link:
 
     Attributes:
         kind_size: Ranks of a group.
-        num_nodes: Nodes that a group touches.
-        bandwidth: Bytes per second that a rank sends at most in a ring.
+        num_nodes: Nodes over which a group extends.
+        bandwidth: Most bytes per second that a rank sends in a ring.
         name: The axis.
     """
 
@@ -39,15 +39,15 @@ class Link:
 
     @property
     def latency_s(self) -> float:
-        """Seconds of a ring with nothing in it."""
+        """Seconds of a ring with an empty buffer."""
         return _HOP_S * (self.kind_size - self.num_nodes) + _NODE_HOP_S * (self.num_nodes - 1)
 
     def seconds(self, kind: str, num_bytes: float) -> float:
-        """Seconds of a collective on a buffer of ``num_bytes``: what is gathered or summed, or a rank's own blocks."""
+        """Seconds of a collective; ``num_bytes`` is the full gathered or summed buffer, or a rank's block in a ring."""
         n = self.kind_size
         if n == 1 or num_bytes <= 0:
             return 0.0
-        if kind == "ring":  # each rank's own block goes round
+        if kind == "ring":  # every rank's block is passed to all other ranks
             return (n - 1) * num_bytes / self.bandwidth + self.latency_s
         turns = 2 if kind == "all_reduce" else 1
         latency = 2 * _HOP_S * math.log2(n) * self.num_nodes if kind == "all_reduce" else self.latency_s
@@ -55,9 +55,9 @@ class Link:
 
 
 def axis_links(plan: ParallelPlan, cluster: Cluster, software: Software) -> dict[str, Link]:
-    """The links of a resolved plan's axes: ``tp``, ``cp``, ``ep``, ``dp_shard`` (``cp`` included), ``dp_replicate``.
+    """The links of a plan's axes: ``tp``, ``cp``, ``ep``, ``dp_shard`` (``cp`` included), ``dp_replicate``.
 
-    Where ``reshard_after_forward`` is a number of ranks, ``inner`` joins those that keep a unit between them.
+    If ``reshard_after_forward`` is a number of ranks, ``inner`` joins the ranks that keep a unit after forward.
     """
     shard = plan.dp_shard * plan.cp
     strides = {
@@ -86,7 +86,7 @@ def _link(axis: str, size: int, stride: int, cluster: Cluster, software: Softwar
     return Link(size, nodes, min(inside, share) if local > 1 else share, axis)
 
 
-#: The most GPUs that the links of one node join; a table's domain of more spans nodes (NVL72).
+#: The most GPUs that links join inside one node; a larger domain in the table extends over nodes (NVL72).
 _MOST_IN_NODE = 8
 
 
@@ -95,16 +95,15 @@ def _node(cluster: Cluster) -> int:
 
 
 def _domain(cluster: Cluster) -> int:
-    """GPUs that reach each other without the network."""
+    """Number of GPUs that reach each other without the network."""
     spans = cluster.device.link_domain
     return max(_node(cluster), min(spans, cluster.num_gpus)) if spans > _MOST_IN_NODE else _node(cluster)
 
 
 def message_seconds(num_bytes: float, places: tuple[int, int], pp: int, cluster: Cluster, software: Software) -> float:
-    """Seconds of a message from every rank of one place on ``pp`` to its like at another place.
+    """Seconds of a message from every rank at one place on ``pp``, the outermost axis, to its peer at another place.
 
-    ``pp`` is the outermost axis. Where one pair of ranks lies in two nodes, the message goes over the network, of which
-    a GPU has its share.
+    If any pair of ranks is in two nodes, the message uses a GPU's share of the network.
     """
     source, target = places
     if source == target:

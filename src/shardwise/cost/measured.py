@@ -1,7 +1,7 @@
 """The tables of seconds that ``shardwise calibrate`` measured on a machine, and interpolation between their rows.
 
-The file is JSON: the fields of ``Gpu`` (``cost.hardware``), and beside them what has a table here. ``measured`` is null
-in a file of ``shardwise plan --save-hardware``, whose ``speeds`` are those that runs showed::
+The file is JSON with the fields of ``Gpu`` (``cost.hardware``); ``measured`` has the tables. ``measured`` may be null
+in a file of ``shardwise plan --save-hardware``, whose ``speeds`` come from measured runs::
 
     {
       "format": "shardwise hardware 1",
@@ -19,12 +19,11 @@ in a file of ``shardwise plan --save-hardware``, whose ``speeds`` are those that
       }
     }
 
-``products`` are linear layers: ``(rows, inner) x (inner, columns)`` forward, and both products of backward. On a GPU
-one of them has an odd number of columns, which no fast kernel takes, and another one column more.
-``operations`` are ``norm``, ``activation``, ``add``, ``loss`` (log-softmax and what follows) and ``copy``. The
-``num_bytes`` of a link are the whole buffer: what every rank has after an all-gather, or before a reduction. ``shared``
-says how far computation and communication of a rank share one core: 1 entirely, 0 not at all
-(``sim.streams.Slowdown``).
+``products`` are linear layers: ``(rows, inner) x (inner, columns)`` in forward, and both products of backward. On a GPU
+one of them has an odd number of columns, for which there is no fast kernel, and another has one column more.
+``operations`` are ``norm``, ``activation``, ``add``, ``loss`` (the cross entropy) and ``copy``. ``num_bytes`` of a link
+is the full buffer after an all-gather, or before a reduction. ``shared`` says how far computation and communication of
+a rank share one core: 1 entirely, 0 not at all (``sim.streams.Slowdown``).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class ProductTime(NamedTuple):
 
 
 class AttentionTime(NamedTuple):
-    """Seconds of causal attention: ``queries`` tokens in sequences of ``keys``; ``width`` of all heads together."""
+    """Seconds of causal attention: ``queries`` tokens in sequences of ``keys``; ``width`` is that of all heads."""
 
     dtype: str
     queries: float
@@ -76,7 +75,7 @@ class OperationTime(NamedTuple):
 
 
 class UpdateTime(NamedTuple):
-    """Seconds of an optimizer's step on one parameter of ``numel`` elements, beside others of the same size."""
+    """Seconds of an optimizer's step per parameter of ``numel`` elements, if all parameters have this size."""
 
     numel: float
     seconds: float
@@ -92,18 +91,18 @@ class LinkTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The tables.
+    """The measured tables of a machine.
 
     Attributes:
-        num_ranks: Ranks that ran at the same time while this was measured.
+        num_ranks: Ranks that ran at the same time during the measurement.
         launch_s: The host's time for one small operation.
         shared: How far computation and communication of a rank share one core.
-        products: Linear layers.
-        attention: Causal attention.
-        operations: Element-wise work by kind.
-        optimizers: By name.
-        links: By kind of collective.
-        speeds: As ``Gpu.speeds``: products and attention, and collectives (``link``), are so many times as fast.
+        products: Times of linear layers.
+        attention: Times of causal attention.
+        operations: Times of element-wise operations, by kind.
+        optimizers: Times of optimizers' steps, by name.
+        links: Times of collectives, by kind.
+        speeds: Factors by which ``products`` (with attention) and ``link`` (collectives) are faster, as ``Gpu.speeds``.
     """
 
     num_ranks: int = 1
@@ -119,7 +118,7 @@ class Measured:
     def product_s(self, rows: float, inner: float, columns: float, dtype: str) -> tuple[float, float]:
         """Seconds of forward and backward of a linear layer.
 
-        Between rows of the table the time of one operation is interpolated over the logarithms of the three sizes.
+        The time per FLOP is interpolated between rows of the table, over the logarithms of the three sizes.
         """
         flops = 2.0 * rows * inner * columns / self.speeds.get("products", 1.0)
         table = [row for row in self.products if row.dtype == dtype and row.columns % 2 == 0]
@@ -131,7 +130,7 @@ class Measured:
         return forward * flops, backward * flops
 
     def odd_share(self, dtype: str) -> float | None:
-        """The speed of a product with an odd number of columns beside one column more; ``None``: not measured."""
+        """The relative speed of a product with an odd number of columns to one column more; ``None``: not measured."""
         table = {(row.rows, row.inner, row.columns): row for row in self.products if row.dtype == dtype}
         for (rows, inner, columns), odd in table.items():
             even = table.get((rows, inner, columns + 1))
@@ -168,7 +167,7 @@ class Measured:
         return _along([tuple(row) for row in self.optimizers.get(optimizer, ())], numel)
 
     def link_s(self, kind: str, num_ranks: int, num_bytes: float) -> float:
-        """Seconds of a collective; of more ranks than were measured, scaled by what a rank sends."""
+        """Seconds of a collective; for unmeasured numbers of ranks, scaled by the bytes that a rank sends."""
         if num_ranks < 2 or num_bytes <= 0:
             return 0.0
         rows = self.links.get(kind, ())
@@ -184,7 +183,7 @@ class Measured:
         return seconds * share / self.speeds.get("link", 1.0)
 
     def faster(self, other: Measured) -> Measured:
-        """The tables of two passes over the same sizes: of each time the shorter one."""
+        """Combine the tables of two passes over the same sizes: the shorter one of each pair of times."""
 
         def rows(mine: Sequence[Any], theirs: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(
@@ -207,7 +206,7 @@ class Measured:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The tables as plain values, for JSON."""
         plain = {name: getattr(self, name) for name in ("num_ranks", "launch_s", "shared")}
         for name in ("products", "attention"):
             plain[name] = [row._asdict() for row in getattr(self, name)]
@@ -217,7 +216,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Measured:
-        """Undo :meth:`as_dict`."""
+        """The inverse of :meth:`as_dict`."""
 
         def tables(name: str, kind: Any) -> dict[str, tuple[Any, ...]]:
             return {key: tuple(kind(**row) for row in rows) for key, rows in given.get(name, {}).items()}
@@ -238,7 +237,7 @@ def read(path: Path) -> dict[str, Any]:
     """The fields of a calibrated file; ``measured`` is a :class:`Measured`, or null.
 
     Raises:
-        ConfigError: It cannot be read, or is no such file.
+        ConfigError: The file cannot be read, or ``shardwise calibrate`` did not write it.
     """
     try:
         content = json.loads(path.read_text("utf-8"))
@@ -269,7 +268,7 @@ def _logs(*sizes: float) -> tuple[float, ...]:
 
 
 def _between(at: tuple[float, ...], points: Sequence[tuple[tuple[float, ...], tuple[float, ...]]]) -> tuple[float, ...]:
-    """Weighted geometric mean of the nearest points, nearer ones counting more (inverse square of the distance)."""
+    """Geometric mean of the nearest points, weighted by the inverse square of the distance."""
     if not points:
         raise ConfigError(
             "the calibration has no times of this dtype.\n  Calibrate again, or plan with a precision that it has."
@@ -285,7 +284,7 @@ def _between(at: tuple[float, ...], points: Sequence[tuple[tuple[float, ...], tu
 
 
 def _along(points: Sequence[tuple[float, ...]], size: float) -> float:
-    """Seconds at a size: between two rows on the line through them, beyond the last in proportion."""
+    """Seconds at a size: interpolated linearly between rows, and proportional to the size beyond the last row."""
     if not points:
         return 0.0
     known = sorted(points)

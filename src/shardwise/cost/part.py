@@ -1,9 +1,9 @@
-"""The parts of a block between its products: what they read and write, and what autograd keeps of them, by arithmetic.
+"""The parts of a block between its products: bytes that they read and write, and bytes that autograd saves.
 
-One row for each kind of part, in bytes for one element of its width; ``e`` is the size of an element of an activation,
-4 in fp32 and 2 else. "Kept" counts a tensor where it is made, once, also where several operations keep it: the output
-of a norm is kept as the input of the next product. Where a model is compiled, one kernel does a whole part, and keeps
-what Korthikanti et al. (arXiv 2205.05198, section 4.1) count.
+The table has a row for each kind of part, in bytes for one element of its width. ``e`` is the size of an element of an
+activation: 4 in fp32, otherwise 2. "Kept" counts a saved tensor once, in the part that makes it, even if several
+operations save it: the output of a norm is saved as the input of the next product. In a compiled model one kernel
+computes a part, and autograd saves the tensors that Korthikanti et al. (arXiv 2205.05198, section 4.1) count.
 
 ==============  =====================  ==========================================  =============================
 part            forward, eager         kept, eager                                 kept, compiled or fused
@@ -15,28 +15,28 @@ wide RMS norm   2e + 32; fp32 28       e + 8: input and scaled input (fp32),    
                                        output
 T5's norm       7e + 20; fp32 28       3e + 4; fp32 12: input in both dtypes,      2e
                                        scaled input, output
-rotary          10e                    nothing; its output is attention's; where   the same
+rotary          10e                    nothing; attention saves the output. If     the same
                                        queries, keys and values are one product,
-                                       e: its input stays beside the values
-attention       its own kernel         e of queries, keys, values, output; 4 for   the same
-                                       each row of a head; 5as²b where scores are
-                                       kept (Korthikanti)
-capped scores   12e + 2(4 + e) + 8     2e + 4 of a score: tanh, softmax in both    the same
+                                       e: the input is saved with the values
+attention       one kernel             e of queries, keys, values, output; 4 for   the same
+                                       each row of a head; 5as²b if scores are
+                                       saved (Korthikanti)
+capped scores   12e + 2(4 + e) + 8     2e + 4 per score: tanh, softmax in both     the same
                                        dtypes; e of repeated keys and values
-scores, sinks   11e                    e of a score                                the same
+scores, sinks   11e                    e per score                                 the same
 gated           5e                     4e: gate, its activation, up, product       3e: gate, up, product
 clamped gate    22e                    7e                                          3e
 gelu, silu      2e                     2e: input, output                           2e
 gelu_new        18e                    5e: input, tanh, two factors, output        2e
 relu            2e                     e: output                                   e
-mixture         6e + 28 of a routed    2e of a routed token's ``h``: its copy,     the same
-                token's ``h``          what its expert gives
+mixture         6e + 28 per element    2e per element of a routed token: its       the same
+                of a routed token      copy, its expert's output
 dropout         2e + 1                 1: the mask                                 1
 residual        3e                     nothing                                     nothing
 ==============  =====================  ==========================================  =============================
 
-The rows for eager execution are those of transformers' own modules and of our GPT; a test compares them with what
-autograd saves of real blocks on meta tensors.
+The columns for eager execution describe transformers' modules and our GPT. A test compares them with the tensors that
+autograd saves in real blocks on meta tensors.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Operations of a unit that are no matrix products: what they move and leave behind, for one microbatch.
+    """Bytes of operations in a unit other than matrix products, for one microbatch.
 
     Attributes:
-        name: What it is.
-        forward_bytes: Bytes that its forward reads and writes.
-        backward_bytes: The same of its backward.
-        saved_bytes: Bytes that autograd keeps of it from forward to backward.
-        num_kernels: Kernels that its forward launches.
+        name: Kind of the operations.
+        forward_bytes: Bytes that forward reads and writes.
+        backward_bytes: Bytes that backward reads and writes.
+        saved_bytes: Bytes that autograd saves from forward to backward.
+        num_kernels: Kernels that forward launches.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Arithmetic:
     Attributes:
         item: Bytes of an element of an activation.
         is_fused: Each part is one kernel, as in a compiled model.
-        trains: Weights of norms are trained, so that backward needs what they scale.
+        trains: Weights of norms are trained, so that backward needs the tensors that they scale.
     """
 
     item: int
@@ -81,11 +81,10 @@ class Arithmetic:
         """A norm.
 
         Args:
-            kind: ``"layer"``; ``"rms"``; ``"wide"``, an RMS norm that multiplies with its weight in fp32; ``"t5"``, one
-                that multiplies its input in the input's own dtype.
-            numel: Elements that it normalizes.
+            kind: Kind of the norm, as in ``spec.shape.Block``.
+            numel: Elements that the norm reads.
             width: Elements of a row.
-            keeps_output: A product reads the output, and so keeps it.
+            keeps_output: The output is saved, because a product reads it.
         """
         e, rows, output = self.item, numel / width, self.item * keeps_output
         if kind == "layer" or self.is_fused:
@@ -113,8 +112,8 @@ class Arithmetic:
 
         Args:
             numel: Elements of queries and keys.
-            share: Part of each head that is rotated.
-            joins: The rotated part and the rest are put together, also where nothing is left.
+            share: Fraction of each head that is rotated.
+            joins: A concatenation joins the rotated part and the rest, even if the rest is empty.
         """
         e = self.item
         if self.is_fused:
@@ -124,7 +123,7 @@ class Arithmetic:
         return Part("rotary", (10 * share + 2) * e * numel, (14 * share + 7) * e * numel, 0.0, 12)
 
     def activation(self, kind: str, numel: float) -> Part:
-        """The part between the projections of a feed-forward of ``numel`` inner elements, not gated."""
+        """The activation of a feed-forward that is not gated, with ``numel`` inner elements."""
         e = self.item
         if kind == "relu":
             return Part(kind, 2 * e * numel, 3 * e * numel, e * numel, 1)
@@ -133,11 +132,11 @@ class Arithmetic:
         return Part(kind, 2 * e * numel, 3 * e * numel, 2 * e * numel, 1)
 
     def gated(self, kind: str, numel: float) -> Part:
-        """The same where the activation of one projection is multiplied by another one."""
+        """The activation of a gated feed-forward and its product with the second up projection."""
         e = self.item
         if self.is_fused:
             return Part("gated", 3 * e * numel, 5 * e * numel, 3 * e * numel, 1)
-        if kind == "clamped":  # gpt-oss: both halves are clamped, and a sigmoid is written out
+        if kind == "clamped":  # gpt-oss: both halves are clamped, and the sigmoid is a separate operation
             return Part("gated", 22 * e * numel, 30 * e * numel, 7 * e * numel, 9)
         inner = self.activation(kind, numel)
         return Part(
@@ -149,29 +148,29 @@ class Arithmetic:
         )
 
     def dropout(self, numel: float, *, keeps_output: bool = False) -> Part:
-        """Dropout, whose mask is kept, and its output where a product reads it beside what it dropped from."""
+        """Dropout, whose mask is saved; ``keeps_output``: a product reads the output, which is saved too."""
         step = (2 * self.item + 1) * numel
         return Part("dropout", step, step, (1 + self.item * keeps_output) * numel, 1)
 
     def residual(self, numel: float) -> Part:
-        """The addition to the residual stream; in backward two gradients are added."""
+        """The addition to the residual stream, and of two gradients in backward."""
         moved = (1 if self.is_fused else 3) * self.item * numel
         return Part("residual", moved, moved, 0.0, 0 if self.is_fused else 1)
 
     def gradient_sums(self, numel: float, *, num_products: int) -> Part:
-        """The gradients of an input that several products read are added."""
+        """The sum, in backward, of the gradients of an input that several products read."""
         return Part("sums of gradients", 0.0, 3 * self.item * (num_products - 1) * numel, 0.0, 0)
 
     def biases(self, numel: float) -> Part:
-        """The gradients of biases, of products with ``numel`` outputs."""
+        """The gradients of the biases of products with ``numel`` outputs."""
         return Part("biases", 0.0, self.item * numel, 0.0, 0)
 
     def split(self, numel: float) -> Part:
-        """The gradients of parts of one output are put together."""
+        """The concatenation, in backward, of the gradients of one output's parts."""
         return Part("split", 0.0, 2 * self.item * numel, 0.0, 0)
 
     def attention(self, q_numel: float, kv_numel: float, rows: float) -> Part:
-        """The tensors that attention keeps: queries, keys, values, output, and a number for each row of a head.
+        """The tensors that fused attention saves: queries, keys, values, output, and a number for each row of a head.
 
         Args:
             q_numel: Elements of the queries, and of the output.
@@ -181,13 +180,13 @@ class Arithmetic:
         return Part("attention", 0.0, 0.0, self.item * (2 * q_numel + 2 * kv_numel) + 4 * rows, 1)
 
     def plain_attention(self, kind: str, q_numel: float, kv_numel: float, pairs: float) -> Part:
-        """Attention that transformers has no kernel for: scores that are capped, or that have sinks beside them.
+        """Attention without a fused kernel in transformers, because scores are capped or there are attention sinks.
 
         Args:
             kind: ``"capped"`` (Gemma 2) or ``"sinks"`` (gpt-oss).
-            q_numel: Elements of the queries, of the output, and of keys and values as often as queries share them.
+            q_numel: Elements of the queries, of the output, and of keys and values after they are repeated.
             kv_numel: Elements of the keys, and of the values.
-            pairs: Scores.
+            pairs: Number of scores.
         """
         e, copies = self.item, 2 * (q_numel + kv_numel) + 4 * q_numel
         wide = 0 if e == 4 else 2 * (4 + e)
@@ -201,5 +200,5 @@ class Arithmetic:
         )
 
     def scores(self, pairs: float, *, drops: bool) -> float:
-        """Bytes kept besides where no kernel computes attention at once: Korthikanti's ``5 a s² b`` with dropout."""
+        """Additional saved bytes without a fused kernel: Korthikanti's ``5 a s² b`` with dropout."""
         return pairs * (self.item + (1 + self.item if drops else 0))

@@ -1,10 +1,10 @@
-"""Generations of software on the same hardware: shares of peaks, what is fused, what is hidden.
+"""Constants of generations of software: shares of peaks that are reached, fusion, and overlap.
 
 ``products`` and ``attention`` are shares of the dense peak that large products and kernels of attention reach, one
-number for each architecture. ``python -m bench.fit`` fits them, and the constants below them, on rows of the sources
-that ``bench.predictions.FITTED`` names, and prints which. An architecture without rows has :data:`OF_BEST` of what was
-measured at best on its card; Ada's share and Blackwell's are from unseen runs (planner.md: 0.85 to 0.95, and 0.52). The
-other constants are priors; ``bench/fit.py`` gives the mean and the source of each.
+number for each architecture. ``python -m bench.fit`` fits them, and the constants below, on published runs from the
+sources in ``bench.predictions.FITTED``, and prints which. An architecture without runs has :data:`OF_BEST` of the best
+measured product of its card; the shares of Ada and Blackwell are from unseen runs (planner.md: 0.85 to 0.95, and 0.52).
+The other constants are priors; ``bench/fit.py`` has the mean and the source of each.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from shardwise.cost.hardware import Gpu
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean
 
-#: Share of the best product that was measured on a card (``Gpu.best_product``) where no row says what training reaches:
-#: the mean of PyTorch's runs of 2024 (``bench/software.py``), 0.804 / 0.869 on A100 and 0.639 / 0.803 on H100.
+#: Share of a card's best measured product (``Gpu.best_product``) that training reaches, for architectures without
+#: published runs: the mean of PyTorch's runs of 2024 (``bench/software.py``), 0.804 / 0.869 on A100 and 0.639 / 0.803
+#: on H100.
 OF_BEST = 0.85
 
-#: The same of one kernel of attention, of the share of products: 0.413 / 0.804 and 0.219 / 0.639.
+#: Share of the products' speed that a kernel of attention reaches, likewise: 0.413 / 0.804 and 0.219 / 0.639.
 OF_PRODUCTS = 0.43
 
-#: Eager PyTorch: 12 to 20 us a launch fit unseen runs (planner.md). No published row depends on what a unit takes
-#: besides: it follows from the 66.4 ms in which the host of one H100 issued a step of 64 tokens of GPT-2-medium, and
-#: the 346 us of each of its units that are this library's hooks (bench/results/2026-11-26-gpu.md).
+#: Eager PyTorch: 12 to 20 us for a launch fit unseen runs (planner.md). No published run determines the host's
+#: additional time for a unit. It follows from a step of 64 tokens of GPT-2-medium, which one H100's host issued in 66.4
+#: ms, with 346 us in each unit for this library's hooks (bench/results/2026-11-26-gpu.md).
 LAUNCH_S, UNIT_LAUNCHES = 16e-6, (42, 7)
 
 
@@ -36,26 +37,26 @@ class Software:
     Attributes:
         name: Its name.
         products: Share of the dense peak that large, aligned products reach, by architecture.
-        attention: The same of one kernel of attention, masked pairs not counted; empty: attention is products and
-            element-wise work on scores.
-        elementwise: Time of element-wise work over that of ``cost.part``'s bytes at 85% of the memory's bandwidth.
-        elementwise_eager: The same of eager kernels, by architecture, where they were measured by themselves.
-        scores: Where attention is not one kernel: passes over the scores in forward.
-        is_fused: Element-wise work is fused whatever the workload says.
-        fp8: How much faster products are in fp8 than in bf16, scaling and casts included.
-        launch_s: The host's time to launch one kernel; the host is never late where it is 0.
-        unit_launches: The host's time for the rest of a unit's forward, in launches: modules, views, autograd and hooks
+        attention: Share of the dense peak that a kernel of attention reaches, without masked pairs, by architecture;
+            empty: attention consists of products and element-wise work on scores.
+        elementwise: Time of element-wise work, relative to ``cost.part``'s bytes at 85% of the memory's bandwidth.
+        elementwise_eager: The same for eager kernels, by architecture, if they were measured separately.
+        scores: Passes over the scores in forward, if attention is not one kernel.
+        is_fused: Element-wise work is always fused, even if the workload is not compiled.
+        fp8: Factor by which products are faster in fp8 than in bf16, scaling and casts included.
+        launch_s: The host's time to launch one kernel; with 0 the device never waits for the host.
+        unit_launches: The host's additional time for a unit's forward, in launches: modules, views, autograd and hooks
             of an eager unit; the hooks of a compiled one.
         tp_hidden: Share of the collectives of ``tp`` that products hide.
         p2p_blocks: Stages wait for messages to and from their neighbours.
-        scatters_messages: Each rank of ``tp`` sends a part of what goes to the next stage (Narayanan et al., SC'21,
+        scatters_messages: Each rank of ``tp`` sends a part of the message to the next stage (Narayanan et al., SC'21,
             section 4.1).
-        overlaps_reductions: Gradients are reduced, and parameters gathered, beside the computation.
+        overlaps_reductions: Reductions of gradients and gathers of parameters overlap the computation.
         slowdown: Factor of computation and of communication while both run.
-        link: Share of the links inside a node that collectives reach.
-        network: Share of a node's network that collectives reach.
+        link: Share of the links' bandwidth inside a node that collectives reach.
+        network: Share of a node's network bandwidth that collectives reach.
         divides_evenly: Pipeline stages have equal numbers of blocks; else they are balanced with the head.
-        gradient_bytes: Bytes of an element of a gradient where it is reduced.
+        gradient_bytes: Bytes of an element of a reduced gradient.
         selective_products: Share of the products that selective recomputation computes again.
     """
 
@@ -81,7 +82,7 @@ class Software:
     selective_products: float = 0.0
 
 
-#: Hopper's are those of the kernels of seven models, each kind by itself (bench/results/2026-11-27-gpu-3.md).
+#: Hopper's values are measured: kernels of seven models, each kind separately (bench/results/2026-11-27-gpu-3.md).
 PYTORCH = Software(
     name="pytorch",
     products={"Ampere": 0.804, "Hopper": 0.803, "Blackwell": 0.52, "Ada": 0.85},
@@ -91,15 +92,15 @@ PYTORCH = Software(
     elementwise_eager={"Hopper": 1.46},
     gradient_bytes=4,
 )
-#: By name: today's PyTorch with this library's engine. ``bench/software.py`` adds other frameworks' generations.
+#: Software by name: PyTorch with this library's engine. ``bench/software.py`` adds generations of other frameworks.
 SOFTWARE = {PYTORCH.name: PYTORCH}
 
 
 def find_software(name: str, gpu: Gpu) -> Software:
-    """The generation of that name on a GPU, as fast as its ``speeds`` say.
+    """The software of a name, with its constants multiplied by the GPU's ``speeds``.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: The name is not known.
     """
     if name not in SOFTWARE:
         hint = did_you_mean(name, SOFTWARE) or f" Known are: {', '.join(SOFTWARE)}."

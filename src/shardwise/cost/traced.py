@@ -1,4 +1,4 @@
-"""A model of which one step was traced (``sw.trace_model``), as the planner takes it in place of a ``ModelShape``."""
+"""A traced model (``sw.trace_model``), which the planner accepts in place of a ``ModelShape``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from shardwise.spec.plan import ParallelPlan
 class TracedModel:
     """The work of one step of a module, traced without values.
 
+    ``family``, ``hidden``, ``vocab``, ``is_tied`` and ``stacks`` exist because a ``ModelShape`` has them.
+
     Attributes:
         name: The module's class.
-        narrow: Its units computed in 16 bit: what runs before the first unit, the units, what runs after them. Empty
-            where the module does not run in 16 bit.
+        narrow: Work in 16 bit: modules before the first unit, the units, modules after them. Empty if the module does
+            not run in 16 bit.
         wide: The same in fp32.
-        batch: Samples of the traced step; other sizes are scaled from it.
-        seq_len: Tokens of a sequence in it; 0: samples are no sequences of tokens.
+        batch: Samples of the traced step; other batch sizes are scaled from it.
+        seq_len: Tokens of a sequence in the traced step; 0: samples are not sequences of tokens.
         family: ``"traced"``.
-        hidden: 0; a trace knows no width. The next three stand for what a ``ModelShape`` has.
+        hidden: 0, because a trace has no width.
         vocab: 0.
         is_tied: False.
         stacks: Empty.
-        refusals: Why it does not run, by ``"16 bit"`` or ``"fp32"``.
+        refusals: Error messages, by ``"16 bit"`` or ``"fp32"``, if the module does not run in that precision.
     """
 
     name: str
@@ -53,17 +55,17 @@ class TracedModel:
 
     @property
     def units(self) -> tuple[UnitWork, ...]:
-        """Its units in 16 bit, or in fp32 where it runs in that alone."""
+        """The units' work in 16 bit, or in fp32 if the module does not run in 16 bit."""
         return self.narrow or self.wide
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, tied ones counted once."""
+        """Parameters of the model, tied ones counted once."""
         return sum(unit.count * unit.num_parameters for unit in self.units)
 
     @property
     def num_active_parameters(self) -> int:
-        """The same: a trace does not tell which experts a token meets."""
+        """The same as ``num_parameters``, because a trace does not show which experts process a token."""
         return self.num_parameters
 
     @property
@@ -75,8 +77,8 @@ class TracedModel:
         """The units' work for a microbatch of ``workload``.
 
         Raises:
-            PlanError: The plan divides the model in a way that a trace does not tell, or the workload differs from what
-                was traced in more than the number of samples.
+            PlanError: The plan has model parallelism, which a trace cannot describe, or the workload differs from the
+                traced step in more than the number of samples.
         """
         self._check(plan, workload)
         asked = "fp32" if workload.precision == "fp32" else "16 bit"
@@ -89,15 +91,15 @@ class TracedModel:
         return _scaled(units, workload.micro_batch / self.batch)
 
     def padded(self, multiple: int) -> tuple[int, TracedModel]:
-        """The linear layers' width that costs most by not being a multiple, else 0, and the model with it rounded up.
+        """The most expensive width of linear layers that is not a multiple, or 0, and the model with it rounded up.
 
-        Widths of convolutions and of products between activations follow from other sizes, and are left.
+        Widths of convolutions and of products between activations follow from other sizes, and are not changed.
         """
         costs: dict[int, float] = defaultdict(float)
         for unit in self.units:
             for p in unit.products:
                 for size in {int(p.inner), int(p.columns)}:
-                    if size % multiple and not p.is_batched:  # the fewer twos it has as factors, the slower it is
+                    if size % multiple and not p.is_batched:  # sizes with fewer factors of 2 are slower
                         costs[size] += unit.count * p.flops / (size & -size)
         width = max(costs, key=costs.__getitem__, default=0)
 
@@ -134,7 +136,7 @@ class TracedModel:
 
 @functools.lru_cache(maxsize=64)
 def _scaled(units: tuple[UnitWork, ...], ratio: float) -> tuple[UnitWork, ...]:
-    """The work of ``ratio`` times as many samples: everything but parameters is proportional to their number."""
+    """The work of ``ratio`` times as many samples: everything except parameters is proportional to their number."""
     if ratio == 1:
         return units
     return tuple(_scaled_unit(unit, ratio) for unit in units)

@@ -11,17 +11,17 @@ from shardwise.cost.part import Part
 class Product:
     """``count`` products ``(rows, inner) x (inner, columns)`` of one forward.
 
-    Backward has one more for the gradient of the input, and one for that of the weight where it is trained.
+    Backward has one more product for the gradient of the input, and one for the weight's gradient if it is trained.
 
     Attributes:
-        rows: Tokens, as a rule.
+        rows: Usually tokens.
         inner: Inputs of the layer on this rank.
         columns: Outputs of the layer on this rank.
-        count: Equal products one after another.
+        count: Number of equal products.
         is_trained: The weight is trained.
         is_batched: One kernel computes all ``count`` products.
         parts: Matrices of equal size side by side in the weight: queries, keys and values, or gate and up.
-        is_convolution: ``inner`` is a field of a convolution, whose rows do not lie in memory as those of a matrix.
+        is_convolution: ``inner`` is the receptive field of a convolution, so rows are not contiguous in memory.
     """
 
     rows: float
@@ -45,26 +45,26 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Operations of the forward."""
+        """FLOPs of the forward."""
         return 2.0 * self.rows * self.inner * self.columns * self.count
 
     @property
     def backward_flops(self) -> float:
-        """Operations of the backward."""
+        """FLOPs of the backward."""
         return self.flops * (1 + self.is_trained)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """Scores and weighted sums of one forward: every query with the keys that it may see.
+    """Scores and weighted sums of one forward.
 
     Attributes:
         queries: Tokens of the microbatch on this rank.
-        keys: Keys that a query is compared with where nothing is masked: the sequence, or the window.
+        keys: Keys for each query, masked ones included: the sequence, or the window.
         width: Heads of this rank times the width of a head.
         heads: Heads of this rank.
         is_causal: Half of the pairs are masked.
-        is_fused: One kernel computes it; else the scores are kept in memory.
+        is_fused: One kernel computes attention; else the scores are stored in memory.
     """
 
     queries: float
@@ -76,7 +76,7 @@ class AttentionWork:
 
     @property
     def flops(self) -> float:
-        """Operations of the forward, masked pairs included."""
+        """FLOPs of the forward, masked pairs included."""
         return 4.0 * self.queries * self.keys * self.width
 
 
@@ -85,11 +85,11 @@ class Exchange:
     """A collective inside a unit, on ``axis``.
 
     Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``ring``; that of forward.
+        kind: Collective of forward: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``ring``.
         axis: ``tp``, ``cp`` or ``ep``.
-        num_bytes: Bytes of the whole tensor on one rank in forward: of the sum, of what is gathered, of all tokens
-            that a rank sends to experts wherever these are, of a rank's own keys and values.
-        backward_bytes: The same of the collective that backward has in its place.
+        num_bytes: Bytes of the full tensor on one rank in forward: the sum, the gathered tensor, all tokens that a rank
+            sends to experts (also to its own), or a rank's keys and values.
+        backward_bytes: The same for the corresponding collective of backward.
     """
 
     kind: str
@@ -100,26 +100,27 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitWork:
-    """One unit of the model on one rank, one microbatch, forward; backward follows from it.
+    """The forward work of one unit on one rank for one microbatch; backward's work follows from it.
 
     Attributes:
         name: ``embedding``, ``block`` with its stack's number, or ``head``.
-        count: Equal units of this kind in the whole model.
-        num_parameters: Parameters of one on this rank before data-parallel sharding: after ``tp`` and ``ep``. Adapters
-            are included.
-        num_expert_parameters: Those of them that are routed experts'.
-        num_trained: Those of them that are trained.
+        count: Number of equal units in the model.
+        num_parameters: Parameters of one unit on this rank, divided by ``tp`` and ``ep`` but not by data parallelism,
+            adapters included.
+        num_expert_parameters: The part of ``num_parameters`` in routed experts.
+        num_trained: The part of ``num_parameters`` that is trained.
         products: Matrix products.
         attention: Attention.
-        parts: Everything else that is computed, and what autograd keeps of all of it.
-        largest_bytes: Bytes of the largest tensor that a traced unit keeps.
+        parts: All other computation, and the bytes that autograd saves.
+        largest_bytes: Bytes of the largest tensor that autograd saves in a traced unit.
         stream_bytes: Bytes of one copy of the residual stream on this rank, ``2 n h`` in 16 bit.
-        inner_bytes: Bytes of the feed-forward's inner activations, ``2 n f / t``, gated twice; of the head's logits.
-        selective_bytes: Bytes kept where only the outputs of products and attention are, and the unit's input.
-        input_bytes: Bytes of the unit's input, all that is kept where the unit is recomputed.
-        scores_bytes: Bytes kept besides where attention is not one kernel.
-        regathered_bytes: Of what is kept with ``sequence_parallel``, the part of inputs of products that other ranks
-            have, too: our engine keeps it, Megatron gathers it again in backward.
+        inner_bytes: Bytes of the feed-forward's inner activations, ``2 n f / t`` (twice that if gated), or of the
+            head's logits.
+        selective_bytes: Saved bytes if only outputs of products and attention and the unit's input are saved.
+        input_bytes: Bytes of the unit's input, the only saved tensor if the unit is recomputed.
+        scores_bytes: Additional saved bytes if attention is not one kernel.
+        regathered_bytes: With ``sequence_parallel``, the part of saved inputs of products that other ranks also have.
+            Our engine saves it; Megatron gathers it again in backward.
         exchanges: Collectives inside the unit.
     """
 
@@ -142,33 +143,33 @@ class UnitWork:
 
     @property
     def flops(self) -> float:
-        """Operations of the forward: products and attention, masked pairs included."""
+        """FLOPs of the forward: products and attention, masked pairs included."""
         return sum(product.flops for product in self.products) + sum(work.flops for work in self.attention)
 
     @property
     def step_flops(self) -> float:
-        """Operations of forward and backward, nothing recomputed."""
+        """FLOPs of forward and backward, without recomputation."""
         return (
             self.flops + sum(each.backward_flops for each in self.products) + 2 * sum(a.flops for a in self.attention)
         )
 
     @property
     def saved_bytes(self) -> float:
-        """Bytes that autograd keeps until backward where nothing is recomputed and attention is one kernel."""
+        """Bytes that autograd saves until backward, without recomputation and with fused attention."""
         return sum(part.saved_bytes for part in self.parts)
 
     def kept_bytes(self, recompute: str) -> float:
-        """The same where backward recomputes ``"none"``, ``"selective"`` or ``"full"``."""
+        """Bytes saved until backward with recomputation ``"none"``, ``"selective"`` or ``"full"``."""
         return {"none": self.saved_bytes, "selective": self.selective_bytes, "full": self.input_bytes}[recompute]
 
     @property
     def forward_bytes(self) -> float:
-        """Bytes that forward reads and writes besides products and attention."""
+        """Bytes that forward reads and writes outside of products and attention."""
         return sum(part.forward_bytes for part in self.parts)
 
     @property
     def backward_bytes(self) -> float:
-        """Bytes that backward reads and writes besides products and attention."""
+        """Bytes that backward reads and writes outside of products and attention."""
         return sum(part.backward_bytes for part in self.parts)
 
     @property

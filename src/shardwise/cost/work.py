@@ -1,6 +1,7 @@
-"""From a model, a plan and a workload to what one rank computes, sends and keeps in each unit, for one microbatch.
+"""The work of one rank in each unit for one microbatch, computed from a model, a plan and a workload.
 
-``n`` is the number of tokens of the microbatch on this rank, ``b s / c``; ``h``, ``f``, ``t`` as everywhere.
+``n`` is the number of tokens of the microbatch on this rank, ``b s / c`` (batch, sequence, ``cp``); ``h`` is the width
+of the residual stream, ``f`` that of a feed-forward, ``t`` the degree of ``tp``.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ __all__ = [
 
 
 def model_work(shape: ModelShape | TracedModel, plan: ParallelPlan, workload: Workload) -> tuple[UnitWork, ...]:
-    """The units of the whole model in order, runs of equal ones counted: embedding, blocks, head.
+    """The work of the model's units in order: embedding, blocks, head. A run of equal blocks is one entry.
 
     Raises:
-        PlanError: The model was traced, and the plan or the workload asks what a trace does not tell.
+        PlanError: The model was traced, and the trace has no data for the plan or the workload.
     """
     if isinstance(shape, TracedModel):
         return shape.work(plan, workload)
     return _model_work(shape, Degrees(plan.tp, plan.cp, plan.ep, plan.sequence_parallel and plan.tp > 1), workload)
 
 
-#: Families whose experts ``sw.muon_groups`` knows as matrices: modules of their own, or stacks (``experts.layer``).
+#: Families whose experts ``sw.muon_groups`` treats as matrices: separate modules, or stacks (``experts.layer``).
 _EXPERT_MATRICES = frozenset({"gpt", "mixtral", "qwen3_moe"})
 
 
@@ -51,9 +52,9 @@ def hidden_matrices(shape: ModelShape | TracedModel, unit: UnitWork) -> tuple[Pr
 
 
 def sequence_lengths(shape: ModelShape, workload: Workload) -> tuple[int, int]:
-    """Positions of a sequence in the first stack, and in the second one of a model with encoder and decoder.
+    """Positions of a sequence in the first stack, and in the decoder of a model with encoder and decoder.
 
-    A model of images has as many as it has patches, whatever the workload says.
+    For a model of images the number follows from its patches, not from the workload.
     """
     first = shape.seq_len if shape.patch_numel else workload.seq_len
     return first, workload.decoder_seq_len or first
@@ -63,7 +64,7 @@ def sequence_lengths(shape: ModelShape, workload: Workload) -> tuple[int, int]:
 def _model_work(shape: ModelShape, degrees: Degrees, workload: Workload) -> tuple[UnitWork, ...]:
     first, second = sequence_lengths(shape, workload)
     has_two, blocks, place = shape.num_encoder_blocks > 0, [], 0
-    made: dict[tuple[Block, int], UnitWork] = {}  # where kinds of blocks alternate, most have come before
+    made: dict[tuple[Block, int], UnitWork] = {}  # kinds of blocks may alternate, so equal blocks are computed once
     for index, (count, block) in enumerate(shape.stacks):
         length = second if has_two and place >= shape.num_encoder_blocks else first
         place += count
@@ -139,6 +140,6 @@ def _head(rank: Rank) -> UnitWork:
 
 
 def _loss(logits: float, item: int) -> Part:
-    """The cross entropy: logits in fp32, their logarithmic softmax, which is kept."""
+    """The cross entropy: logits are cast to fp32, and their log-softmax is saved."""
     wide = 0 if item == 4 else 4 + item
     return Part("loss", (wide + 12) * logits, (wide + 12) * logits, 4 * logits, 3)

@@ -11,7 +11,7 @@ from shardwise.spec.text import did_you_mean
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 RECOMPUTE = ("none", "selective", "full")
 
-#: State tensors in fp32 that each optimizer keeps for a parameter; Muon, for one that is no hidden matrix.
+#: State tensors in fp32 of each optimizer for a parameter; for Muon, a parameter that is not a hidden matrix.
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "muon": 2, "adamw8bit": TENSORS}
 
 
@@ -23,19 +23,19 @@ class Workload:
         seq_len: Tokens of a sequence.
         global_batch: Sequences of a step, over all ranks and microbatches.
         micro_batch: Sequences of one forward on one data-parallel rank.
-        precision: Dtype that products run in. Masters, gradients' sums and optimizer state are fp32.
-        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum), ``sgd-momentum``, ``muon`` (``sw.Muon``: AdamW for
-            what is no hidden matrix) or ``adamw8bit`` (torchao's: moments in 8 bit).
-        recompute: What backward computes again: ``"none"``; ``"selective"``, all but products and attention;
-            ``"full"``, every block; or the number of blocks of which everything is recomputed.
+        precision: Dtype of matrix products. Masters, gradients' sums and optimizer state are fp32.
+        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum), ``sgd-momentum``, ``muon`` (``sw.Muon``, with AdamW
+            for parameters that are not hidden matrices) or ``adamw8bit`` (torchao's, with moments in 8 bit).
+        recompute: Recomputation in backward: ``"none"``; ``"selective"``, all but products and attention; ``"full"``,
+            every block; or the number of blocks that are fully recomputed.
         compile: The model is compiled, so that element-wise operations are fused.
         in_backward: Each unit is updated inside backward, so that gradients exist for one unit at a time.
-        decoder_seq_len: Tokens of the decoder's sequence where the model has an encoder, too; ``None``: ``seq_len``.
-        chunked_loss: The loss is computed for a part of the positions at a time, and logits are never whole.
+        decoder_seq_len: Tokens of the decoder's sequence if the model also has an encoder; ``None``: ``seq_len``.
+        chunked_loss: The loss is computed for a part of the positions at a time, so that full logits never exist.
         lora_rank: Train low-rank adapters of this rank on every linear layer of the blocks; ``None``: train everything.
 
     Raises:
-        ConfigError: A value is not one of those above.
+        ConfigError: A value is out of range or not one of the above.
     """
 
     seq_len: int
@@ -52,12 +52,12 @@ class Workload:
 
     @property
     def optimizer_tensors(self) -> float:
-        """State tensors in fp32 that the optimizer keeps for each parameter; Muon, for one that is no hidden matrix."""
+        """State tensors in fp32 for each parameter; for Muon, a parameter that is not a hidden matrix."""
         return OPTIMIZERS[self.optimizer]
 
     @property
     def matrix_tensors(self) -> float:
-        """State tensors in fp32 that the optimizer keeps for a hidden matrix."""
+        """State tensors in fp32 for a hidden matrix."""
         return 1 if self.optimizer == "muon" else self.optimizer_tensors
 
     def __post_init__(self) -> None:
