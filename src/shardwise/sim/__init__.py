@@ -1,1 +1,1 @@
-"""A step as tasks on streams: which waits for which, when each begins and ends. No torch."""
+"""Simulation of a step as tasks on streams that wait for each other. No torch."""

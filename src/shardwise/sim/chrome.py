@@ -1,4 +1,4 @@
-"""Timelines as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open: a row for each stream.
+"""Timelines as Chrome traces, for https://ui.perfetto.dev and chrome://tracing, with a row for each stream.
 
 The format is Google's "Trace Event Format" (complete events, ``ph: X``; times in microseconds).
 """
@@ -15,7 +15,7 @@ from shardwise.sim.streams import Timeline
 
 
 class Slice(NamedTuple):
-    """A named piece of time on a row."""
+    """A named time interval on a row."""
 
     row: str
     name: str
@@ -26,7 +26,7 @@ class Slice(NamedTuple):
 
 
 def slices_of(timeline: Timeline, *, offset_s: float = 0.0) -> list[Slice]:
-    """The tasks of a simulated timeline that take time, and every collective, one row for each stream."""
+    """The tasks of a simulated timeline with a duration, and every collective, one row for each stream."""
     found = []
     for begin, end, task in timeline.spans:
         if end <= begin and task.collective is None:
@@ -38,11 +38,7 @@ def slices_of(timeline: Timeline, *, offset_s: float = 0.0) -> list[Slice]:
 
 
 def chrome_trace(processes: Mapping[str, Iterable[Slice]]) -> str:
-    """The JSON of a trace.
-
-    Args:
-        processes: By name (``rank 0``, ``simulated``), the slices of its rows.
-    """
+    """The JSON of a trace with the slices of each process, by the process's name (``rank 0``, ``simulated``)."""
     events: list[dict[str, Any]] = []
     for process, (name, slices) in enumerate(processes.items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
@@ -71,7 +67,7 @@ def _row(process: int, row: int, name: str) -> dict[str, Any]:
 
 
 def step_trace(step: SimulatedStep | SimulatedPipeline) -> str:
-    """The JSON of a simulated step: a row for each stream, or of a pipeline for each rank."""
+    """The trace of a simulated step as JSON: a row for each stream, or for each rank of a pipeline."""
     if isinstance(step, SimulatedPipeline):
         return chrome_trace({"simulated": _pipeline_slices(step)})
     found: list[Slice] = []

@@ -1,15 +1,15 @@
-"""A pipeline's step in seconds: the schedules of ``spec.schedule``, each stage with its own durations.
+"""Simulation of a pipeline's step: the schedules of ``spec.schedule`` with the durations of each stage.
 
-How to call it::
+Example::
 
     stages = [stage_seconds(units, PRESETS["zero3"]) for units in units_of_each_stage]
     step = simulate_pipeline("1f1b", 8, 32, stages)
     step.seconds
-    step.by_category    # of the rank that computes longest; adds up to ``seconds``; "pp bubble" is the time it waits
+    step.by_category    # of the rank that computes longest; the sum is ``seconds``; "pp bubble" is its idle time
 
-A rank gathers its stages' parameters from the beginning of the step on, one unit after another, while it waits for the
-stages before its own; it reduces a stage's gradients in the last backward, beside the computation.
-:func:`stage_seconds` simulates both as a data-parallel step is simulated. Messages travel while ranks compute.
+A rank gathers its stages' parameters from the beginning of the step, one unit after another, while it waits for earlier
+stages. It reduces a stage's gradients during the last backward. :func:`stage_seconds` simulates both like a
+data-parallel step. Messages are sent while ranks compute.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _TICK_S = Fraction(1, 10**10)
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """One stage, one microbatch, in seconds.
+    """Seconds of one stage and one microbatch.
 
     Attributes:
         forward_s: A forward.
-        backward_input_s: Computing the gradient of the stage's input.
-        backward_weight_s: Computing the gradients of its weights. A whole backward takes both.
-        message_s: From the end of a forward until its result is at the next stage, and as long for the gradient back.
-        gather_s: The gathers of its parameters.
-        first_wait_s: From the beginning of these gathers until the first forward can begin and never wait for one.
-        last_backward_s: How much longer the last backward takes: reductions that are not hidden.
-        tail_s: From the end of the last backward until its last reduction is done.
-        exposed: Of ``forward_s`` and the whole backward, the seconds in which computation waits (``tp``, ...).
-        exposed_once: Of ``last_backward_s`` and ``tail_s``, the seconds by category. Less than 0 where a reduction
-            hides what is exposed in other microbatches.
+        backward_input_s: The gradient of the stage's input.
+        backward_weight_s: The gradients of the stage's weights. A full backward takes the sum of both.
+        message_s: From the end of a forward until its result arrives at the next stage; the same for the gradient back.
+        gather_s: The gathers of the stage's parameters.
+        first_wait_s: From the start of these gathers until the first forward can run without waiting for one.
+        last_backward_s: Additional time of the last backward, for reductions that are not hidden.
+        tail_s: From the end of the last backward until its last reduction has ended.
+        exposed: The part of ``forward_s`` and the full backward in which computation waits, by category (``tp``, ...).
+        exposed_once: ``last_backward_s`` and ``tail_s`` by category. Negative if a reduction hides a wait that other
+            microbatches have.
     """
 
     forward_s: float
@@ -63,13 +63,13 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class SimulatedPipeline:
-    """A pipeline's step.
+    """A simulated pipeline step.
 
     Attributes:
-        schedule: Without messages.
-        stages: As given.
-        timing: When every computation runs.
-        optimizer_s: The optimizer's step at the end.
+        schedule: The schedule, without messages.
+        stages: Seconds of each stage.
+        timing: Start and end of every computation.
+        optimizer_s: Seconds of the optimizer's step at the end.
     """
 
     schedule: Schedule
@@ -86,17 +86,17 @@ class SimulatedPipeline:
 
     @property
     def bubble_s(self) -> float:
-        """Seconds in which the rank that is busiest waits."""
+        """Seconds in which the busiest rank waits for other ranks."""
         return self.seconds - self.optimizer_s - self._busy(self.fullest_rank)
 
     @functools.cached_property
     def fullest_rank(self) -> int:
-        """The rank that is busy longest."""
+        """The busiest rank."""
         return max(range(self.schedule.num_ranks), key=self._busy)
 
     @functools.cached_property
     def by_category(self) -> dict[str, float]:
-        """Seconds of :attr:`fullest_rank`; they add up to :attr:`seconds`."""
+        """Seconds of :attr:`fullest_rank` by category; their sum is :attr:`seconds`."""
         found: dict[str, float] = {}
         for stage in self.schedule.stages(self.fullest_rank):
             given = self.stages[stage]
@@ -113,7 +113,7 @@ class SimulatedPipeline:
         return found
 
     def _busy(self, rank: int) -> float:
-        """Seconds in which a rank computes, or waits for its own gathers and reductions."""
+        """Seconds in which a rank computes, or waits for its gathers and reductions."""
         m, total = self.schedule.num_microbatches, 0.0
         for stage in self.schedule.stages(rank):
             given = self.stages[stage]
@@ -122,7 +122,7 @@ class SimulatedPipeline:
         return total + self._gathering(rank) + self.stages[self.timing.spans[rank][-1].action.stage].tail_s
 
     def _gathering(self, rank: int) -> float:
-        """Seconds in which first forwards that could begin wait for the rank's gathers."""
+        """Seconds in which the first forwards of a rank's stages wait only for its gathers."""
         waits = (self.timing.held_up.get((Kind.FORWARD, stage, 0), 0) for stage in self.schedule.stages(rank))
         return sum(waits) * float(self.timing.unit)
 
@@ -169,7 +169,7 @@ def simulate_pipeline(
 
 
 def _gathered_at(schedule: Schedule, stages: Sequence[StageSeconds]) -> dict[Key, Fraction]:
-    """From when on each stage's first forward need not wait for a gather; each rank gathers one stage after another."""
+    """The earliest start of each stage's first forward, by its gathers; each rank gathers one stage after another."""
     found = {}
     for rank in range(schedule.num_ranks):
         before = 0.0
@@ -192,14 +192,14 @@ def stage_seconds(
     releases: bool = False,
     slowdown: Slowdown = NO_SLOWDOWN,
 ) -> StageSeconds:
-    """A stage of these units, without messages. Half of a backward computes the gradients of weights.
+    """Simulate a stage, without messages. Half of a backward computes the gradients of weights.
 
     Args:
         units: The units of the stage in the order of forward.
         row: Placements of the strategy.
-        releases: Units are released after each forward and backward, and gathered again for the next one; else what is
-            gathered stays until the stage's last backward.
-        slowdown: How much longer work takes where computation and communication overlap.
+        releases: Units are released after each forward and backward, and gathered again for the next one; else gathered
+            units stay until the stage's last backward.
+        slowdown: The slowdown of work while computation and communication overlap.
     """
     releases = releases and row.shards_parameters
     chain = {0: StepUnit("stage", 0.0, 0.0, is_trained=False)} | dict(enumerate(units, start=1))

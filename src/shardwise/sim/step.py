@@ -1,23 +1,22 @@
-"""One data-parallel step as tasks on streams, in the order in which the engine issues them.
+"""Simulation of a data-parallel step as tasks on streams, in the order in which the engine issues them.
 
-The order comes from ``spec.traffic.moments``, which ``spec.traffic.data`` reads too: there is no second one. What a
-moment means in time is what CUDA's streams make of it: a collective begins when everything that computation had been
-given before it was issued is done; computation waits for the gather of the unit that it comes to, and, where a unit is
-reduced, for the reductions before it. Streams: ``compute``, ``gather``, ``reduce``, ``replicate``, ``up`` and ``down``
-(copies from and to the host), ``host`` (launches), and those of a unit's own exchanges (``tp``, ``cp``, ``ep``).
+The order comes from ``spec.traffic.moments``, which ``spec.traffic.data`` uses too. Tasks wait for each other as on
+CUDA streams. A collective begins when all computation that was issued before it has ended. Computation waits for the
+gather of the unit that it enters and, when a unit is reduced, for earlier reductions. Streams are ``compute``,
+``gather``, ``reduce``, ``replicate``, ``up`` and ``down`` (copies from and to the host), ``host`` (launches), and
+``tp``, ``cp``, ``ep`` for exchanges inside a unit.
 
-How to call it, with everything in seconds on one rank and for one microbatch::
+Example, with seconds on one rank for one microbatch::
 
     block = StepUnit("block", forward_s=0.010, backward_s=0.020, gather=(Transfer(0.004),), reduce=(Transfer(0.005),))
     root = StepUnit("root", forward_s=0.001, forward_end_s=0.003, backward_s=0.006, backward_end_s=0.001,
                     gather=(Transfer(0.001),), reduce=(Transfer(0.001),))
     step = simulate_step([root, *[block] * 32], PRESETS["zero3"], num_microbatches=4, optimizer_s=0.012)
     step.seconds
-    step.by_category    # {"compute": .., "gather": .., "reduce": .., "optimizer": ..}; adds up to ``seconds``
+    step.by_category    # {"compute": .., "gather": .., "reduce": .., "optimizer": ..}; the sum is ``seconds``
 
-``units[0]`` is the root, which encloses the others. Time is found by simulating at most three microbatches: the first,
-one between, and the last; a backward waits for its reductions and a forward for its gathers, so nothing of one reaches
-into the next.
+``units[0]`` is the root, which encloses the others. At most three microbatches are simulated: the first, a middle one,
+and the last. They do not overlap, because a backward waits for its reductions and a forward for its gathers.
 """
 
 from __future__ import annotations
@@ -39,10 +38,11 @@ class Transfer(NamedTuple):
     """A collective or copy of a unit.
 
     Attributes:
-        seconds: How long it takes alone.
-        collective: The collective that it is, where somebody wants to compare.
-        stream: Its stream and category; "": as the field of :class:`StepUnit` that holds it says.
-        is_beside: It runs beside the unit's computation (blocks of keys and values on ``cp``); else the unit waits.
+        seconds: Duration without other work at the same time.
+        collective: The predicted collective, for comparison with recorded ones; ``None``: not given.
+        stream: Stream and category; "": those of the field of :class:`StepUnit`.
+        is_beside: The transfer overlaps the unit's computation (blocks of keys and values on ``cp``); else the unit
+            waits for it.
     """
 
     seconds: float
@@ -53,30 +53,30 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepUnit:
-    """One unit on one rank: seconds of one microbatch.
+    """Seconds and transfers of one unit on one rank, for one microbatch.
 
     Attributes:
-        name: For the timeline.
-        forward_s: Computation of its forward; of a unit that encloses others, until it comes to the first of them.
-        backward_s: Computation of its backward, what is recomputed included; of a unit that encloses others, until
-            backward comes to the first of them.
-        forward_end_s: Of a unit that encloses others: forward after the last of them (final norm, head, loss).
-        backward_end_s: The same of backward (the embedding).
-        gather: The all-gathers of its groups.
-        kept_gather: Those from the few neighbours that have kept it since forward (``reshard_after_forward=n``).
-        reduce: The reductions of its groups on ``dp_shard``.
-        replicate: What follows them on ``dp_replicate``.
-        forward_exchanges: Collectives inside forward; give ``stream``: ``tp``, ``cp``, ``ep``.
+        name: Name in the timeline.
+        forward_s: Computation of forward; for a unit that encloses others, before the first of them.
+        backward_s: Computation of backward, recomputation included; for a unit that encloses others, before backward
+            reaches the first of them.
+        forward_end_s: For a unit that encloses others, forward after the last of them (final norm, head, loss).
+        backward_end_s: The same for backward (the embedding).
+        gather: All-gathers of the unit's groups.
+        kept_gather: All-gathers from an inner group of ranks (``reshard_after_forward=n``).
+        reduce: Reductions of the unit's groups on ``dp_shard``.
+        replicate: Sums on ``dp_replicate`` that follow the reductions.
+        forward_exchanges: Collectives inside forward; ``stream`` must be given: ``tp``, ``cp``, ``ep``.
         backward_exchanges: Collectives inside backward.
-        forward_end_exchanges: Those of ``forward_end_s``.
-        backward_end_exchanges: Those of ``backward_end_s``.
+        forward_end_exchanges: Collectives inside ``forward_end_s``.
+        backward_end_exchanges: Collectives inside ``backward_end_s``.
         up_s: Copy of the master from the host, before a gather.
         down_s: Copy of the reduced gradients to the host.
-        away_s: Copy of what forward leaves for backward to the host, and the same back; 0: it stays on the device.
-        update_s: The optimizer's step inside backward, when the gradients are there.
-        updates_on_host: The host makes it, while backward goes on.
-        host_forward_s: Time that the host needs to launch forward's operations; 0: it is never late.
-        host_backward_s: The same of backward.
+        away_s: Copy of activations to the host, and equally back; 0: activations stay on the device.
+        update_s: The optimizer's step inside backward, after the reduction.
+        updates_on_host: The host runs this step while backward continues.
+        host_forward_s: Time that the host needs to launch forward's operations; 0: the device never waits for the host.
+        host_backward_s: The same for backward.
         is_trained: Gradients are reduced.
     """
 
@@ -105,11 +105,11 @@ class StepUnit:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step of several microbatches.
+    """A simulated step of several microbatches.
 
     Attributes:
-        microbatches: Timelines of the kinds of microbatches, each with how often it comes, in order.
-        optimizer_s: The optimizer's step at the end.
+        microbatches: Timeline of each kind of microbatch and the number of such microbatches, in order.
+        optimizer_s: Seconds of the optimizer's step at the end.
     """
 
     microbatches: tuple[tuple[Timeline, int], ...]
@@ -122,7 +122,7 @@ class SimulatedStep:
 
     @property
     def by_category(self) -> dict[str, float]:
-        """Seconds of computation, and of each category for which it waits; they add up to :attr:`seconds`."""
+        """Seconds of computation, and of waiting by category; their sum is :attr:`seconds`."""
         found = {COMPUTE: 0.0}
         for timeline, count in self.microbatches:
             found[COMPUTE] += timeline.busy.get(COMPUTE, 0.0) * count
@@ -134,7 +134,7 @@ class SimulatedStep:
 
     @property
     def collectives(self) -> list[Collective]:
-        """All collectives in the order in which they begin."""
+        """All collectives, sorted by start."""
         return [
             collective
             for timeline, count in self.microbatches
@@ -160,14 +160,15 @@ def simulate_step(
     Args:
         units: The root, then the units that it encloses, in the order of forward.
         row: Placements of the strategy.
-        reshards_after_forward: Units but the root are released between forward and backward; ``None``: as the row says.
+        reshards_after_forward: Units except the root are released between forward and backward; ``None``: the
+            placements decide.
         num_microbatches: Forwards and backwards before the optimizer's step.
-        accumulation: ``"sharded"``: every backward reduces; ``"unsharded"``: the last one alone; ``"defer_replicate"``:
-            every backward, on ``dp_replicate`` the last one alone.
+        accumulation: ``"sharded"``: every backward reduces; ``"unsharded"``: only the last one; ``"defer_replicate"``:
+            every backward reduces on ``dp_shard``, and only the last one on ``dp_replicate``.
         prefetch: As in ``EngineOptions``.
         num_gradient_buffers: As in ``EngineOptions``.
-        optimizer_s: The optimizer's step after the last backward, and what else follows it.
-        slowdown: How much longer work takes where computation and communication overlap.
+        optimizer_s: Seconds of the optimizer's step and everything else after the last backward.
+        slowdown: The slowdown of work while computation and communication overlap.
     """
     releases = not row.keeps_gathered if reshards_after_forward is None else reshards_after_forward
     trained = frozenset(place for place, unit in enumerate(units) if unit.is_trained)
@@ -209,7 +210,7 @@ def chain_moments(
     is_first_of_window: bool,
     ahead: tuple[int, int] = (1, 1),
 ) -> tuple[Moment, ...]:
-    """The moments of a microbatch of a root (unit 0) and a chain of units in it."""
+    """The moments of one microbatch for a root (unit 0) that encloses a chain of units."""
     units = {
         unit: Moves(
             str(unit),
@@ -233,9 +234,9 @@ def lower(
     """The tasks of a forward and backward.
 
     Args:
-        units: By number.
-        moments: In order (``spec.traffic.moments``).
-        is_gathered: Gathers are sent in this microbatch; ``False`` where what was gathered is still up to date.
+        units: Seconds and transfers of each unit, by number.
+        moments: The moments in order (``spec.traffic.moments``).
+        is_gathered: This microbatch gathers parameters; ``False`` if gathered parameters are still up to date.
         updates: The microbatch is the last one of its step.
     """
     lowering = _Lowering(units, is_gathered=is_gathered, updates=updates)
@@ -246,18 +247,19 @@ def lower(
 
 @dataclass
 class _Lowering:
-    """Collects the tasks of a microbatch.
+    """Collects the tasks of a microbatch. Tasks are indices in ``tasks``.
 
     Attributes:
-        units: By number.
-        is_gathered, updates: As of :func:`lower`.
-        tasks: So far.
+        units: As in :func:`lower`.
+        is_gathered: As in :func:`lower`.
+        updates: As in :func:`lower`.
+        tasks: The tasks so far.
         computed: The newest task of the compute stream.
-        waits: What the next computation waits for.
-        gathering: Gathers under way, by unit.
-        reducing: Reductions under way, by unit.
+        waits: Tasks for which the next computation waits.
+        gathering: Unfinished gathers, by unit.
+        reducing: Unfinished reductions, by unit.
         leaving: Copies of activations to the host, by unit.
-        returning: Those back, by unit.
+        returning: Copies of activations back from the host, by unit.
         updating: The newest update on the host.
     """
 
@@ -299,15 +301,15 @@ class _Lowering:
         return len(self.tasks) - 1
 
     def _enter(self, unit: StepUnit, number: int, *, is_forward: bool) -> None:
-        """A unit computes; copies of activations run beside it (``engine.extensions.activation_offload``)."""
+        """Add a unit's computation, and copies of activations, as ``engine.extensions.activation_offload`` does."""
         if is_forward:
-            if number - 2 in self.leaving:  # the device holds what two units leave
+            if number - 2 in self.leaving:  # the device has memory for activations of two units that leave it
                 self.waits += (self.leaving[number - 2],)
             if unit.away_s:
                 self.leaving[number] = self._put(Task("down", unit.away_s, self.computed, unit.name, "offload"))
             self._compute(unit, unit.forward_s, unit.forward_exchanges, unit.host_forward_s)
             return
-        is_last = number + 1 not in self.leaving  # what it leaves is still on the device
+        is_last = number + 1 not in self.leaving  # the last unit's activations are still on the device
         for place in (() if is_last else (number,)) + (number - 1,):
             if place in self.leaving and place not in self.returning:
                 after = (*self.computed, self.leaving[place])
@@ -334,7 +336,7 @@ class _Lowering:
             if each.is_beside:
                 beside += self._send(each.stream, each.stream, (each,), before, unit)
         done = self._put(Task(COMPUTE, seconds, before, unit.name))
-        if host_s:  # the host launches while the device computes, and the device cannot be done before the host is
+        if host_s:  # the host launches while the device computes, and the device cannot end before the host
             launched = self._put(Task("host", host_s, (), unit.name, "host"))
             done = self._put(Task(COMPUTE, 0.0, (done, launched), unit.name))
         self.computed = (done,)
@@ -346,7 +348,7 @@ class _Lowering:
     def _send(
         self, stream: str, category: str, transfers: Iterable[Transfer], after: tuple[int, ...], unit: StepUnit
     ) -> tuple[int, ...]:
-        """Put transfers on a stream; returns the last of them."""
+        """Put transfers on a stream, and return the last task."""
         placed: tuple[int, ...] = ()
         for each in transfers:
             placed = (self._put(Task(stream, each.seconds, after, unit.name, category, each.collective)),)
@@ -382,11 +384,11 @@ class _Lowering:
             self._compute(unit, unit.update_s)
 
 
-# -- a model that is built: its units, their agreed orders, and seconds for each collective
+# -- a built model: its units, their agreed orders, and seconds of each collective
 
 
 class UnitSeconds(NamedTuple):
-    """Computation of one unit in seconds, and the exchanges inside it; fields as in ``StepUnit``."""
+    """Computation of one unit in seconds, and exchanges inside it; fields as in ``StepUnit``."""
 
     forward_s: float = 1.0
     backward_s: float = 2.0
@@ -412,20 +414,20 @@ def simulate_facts(
     computation: Callable[[int], UnitSeconds] = lambda _unit: UnitSeconds(),
     slowdown: Slowdown = NO_SLOWDOWN,
 ) -> Timeline:
-    """One forward and backward on ``rank``.
+    """Simulate one forward and backward of a built model on ``rank``.
 
     Args:
-        units: By number, as an engine has them.
+        units: The engine's units, by number.
         rank: Coordinate on ``dp_shard``.
-        forward_order: Unit numbers in the order of their forward calls.
-        backward_order: Unit numbers as backward enters them.
-        is_synchronising: As of ``step_trace``.
-        is_first_of_window: As of ``step_trace``.
-        replicas: As of ``step_trace``.
+        forward_order: As in ``spec.traffic.data.step_trace``, like the next four.
+        backward_order: Unit numbers in the order in which backward enters them.
+        is_synchronising: Whether gradients are reduced.
+        is_first_of_window: Whether replicated parameters are gathered.
+        replicas: Coordinate on ``dp_replicate``.
         num_gradient_buffers: As in ``EngineOptions``.
-        seconds: How long a collective takes alone.
-        computation: What a unit computes.
-        slowdown: How much longer work takes where computation and communication overlap.
+        seconds: Duration of a collective without other work at the same time.
+        computation: Seconds of a unit's computation.
+        slowdown: The slowdown of work while computation and communication overlap.
     """
     walk = step_walk(
         units,

@@ -1,8 +1,8 @@
-"""A discrete-event simulation of streams: tasks that run one after another on each stream, and wait for others.
+"""A discrete-event simulation of streams: tasks run one after another on each stream, and wait for other tasks.
 
-A stream runs its tasks in the order in which they are given. A task begins when the task before it on its stream has
-ended and every task that it names in ``after`` has. Computation is the stream ``compute``; where it waits, the time is
-*exposed*, and belongs to the category of the task that it waits for. Example, a gather beside a computation::
+A stream runs its tasks in the given order. A task begins when the previous task on its stream and every task that it
+names in ``after`` have ended. Computation is the stream ``compute``. Time in which ``compute`` waits is *exposed*, and
+is counted for the category of the task that it waits for. Example, a gather that overlaps a computation::
 
     timeline = run([
         Task("compute", 3.0, label="block 1"),
@@ -12,10 +12,9 @@ ended and every task that it names in ``after`` has. Computation is the stream `
     timeline.end_s            # 8.0
     timeline.exposed["gather"]  # 2.0
 
-While ``compute`` and a stream that communicates are both busy, both are slower: computation takes
-``slowdown.compute`` times as long, communication ``slowdown.transfer`` times: 1.1 to 1.3 on a GPU with NCCL (Galvatron,
-arXiv 2211.13878). Over Gloo a rank of one thread has one core, which computation and messages share;
-``shardwise calibrate`` measures how far.
+While ``compute`` and a communicating stream are both busy, both are slower: computation takes ``slowdown.compute``
+times as long, communication ``slowdown.transfer`` times (1.1 to 1.3 on a GPU with NCCL, Galvatron, arXiv 2211.13878).
+Over Gloo, computation and messages of a rank with one thread share one core; ``shardwise calibrate`` measures how much.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class Task(NamedTuple):
     """A piece of work on one stream.
 
     Attributes:
-        stream: The stream that it runs on.
-        seconds: How long it takes where nothing slows it down.
-        after: Places, in the list of all tasks, of those that must have ended before; all of them come earlier.
-        label: What it is for: the name of a unit, a microbatch.
-        category: What time is counted as in which computation waits for it; "" for computation.
-        collective: The collective that it is, if it is one.
+        stream: The stream on which the task runs.
+        seconds: Duration without slowdown.
+        after: Indices, in the list of all tasks, of earlier tasks that must end before this one begins.
+        label: Text for the timeline: the name of a unit, a microbatch.
+        category: Category of the time in which computation waits for this task; "" for computation.
+        collective: The collective, if the task is one.
     """
 
     stream: str
@@ -52,7 +51,7 @@ class Task(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a task ran."""
+    """A task with its start and end."""
 
     begin_s: float
     end_s: float
@@ -65,9 +64,9 @@ class Slowdown(NamedTuple):
     Attributes:
         compute: Factor of computation.
         transfer: Factor of communication.
-        divides_link: Streams that have one link between them: two that communicate at the same time get half of it.
-        shared: How far streams share one core: of n that are busy each takes ``1 + shared (n - 1)`` times as long. With
-            it the other factors do not count.
+        divides_link: Streams that share one link: two that communicate at the same time have half of it each.
+        shared: How far streams share one core: while n streams are busy, each takes ``1 + shared (n - 1)`` times as
+            long. If it is not 0, ``compute`` and ``transfer`` have no effect.
     """
 
     compute: float = 1.0
@@ -76,7 +75,7 @@ class Slowdown(NamedTuple):
     shared: float = 0.0
 
     def factors(self, num_computing: int, num_sending: int) -> tuple[float, float]:
-        """The slowdown of computation and of communication while so many streams are busy."""
+        """The slowdown of computation and of communication while these numbers of streams are busy."""
         if self.shared:
             return (1 + self.shared * max(num_computing + num_sending - 1, 0),) * 2
         return (self.compute, self.transfer) if num_computing and num_sending else (1.0, 1.0)
@@ -87,10 +86,10 @@ NO_SLOWDOWN = Slowdown()
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each task ran.
+    """The simulated start and end of each task.
 
     Attributes:
-        spans: One for each task, in the order of the tasks.
+        spans: One span for each task, in the order of the tasks.
     """
 
     spans: tuple[Span, ...]
@@ -102,7 +101,7 @@ class Timeline:
 
     @cached_property
     def streams(self) -> dict[str, list[Span]]:
-        """The spans of each stream, in the order of time; streams in the order of their first task."""
+        """The spans of each stream, in order of time; streams are in the order of their first task."""
         found: dict[str, list[Span]] = {}
         for span in self.spans:
             found.setdefault(span.task.stream, []).append(span)
@@ -115,33 +114,28 @@ class Timeline:
 
     @cached_property
     def exposed(self) -> dict[str, float]:
-        """Seconds in which ``compute`` waits, by the category of what it waits for; also for what runs at the end.
+        """Seconds in which ``compute`` waits, by the category of the task that it waits for, also after its last task.
 
-        With the seconds in which ``compute`` works they add up to :attr:`end_s`.
+        Their sum, plus the seconds in which ``compute`` works, is :attr:`end_s`.
         """
         return _exposed(self)
 
     @property
     def collectives(self) -> list[tuple[Span, Collective]]:
-        """The collectives, in the order in which they begin; those that begin together in the order of the tasks."""
+        """The collectives, sorted by start; equal starts are in the order of the tasks."""
         found = [(span, span.task.collective) for span in self.spans if span.task.collective is not None]
         return sorted(found, key=lambda entry: entry[0].begin_s)
 
 
 def run(tasks: Sequence[Task], slowdown: Slowdown = NO_SLOWDOWN) -> Timeline:
-    """Run tasks.
-
-    Args:
-        tasks: In the order in which they are issued: each comes after those that it waits for.
-        slowdown: How much longer work takes where computation and communication overlap.
-    """
+    """Simulate tasks, given in an order in which each follows the tasks that it waits for."""
     if slowdown == NO_SLOWDOWN:
         return _run_freely(tasks)
     return _Streams(tasks, slowdown).timeline()
 
 
 def _run_freely(tasks: Sequence[Task]) -> Timeline:
-    """One pass: a task's begin follows from tasks before it."""
+    """Simulate tasks without slowdown, in one pass: a task's start depends only on earlier tasks."""
     free: dict[str, float] = {}
     ends: list[float] = []
     spans: list[Span] = []
@@ -157,7 +151,7 @@ def _run_freely(tasks: Sequence[Task]) -> Timeline:
 
 
 class _Streams:
-    """Streams event by event: rates change whenever one begins or ends to work."""
+    """Simulates streams event by event, because rates change whenever a stream begins or ends a task."""
 
     def __init__(self, tasks: Sequence[Task], slowdown: Slowdown) -> None:
         names = list(dict.fromkeys(task.stream for task in tasks))
@@ -172,8 +166,8 @@ class _Streams:
         self._followers: list[list[int]] = [[] for _ in tasks]
         self._unmet = [len(task.after) for task in tasks]
         self._begins, self._ends = [0.0] * len(tasks), [0.0] * len(tasks)
-        self._running: dict[int, tuple[int, float]] = {}  # by stream: the task, and the seconds of work left of it
-        self._ready = list(range(len(names)))[::-1]  # streams that may have something to begin
+        self._running: dict[int, tuple[int, float]] = {}  # by stream: the task, and its remaining seconds of work
+        self._ready = list(range(len(names)))[::-1]  # streams that may have a task to begin
         self._now = 0.0
         for place, task in enumerate(tasks):
             self._queues[self._stream_of[place]].append(place)
@@ -188,7 +182,7 @@ class _Streams:
         return Timeline(tuple(map(Span, self._begins, self._ends, self._tasks)))
 
     def _begin(self) -> None:
-        """Begin what can be begun; tasks of no length end at once."""
+        """Begin all tasks that can begin; tasks without duration end at once."""
         while self._ready:
             stream = self._ready.pop()
             queue = self._queues[stream]
@@ -208,7 +202,7 @@ class _Streams:
             self._ready.append(self._stream_of[follower])
 
     def _advance(self) -> None:
-        """Go to the next end of a task."""
+        """Advance the time to the next end of a task."""
         sends, running = self._sends, self._running
         computing, sending = self._slowdown.factors(self._compute in running, sum(sends[stream] for stream in running))
         on_link = sum(self._divides[stream] for stream in running)
@@ -255,7 +249,7 @@ def _exposed(timeline: Timeline) -> dict[str, float]:
 def _waits(
     spans: Sequence[Span], previous: Sequence[int | None], place: int, since: float
 ) -> Iterator[tuple[str, float]]:
-    """Yield the waits of a computation after the one before it has ended at ``since``."""
+    """Yield the waits, by category, between ``since``, the end of the previous computation, and this computation."""
     begin = spans[place].begin_s
     if begin <= since:
         return
@@ -267,7 +261,7 @@ def _waits(
 def _blamed(
     spans: Sequence[Span], previous: Sequence[int | None], place: int | None, since: float, until: float
 ) -> Iterator[tuple[str, float]]:
-    """Splits a wait over the task that ended it, the one that this one waited for, and so on."""
+    """Split a wait over the task that ended it, the task that this one waited for, and so on."""
     while place is not None and until > since:
         span = spans[place]
         begin = max(since, span.begin_s)
