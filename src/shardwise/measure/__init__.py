@@ -1,1 +1,1 @@
-"""Measures what a model holds and computes by running it: on meta tensors, or counted from outside."""
+"""Measurement of a model's memory and work, on meta tensors or during a run, and of a machine's speed."""

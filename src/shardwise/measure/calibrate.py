@@ -1,8 +1,8 @@
 """Measure this machine for the planner: products, attention, element-wise work, the optimizer, links between ranks.
 
-All ranks measure at the same time, as they compute at the same time in training: on one machine they share caches and
-memory. What is written is rank 0's. Weights are taken in turn from several copies, larger together than the caches,
-because a training step comes to a layer's weights after those of all other layers.
+All ranks measure at the same time, because ranks on one machine share caches and memory in training too. Rank 0's
+tables are written. Weights are used in turn from several copies that are together larger than the caches, because a
+training step uses the weights of all other layers before it returns to a layer.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from shardwise.cost.measured import (
     UpdateTime,
 )
 
-#: Copies of weights lie in so many bytes together.
+#: Bytes of all copies of weights together.
 _COLD_BYTES = 96 << 20
 _ROWS = (64, 256, 1024, 4096, 16384)
 _WIDTHS = (256, 1024, 4096, 8192)
-#: A product with an odd number of columns, as GPT-2's vocabulary has; with one column more it is in the table.
+#: Rows, inner dimension and columns of a product with an odd number of columns, like GPT-2's vocabulary. The table also
+#: has this product with one column more.
 _ODD = (16384, 1024, 8191)
-#: Sequence, sequences, heads, width of a head.
+#: Length of a sequence, number of sequences, heads, width of a head.
 _ATTENTION = ((64, 4, 8, 64), (64, 4, 8, 128), (256, 2, 8, 64), (256, 2, 8, 128), (1024, 1, 8, 64), (4096, 1, 8, 128))
-#: On a GPU, which a short sequence does not fill: its time says nothing about the time of a pair of tokens.
+#: The same on a GPU. A short sequence does not fill a GPU, so its time is not proportional to the pairs of tokens.
 _ATTENTION_ON_GPU = (
     *((256, 32, 16, 64), (512, 32, 16, 64), (1024, 16, 16, 64), (1024, 8, 32, 128), (2048, 8, 16, 64)),
     *((2048, 4, 32, 128), (4096, 4, 16, 64), (4096, 2, 32, 128), (8192, 1, 32, 128)),
 )
 _NUMELS = tuple(1 << bits for bits in (14, 17, 20, 22, 24))
 _NUMELS_ON_GPU = (*_NUMELS, 1 << 26)
-#: Calls of which a GPU is given so many at once: as in training, the host does not wait for each.
+#: Number of calls that a GPU gets without waiting in between, as in training.
 _BURST = 20
-#: Elements of one parameter.
+#: Elements of a parameter for optimizer steps.
 _UPDATES = tuple(1 << bits for bits in (10, 16, 20, 22, 23))
 _LINK_BYTES = tuple(1 << bits for bits in (13, 17, 20, 23, 26))
 #: Elements of the last dimension of element-wise operations.
@@ -62,8 +63,8 @@ class Clock:
 
     Attributes:
         device: The device.
-        align: Called before each measurement: ranks begin together.
-        budget_s: How long one measurement repeats its call.
+        align: Called before each measurement, so that ranks begin together.
+        budget_s: Seconds for which one measurement repeats its call.
     """
 
     device: torch.device
@@ -71,7 +72,7 @@ class Clock:
     budget_s: float = 0.12
 
     def seconds(self, call: Callable[[], Any], *, least: int = 3) -> float:
-        """The lower quartile of a call's times, after one that is not counted: what else runs only adds to them."""
+        """The lower quartile of a call's times, after a warm-up call. Other work on the machine only adds time."""
         num_calls = _BURST if self.device.type == "cuda" else 1
         call()
         self._synchronise()
@@ -87,7 +88,7 @@ class Clock:
         return low(times)
 
     def both(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple[float, float]:
-        """The same of a forward, and of the backward that follows each."""
+        """The lower quartile of a forward's times, and of the times of the backward that follows each forward."""
         if self.device.type == "cuda":
             return self._both_on_gpu(forward, backward)
         made: list[Any] = []
@@ -109,11 +110,11 @@ class Clock:
         return forward_s, low(times[1:])
 
     def _both_on_gpu(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple[float, float]:
-        """As many forwards as take two milliseconds, two at the least, and then their backwards."""
+        """Time a burst of backwards, after their forwards: about two milliseconds of forwards, at least two."""
         forward_s = self.seconds(forward)
         num_calls = max(2, min(_BURST, int(2e-3 / forward_s)))
         times = []
-        for _ in range(4):  # the first one is not counted
+        for _ in range(4):  # the first is a warm-up
             made = [forward() for _ in range(num_calls)]
             self._synchronise()
             start = time.perf_counter()
@@ -129,28 +130,28 @@ class Clock:
 
 
 def low(times: Sequence[float]) -> float:
-    """The lower quartile."""
+    """The lower quartile of times."""
     return sorted(times)[len(times) // 4]
 
 
 def calibrate(device: torch.device, *, dtypes: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure. All ranks of the process group, if there is one, must call.
+    """Measure this machine. All ranks of the process group, if there is one, must call.
 
     Args:
         device: The device of this rank.
-        dtypes: Short names of the dtypes of products; ``None``: fp32, on CUDA bf16 too.
+        dtypes: Short names of the dtypes of products; ``None``: fp32, and on CUDA also bf16.
 
     Returns:
-        What the file holds (``cost.measured``), on every rank.
+        The content of the file (``cost.measured``), on every rank.
 
     Collective:
-        The collectives that are measured, on all ranks of the world, and a small one before every measurement.
+        The measured collectives, on all ranks of the world, and a small all-reduce before every measurement.
     """
     comms = open_comms(device) if torch.distributed.is_initialized() else None
     clock = Clock(device, _barrier(comms[1]) if comms is not None else lambda: None)
     chosen = [_DTYPES[name] for name in dtypes or (("fp32", "bf16") if device.type == "cuda" else ("fp32",))]
     num_ranks = comms[0].size if comms is not None else 1
-    # Everything twice, some time apart: what disturbs one pass rarely disturbs the same row of the other.
+    # Everything is measured twice: a disturbance of one pass rarely affects the same row of the other pass.
     first, second = (
         Measured(
             num_ranks=num_ranks,
@@ -214,7 +215,7 @@ def _barrier(comm: Comm) -> Callable[[], None]:
 
 
 def _most_flops(device: torch.device) -> float:
-    """Operations of the largest product: a few hundredths of a second."""
+    """FLOPs of the largest product, which takes a few hundredths of a second."""
     return 3e9 if device.type == "cpu" else 3e12
 
 
@@ -230,7 +231,7 @@ def _products(clock: Clock, dtype: torch.dtype) -> Iterator[ProductTime]:
 
 
 def _linear(clock: Clock, dtype: torch.dtype, rows: int, inner: int, columns: int) -> tuple[float, float]:
-    """A linear layer with a bias."""
+    """Seconds of forward and backward of a linear layer with a bias."""
     count = max(1, min(16, _COLD_BYTES // (inner * columns * dtype.itemsize)))
     options = {"dtype": dtype, "device": clock.device, "requires_grad": True}
     weights = [_drawn(columns, inner, scale=0.02, **options) for _ in range(count)]
@@ -247,12 +248,12 @@ def _linear(clock: Clock, dtype: torch.dtype, rows: int, inner: int, columns: in
 
 
 def _drawn(*shape: int, scale: float = 1.0, requires_grad: bool = False, **options: Any) -> Tensor:
-    """Normal numbers: a GPU that multiplies constants needs less power, and has a higher clock than in training."""
+    """Normal random numbers; with constants a GPU would need less power, and have a higher clock than in training."""
     return torch.randn(shape, **options).mul_(scale).requires_grad_(requires_grad)
 
 
 def _attention(clock: Clock, dtype: torch.dtype) -> Iterator[AttentionTime]:
-    """From the projections' output to the input of the next one, as ``models.transformer.Attention`` computes it."""
+    """Times from the output of the qkv projection to the input of the next, as in ``models.transformer.Attention``."""
     for keys, batch, heads, each in _ATTENTION_ON_GPU if clock.device.type == "cuda" else _ATTENTION:
         if 4.0 * batch * keys * keys * heads * each > _most_flops(clock.device):
             continue
@@ -291,7 +292,7 @@ def _operation(clock: Clock, kind: str, dtype: torch.dtype) -> Iterator[Operatio
     compute = _OPERATIONS[kind]
     for numel in _NUMELS_ON_GPU if clock.device.type == "cuda" else _NUMELS:
         x = torch.full((numel // _ROW, _ROW), 0.5, dtype=dtype, device=clock.device)
-        if kind == "add":  # backward hands the gradient on; where two meet, they are added
+        if kind == "add":  # backward of a residual addition adds two gradients
             seconds = clock.seconds(lambda x=x: compute(x))
             yield OperationTime(dtype_name(dtype), numel, seconds, seconds)
             continue
@@ -302,7 +303,7 @@ def _operation(clock: Clock, kind: str, dtype: torch.dtype) -> Iterator[Operatio
 
 
 def _copies(clock: Clock, dtype: torch.dtype) -> Iterator[OperationTime]:
-    """Into memory that is there already, as gradients are collected; neither side is in the caches."""
+    """Times of copies into allocated memory, as gradients are collected; source and target are not in the caches."""
     for numel in _NUMELS_ON_GPU if clock.device.type == "cuda" else _NUMELS:
         count = max(2, min(64, _COLD_BYTES // (numel * dtype.itemsize)))
         pool = [torch.full((numel,), 0.5, dtype=dtype, device=clock.device) for _ in range(count)]
@@ -317,7 +318,7 @@ def _copies(clock: Clock, dtype: torch.dtype) -> Iterator[OperationTime]:
 
 
 def _updates(clock: Clock) -> Iterator[UpdateTime]:
-    """AdamW as `train` has it: fused on a GPU. On a CPU it makes tensors as large as a parameter."""
+    """Times of AdamW's step as in ``train``: fused on a GPU; on a CPU it makes temporaries as large as a parameter."""
     for numel in _UPDATES:
         count = max(2, min(64, _COLD_BYTES // (16 * numel)))
         parameters = [torch.nn.Parameter(torch.full((numel,), 0.1, device=clock.device)) for _ in range(count)]
@@ -328,7 +329,7 @@ def _updates(clock: Clock) -> Iterator[UpdateTime]:
 
 
 def _links(clock: Clock, gather: Comm, reduce: Comm) -> dict[str, tuple[LinkTime, ...]]:
-    """Collectives of fp32 as the engine calls them; ``all_reduce_out`` leaves its input, as sums on ``tp`` do."""
+    """Times of the engine's collectives in fp32; ``all_reduce_out`` keeps its input, like sums on ``tp``."""
     found: dict[str, list[LinkTime]] = {}
     size = gather.size
     for num_bytes in _LINK_BYTES:
@@ -350,7 +351,7 @@ def _links(clock: Clock, gather: Comm, reduce: Comm) -> dict[str, tuple[LinkTime
 
 
 def _pass_on(comm: Comm, buffer: Tensor, received: Tensor) -> None:
-    """A message from each even rank to the next one."""
+    """Send a message from each even rank to the next rank."""
     peer = comm.rank ^ 1
     if peer >= comm.size:
         return
@@ -361,7 +362,7 @@ def _pass_on(comm: Comm, buffer: Tensor, received: Tensor) -> None:
 
 
 def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any]) -> float:
-    """The lower quartile of a collective's times; as many on every rank, which a clock would not give."""
+    """The lower quartile of a collective's times on the slowest rank; every rank makes the same number of calls."""
     num_calls = _BURST if clock.device.type == "cuda" else 1
     call()
     times = []
@@ -379,7 +380,7 @@ def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any]) -> float:
 
 
 def _shared(clock: Clock, comm: Comm) -> float:
-    """The share of a computation and a gather that is lost when both run at the same time: 1 is one after the other."""
+    """How much of the overlap of a computation and a gather is lost: 1 means that one runs after the other."""
     if comm.device.type == "cuda":
         return 0.0
     buffer = torch.zeros((32 << 20) // 4 // comm.size * comm.size)

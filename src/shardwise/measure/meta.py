@@ -1,4 +1,4 @@
-"""Models and batches without values, models cut without peers, and the attention kernels that a device would take."""
+"""Models and batches on meta, models cut without peers, and the attention kernels that a device would use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.spec.plan import ParallelPlan
 
 
 def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model with meta tensors only. Ties stay, whatever device the model was built on."""
+    """Build the model with meta tensors only, even if it names a device. Tied parameters stay tied."""
     with torch.device("meta"), _WithoutDraws():
         model = build_model()
     moved: dict[int, Any] = {}
@@ -30,7 +30,7 @@ def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
             if parameter is not None and not parameter.is_meta:
                 if id(parameter) not in moved:
                     empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                    moved[id(parameter)] = parameter, empty  # held, so that no other object gets its id
+                    moved[id(parameter)] = parameter, empty  # the reference keeps the id from being reused
                 torch_private.parameters_of(module)[name] = moved[id(parameter)][1]
         for name, buffer in torch_private.buffers_of(module).items():
             if buffer is not None and not buffer.is_meta:
@@ -41,7 +41,7 @@ def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
 
 
 class _WithoutDraws(TorchFunctionMode):
-    """Meta tensors are not drawn: torch would compute the shape of a draw in Python, for each parameter."""
+    """Skips random initialization of meta tensors, for which torch would compute shapes in Python."""
 
     _DRAWS = frozenset(
         {
@@ -59,11 +59,11 @@ class _WithoutDraws(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, every parameter and buffer of ``model`` is a meta tensor; afterwards the model has its own again.
+    """Replace every parameter and buffer of ``model`` by a meta tensor inside a block; afterwards restore them.
 
     Args:
-        model: Any module; ties stay.
-        dtype: What parameters of floating point are cast to. Buffers keep theirs.
+        model: Any module; tied parameters stay tied.
+        dtype: Dtype of floating-point parameters on meta. Buffers keep their dtype.
     """
     held: list[tuple[dict[str, Any], str, Any]] = []
     moved: dict[int, Any] = {}
@@ -97,46 +97,46 @@ def without_values(batch: Any) -> Any:
 
 
 def cut_alone(model: nn.Module, plan: ParallelPlan, *, rank: int, device: torch.device) -> None:
-    """Cut a plain model as on ``rank`` of ``plan.tp``, without peers: shapes are right, values are not."""
+    """Cut a plain model as on ``rank`` of ``plan.tp``, without peers: only shapes are right, not values."""
     if plan.tp > 1:
         comm = RecordComm("tp", rank=rank, size=plan.tp, device=device, receives=device.type == "cpu")
         apply_cuts(model, find_cuts(model, plan.tp_plan, plan.tp, rank, divides_sequence=plan.sequence_parallel), comm)
 
 
 def hides_tokens(batch: Any) -> bool:
-    """Whether a batch has an attention mask that hides tokens; one on meta, whose values are not known, is taken to."""
+    """Whether a batch has an attention mask that hides tokens; a mask on meta, without values, is assumed to."""
     if not isinstance(batch, Mapping):
         return False
     masks = [value for name, value in batch.items() if "attention_mask" in str(name) and isinstance(value, Tensor)]
     return any(mask.is_meta or not bool(mask.all()) for mask in masks)
 
 
-#: Where transformers asks for values before it makes masks.
+#: Modules of transformers that read values of tensors before they make masks.
 _MAKES_MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 
 
 def _asker_for_masks() -> str | None:
-    """The function of transformers that asks for a value to make a mask; ``None`` where another one asks."""
-    frame = sys._getframe(2)  # noqa: SLF001 - whom ``if tensor`` asks for
+    """The name of the function in transformers' mask modules that reads a value; ``None`` for any other caller."""
+    frame = sys._getframe(2)  # noqa: SLF001 - the caller that evaluates ``if tensor``
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "shardwise.")):
         frame = frame.f_back
     return frame.f_code.co_name if frame is not None and frame.f_globals.get("__name__") in _MAKES_MASKS else None
 
 
 class FusedAttention(TorchFunctionMode):
-    """Lets a model run on meta as it would on the device: which attention kernel, and which way at a condition.
+    """Makes a model on meta use the attention kernels and take the branches that it would on the device.
 
-    Meta tensors would go through the plain formula of attention, which saves the matrix of scores for backward. The
+    With meta tensors torch uses the plain formula of attention, which saves the matrix of scores for backward. The
     fused kernels save their inputs, the output and one number per row.
 
-    Where a model asks for a value, it is refused, with one exception: before it makes masks, transformers asks whether
-    sequences are packed (they are taken not to be) and whether the mask that it was given hides tokens.
+    A model that reads a value of a meta tensor fails, with one exception. Before transformers makes masks, it reads
+    whether sequences are packed (the answer is no) and whether the given mask hides tokens.
 
     Args:
-        is_cuda: Stand for a GPU (flash attention in 16 bit, memory-efficient attention otherwise) or for the CPU (its
-            flash kernel, which takes no dropout).
-        has_mask_gradients: The memory-efficient kernel also takes masks that need gradients, as T5's.
-        hides_tokens: The batch has a mask that hides some (:func:`hides_tokens`).
+        is_cuda: Use the kernels of a GPU (flash attention in 16 bit, memory-efficient attention otherwise) or of the
+            CPU (its flash kernel, which does not support dropout).
+        has_mask_gradients: The memory-efficient kernel also accepts masks that need gradients, like T5's.
+        hides_tokens: The batch has a mask that hides tokens (:func:`hides_tokens`).
     """
 
     def __init__(self, *, is_cuda: bool, has_mask_gradients: bool = False, hides_tokens: bool = False) -> None:
@@ -166,19 +166,19 @@ class FusedAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Tensor | None:
-        """The fused kernel's output, or ``None`` where the plain formula would be taken."""
+        """The fused kernel's output, or ``None`` if the plain formula would be used."""
         is_even = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[-1] == value.shape[-1]
         is_refused = attn_mask is not None and attn_mask.requires_grad and not self._has_mask_gradients
         if not (query.is_meta and is_even) or is_refused:
             return None
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and not (enable_gqa and query.shape[1] % key.shape[1] == 0):
-            return None  # the plain formula repeats keys and values, or says what is wrong
+            return None  # the plain formula repeats keys and values, or raises a clear error
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         is_flash = query.dtype in {torch.float16, torch.bfloat16} and attn_mask is None
         if dropout_p if not self._is_cuda else is_grouped and not is_flash:
-            return None  # no dropout in the CPU's kernel, no grouped queries in the memory-efficient one
+            return None  # the CPU's kernel has no dropout, the memory-efficient one no grouped queries
         if not self._is_cuda:
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - an operator's name
             return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]

@@ -1,17 +1,17 @@
 """Some steps of a real run as rows of a trace: computation, gathers, reductions and waits, by unit.
 
-torch's profiler times the ranges that the engine and the Comms name while it runs (``engine.hooks.label``); without it
-they cost nothing. On a CPU the rows are the host's:
+torch's profiler times the ranges that the engine and the Comms mark (``engine.hooks.label``). These cost nothing while
+no profiler runs. On a CPU the rows show the host's time:
 
 ============  =========================================================================================================
-compute       the forward of a unit, from its begin to its end; its backward, from where backward enters the unit until
-              it enters the next one
-gather        from the issue of a unit's gather until it has been waited for
-reduce        from the issue of a unit's reduction until it has been waited for
-wait          where the host waits: for a gather, a reduction, a message
+compute       the forward of a unit; its backward, from the time at which backward enters the unit until it enters the
+              next one
+gather        from the issue of a unit's gather until its wait
+reduce        from the issue of a unit's reduction until its wait
+wait          time in which the host waits for a gather, a reduction, or a message
 ============  =========================================================================================================
 
-On CUDA the rows of the device's streams come beside them, with the kernels and copies that ran there.
+On CUDA there are also rows for the device's streams, with their kernels and copies.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NAME = re.compile(r"shardwise::(\w+) \[(.*)\]")
 
 
 class StepProfile:
-    """Profiles between entry and exit.
+    """A context manager that profiles its block.
 
     Attributes:
-        slices: After the exit: the rows; the first range begins at 0.
+        slices: The rows, after the exit; the first range begins at 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,14 +43,14 @@ class StepProfile:
         self.slices: list[Slice] = []
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Begin to profile."""
         self._profile.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End, and make the rows."""
+        """End the profile, and make the rows."""
         self._profile.__exit__(kind, error, trace)
         if error is None:
             self.slices = _slices(self._profile.events() or [])
@@ -68,7 +68,7 @@ def _slices(events: Any) -> list[Slice]:
         found = _NAME.fullmatch(event.name)
         if found is not None and event.device_type == torch.autograd.DeviceType.CPU:
             ranges.append((begin, end, found[1], found[2]))
-        elif event.device_type == torch.autograd.DeviceType.CUDA and found is None:  # it repeats ranges on the device
+        elif event.device_type == torch.autograd.DeviceType.CUDA and found is None:  # torch repeats ranges there
             others.append((begin, end, f"stream {getattr(event, 'device_resource_id', 0)}", event.name))
     ranges.sort()
     zero = min((begin for begin, *_ in [*ranges, *others]), default=0.0)
@@ -77,7 +77,7 @@ def _slices(events: Any) -> list[Slice]:
 
 
 def _of_units(ranges: list[tuple[float, float, str, str]]) -> list[Slice]:
-    """The rows of the host, from the ranges in the order of their begins."""
+    """The rows of the host, from ranges sorted by start."""
     found: list[Slice] = []
     under_way: dict[tuple[str, str], float] = {}
     for place, (begin, end, what, unit) in enumerate(ranges):
@@ -103,5 +103,5 @@ def _of_units(ranges: list[tuple[float, float, str, str]]) -> list[Slice]:
     return found
 
 
-#: Ranges that begin where the backward of the unit before has ended.
+#: Ranges whose start is the end of the previous unit's backward.
 _ENDS_BACKWARD = {"backward", "reduce", "optimizer"}

@@ -1,4 +1,4 @@
-"""Shapes of results on ``meta``, computed once for operations that come again and again."""
+"""Shapes of results on ``meta``, computed only once for repeated operations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.torch_private import storage_identity
 
-#: A tensor of a result (shape, stride and dtype), or a value that is not a tensor.
+#: A part of a result: a tensor's shape, stride and dtype, or a value that is not a tensor.
 _Part = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | int | float | bool | None
-#: A result: its parts, and whether it is one tensor instead of a tuple. ``None``: it has to be computed each time.
+#: A result: its parts, and whether it is one tensor instead of a tuple. ``None``: must be computed each time.
 _Result = tuple[tuple[_Part, ...], bool] | None
 
 _known: dict[Hashable, _Result] = {}
@@ -25,9 +25,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.la
 class KnownShapes(TorchDispatchMode):
     """Computes the shapes of an operation's results on ``meta`` once for arguments of the same shapes.
 
-    torch computes most of them in Python, which takes up to a millisecond. The blocks of a model are alike, so nearly
-    all operations of a dry run repeat earlier ones. Operations that write to an argument, return a view or an argument,
-    or take other than plain ``meta`` tensors are left to torch.
+    torch computes most shapes in Python, which takes up to a millisecond. Nearly all operations of a dry run repeat
+    earlier ones, because the blocks of a model are alike. Operations that write to an argument, return a view or an
+    argument, or have arguments other than plain ``meta`` tensors are always run by torch.
     """
 
     supports_higher_order_operators = True
@@ -59,7 +59,7 @@ def _made(part: _Part) -> Any:
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Hashable | None:
-    """Names the operation and all that its results follow from; ``None``: these results are not remembered."""
+    """A key of the operation and of everything that determines its results' shapes; ``None``: do not remember them."""
     if not _makes_new_tensors(func):
         return None
     found: list[Hashable] = [func, torch.get_default_dtype(), *kwargs]
@@ -73,7 +73,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Hashable | None:
 @functools.cache
 def _makes_new_tensors(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
-    # A user's operator may follow more than its arguments.
+    # The result of a user's operator may depend on more than its arguments.
     is_torch_s = getattr(func, "namespace", None) in {"aten", "prims"}
     return (
         is_torch_s
@@ -83,7 +83,7 @@ def _makes_new_tensors(func: Any) -> bool:
 
 
 def _add(found: list[Hashable], value: Any) -> int:
-    """Add what results follow from to ``found``, and return the number of tensors in ``value``."""
+    """Add the properties of ``value`` that determine results to ``found``, and return its number of tensors."""
     if isinstance(value, Tensor):
         if not (type(value) in {Tensor, nn.Parameter} and value.is_meta and value.layout is torch.strided):
             raise TypeError
@@ -126,7 +126,7 @@ def _described(result: Any, arguments: list[Any]) -> _Result:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among the arguments of an operator, also in lists."""
+    """The tensors among the arguments of an operator, lists included."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

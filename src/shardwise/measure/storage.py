@@ -1,4 +1,4 @@
-"""Bytes of the storages that tensors live in: counted from outside, and those that an engine holds, by category."""
+"""Bytes of tensors' storages: counted during a run, and those of an engine, by category."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from shardwise.engine.storage.packed import packed_pool
 
 
 class StorageCount(TorchDispatchMode):
-    """Counts the bytes of tensors that live inside a ``with`` block, and the most of them at once.
+    """Counts the bytes of live tensors inside a ``with`` block, and their peak.
 
-    A dispatch mode sees every operation. A storage counts once, however many tensors show it, from when it is first
-    seen until it is freed, and with its new size where it is resized in place::
+    A dispatch mode sees every operation. Each storage is counted once, from the first operation that uses it until it
+    is freed, and with its new size if it is resized in place::
 
         count = StorageCount("cpu")
-        count.see_all_objects()  # tensors that live already; else only those that the block uses are counted
+        count.see_all_objects()  # counts existing tensors; else only those that the block uses are counted
         before = count.live_bytes
         with count:
             model(x).sum().backward()
         print(count.live_bytes - before, count.peak_bytes - before)
         count.forget()
 
-    What is allocated below torch's dispatcher is not seen. Operations take about half as long again.
+    Memory that is allocated below torch's dispatcher is not counted. Operations take about 1.5 times as long.
 
     Args:
         device_type: Device type of the tensors that are counted.
-        sees_arguments: Also count the arguments of operations. Not needed where :meth:`see_all_objects` has seen every
-            tensor that lived before: later ones are results of operations.
+        sees_arguments: Also count the arguments of operations. Not needed after :meth:`see_all_objects`, because all
+            later tensors are results of operations.
 
     Attributes:
-        live_bytes: Bytes that live now.
-        peak_bytes: The most since the count or :meth:`begin_peak` began.
-        history: Where it is a list: ``time.perf_counter`` and ``live_bytes`` after every change.
-        owner: Where it is given: names whom a storage belongs to that is first seen inside the block.
-        peak_by_owner: Of these, the bytes by owner at the peak.
+        live_bytes: Bytes of live storages.
+        peak_bytes: Peak of ``live_bytes`` since the beginning or the last :meth:`begin_peak`.
+        history: If set to a list, receives ``time.perf_counter`` and ``live_bytes`` after every change.
+        owner: If set, returns the owner's name for each storage that is first seen inside the block.
+        peak_by_owner: Bytes of owned storages at the peak, by owner.
     """
 
     def __init__(self, device_type: str, *, sees_arguments: bool = True) -> None:
@@ -95,9 +95,9 @@ class StorageCount(TorchDispatchMode):
         super().__exit__(exc_type, exc_val, exc_tb)
 
     def see_all_objects(self) -> None:
-        """Count the tensors that live already, as far as Python holds them."""
+        """Count all existing tensors that Python's garbage collector knows."""
         for held in gc.get_objects():
-            if issubclass(type(held), torch.Tensor):  # isinstance would ask, and so wake, lazy proxies
+            if issubclass(type(held), torch.Tensor):  # isinstance would evaluate lazy proxies
                 self.see(held)
 
     def see(self, tensor: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class StorageCount(TorchDispatchMode):
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            return  # sparse and other tensors without a storage
+            return  # sparse tensors, for example, have no storage
         self._note(storage)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -135,7 +135,7 @@ class StorageCount(TorchDispatchMode):
             self.history.append((time.perf_counter(), self.live_bytes))
 
     def begin_peak(self) -> None:
-        """Forget the peak so far."""
+        """Restart the measurement of the peak."""
         self.peak_bytes = self.live_bytes
 
     def forget(self) -> None:
@@ -159,7 +159,7 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
     Returns:
         ``parameters`` (masters and replicas), ``gradients`` (``.grad`` and sums that wait for their reduction),
         ``optimizer`` (state of ``optimizers``), ``gathered`` (buffers of gathered units), ``reduce`` (buffers in which
-        gradients are collected and received) and ``host`` (the offloaded part of the first three, and buffers for
+        gradients are collected and received) and ``host`` (offloaded parameters, gradients, optimizer state and
         activations).
     """
     seen: set[int] = set()
@@ -177,7 +177,7 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
 
     groups, ignored = list(engine.groups), ignored_of(engine).parameters.values()
     offloaded = [group for group in groups if group.facts.is_offloaded]
-    state: dict[bool, list[Tensor]] = {True: [], False: []}  # of what is offloaded, and of the rest
+    state: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether the parameter is offloaded
     for parameter, held in (item for optimizer in optimizers for item in optimizer.state.items()):
         owner = group_of(parameter)
         is_offloaded = owner is not None and owner.facts.is_offloaded

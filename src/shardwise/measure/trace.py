@@ -1,9 +1,9 @@
-"""One step of any module without values, operation by operation: what each unit computes, moves and keeps.
+"""Trace of one step of any module without values: each unit's computation, memory traffic and saved tensors.
 
-Forward and backward run on meta tensors under two modes: one sees every operation below autograd, the other one sees
-what autograd keeps. An operation of forward belongs to the unit whose forward is running; one of backward to the unit
-whose outputs' gradients came last. What no unit owns belongs to the root: before the first unit ("embedding"), or after
-it ("head").
+Forward and backward run on meta tensors. A dispatch mode observes every operation below autograd, and hooks observe the
+tensors that autograd saves. A forward operation belongs to the unit whose forward is running. A backward operation
+belongs to the unit whose outputs' gradients were computed last. All other operations belong to the root: to
+"embedding" before the first unit, to "head" after it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 #: Operations that read as much of their first argument as they write.
 _LOOKUPS = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _aten.take_along_dim}
 
-#: Operations that read their first argument's shape alone.
+#: Operations that read only the shape of their first argument.
 _FILLS = {
     _aten.new_zeros,
     _aten.new_ones,
@@ -53,9 +53,9 @@ EMBEDDING, HEAD = "embedding", "head"
 
 
 class FusedKernels(FusedAttention):
-    """As on a GPU: attention in one kernel, and dropout in one that keeps a mask of bytes.
+    """Uses a GPU's kernels on meta: fused attention, and fused dropout, which saves a mask of bytes.
 
-    A model that asks whether all of a mask is set, as transformers' models do, is told yes: samples have no padding.
+    ``mask.all()``, which transformers' models evaluate, is true: samples have no padding.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class _Found:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     saved_bytes: float = 0.0
-    largest_bytes: float = 0.0  # of these the largest tensor's
+    largest_bytes: float = 0.0  # of the largest saved tensor
     selective_bytes: float = 0.0
     input_bytes: float = 0.0
     num_kernels: int = 0
@@ -100,13 +100,13 @@ def trace(model: nn.Module, compute_loss: Callable[[], Tensor], dtype: torch.dty
     """The work of a model's units in one step.
 
     Args:
-        model: Any module. It runs with meta tensors in place of its own, which it has again afterwards.
-        compute_loss: Runs its forward on meta tensors.
-        dtype: What floating-point parameters are computed in.
+        model: Any module. Its tensors are replaced by meta tensors during the trace, and restored afterwards.
+        compute_loss: Runs the model's forward on meta tensors, and returns the loss.
+        dtype: Dtype of floating-point parameters in the trace.
 
     Returns:
-        What runs before the first unit, the units of ``auto_wrap_policy="auto"`` in the order of their forwards, equal
-        neighbours counted, and what runs after the first unit but in none.
+        The work before the first unit, of the units of ``auto_wrap_policy="auto"`` in the order of their forwards
+        (equal neighbours are one entry), and the work outside of units after the first unit.
     """
     units = find_units(model, "auto")
     with on_meta(model, dtype), torch.device("meta"), _in_training(model):
@@ -130,7 +130,7 @@ def _in_training(model: nn.Module) -> Iterator[None]:
 
 
 class _Tracer(TorchDispatchMode):
-    """Sees every operation, and what autograd keeps, and gives each to a unit."""
+    """Observes every operation and every saved tensor, and assigns each to a unit."""
 
     def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Tracer(TorchDispatchMode):
         self._own = {torch_private.storage_identity(tensor): tensor for tensor in tensors}
         self._frozen = {torch_private.storage_identity(p) for p in model.parameters() if not p.requires_grad}
         self._makers: dict[int, str] = {}
-        self._alive: dict[int, Any] = {}  # storages by identity, held so that no other one gets the same
+        self._alive: dict[int, Any] = {}  # storages by identity; the references keep identities from being reused
         self._saved: dict[int, tuple[Tensor, list[str]]] = {}
         self._entered: dict[int, list[str]] = {}
         self._entries: dict[str, list[Tensor]] = {}
@@ -202,13 +202,13 @@ class _Tracer(TorchDispatchMode):
                 self._follow(tensor)
 
     def _follow(self, tensor: Tensor) -> None:
-        """Backward is in the unit that made ``tensor`` once its gradient is complete."""
+        """Note that backward enters the unit that made ``tensor`` when the gradient of ``tensor`` is computed."""
         if tensor.requires_grad:
             maker = self._makers.get(torch_private.storage_identity(tensor), EMBEDDING)
             tensor.register_hook(partial(self._gradient_of, maker))
 
     def _gradient_of(self, name: str, _gradient: Tensor) -> None:
-        """Backward reaches what ``name`` made."""
+        """Note that backward has entered the unit ``name``."""
         self._in_backward = name
 
     def begin_backward(self) -> None:
@@ -328,11 +328,11 @@ class _Tracer(TorchDispatchMode):
         )
 
 
-# -- what operations are
+# -- kinds of operations
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of an expanded one those that exist."""
+    """Bytes of a tensor's elements in memory; elements of an expanded tensor are counted once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
@@ -387,7 +387,7 @@ _ATTENTION_BACKWARD = {
     _aten._scaled_dot_product_flash_attention_backward,  # noqa: SLF001 - an operator's name
     _aten._scaled_dot_product_efficient_attention_backward,  # noqa: SLF001 - an operator's name
 }
-#: Operations that compute nothing.
+#: Operations without computation.
 _NOTHING = {
     _aten.detach,
     _aten.empty,
@@ -414,7 +414,7 @@ def _attention(func: Any, args: Any) -> AttentionWork:
     return AttentionWork(batch * length, key.shape[2], heads * (width + value.shape[3]) / 2, heads, is_causal=is_causal)
 
 
-#: Where ``is_causal`` is among an operator's arguments.
+#: Index of ``is_causal`` among an operator's arguments.
 _CAUSAL = {
     _aten._scaled_dot_product_flash_attention: 4,  # noqa: SLF001 - an operator's name
     _aten._scaled_dot_product_flash_attention_for_cpu: 4,  # noqa: SLF001 - an operator's name
