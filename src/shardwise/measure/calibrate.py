@@ -380,7 +380,7 @@ def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any]) -> float:
 
 
 def _shared(clock: Clock, comm: Comm) -> float:
-    """How much of the overlap of a computation and a gather is lost: 1 means that one runs after the other."""
+    """The lost share of the overlap of a computation and a gather: 1 means that one runs after the other."""
     if comm.device.type == "cuda":
         return 0.0
     buffer = torch.zeros((32 << 20) // 4 // comm.size * comm.size)
