@@ -1,1 +1,1 @@
-"""Inference: choosing tokens, decoding with a cache, over a pipeline too."""
+"""Inference: choosing tokens, and decoding with a cache, also over a pipeline."""

@@ -1,8 +1,8 @@
-"""Chunks of a batch that generate side by side, each some rows that go through the model together.
+"""Chunks of a batch that are generated concurrently. The rows of a chunk go through the model together.
 
-A model that is whole on a rank has one chunk. Over a pipeline there are several, so that every stage has one to work
-on: stage ``s`` computes chunk ``j`` while stage ``s - 1`` computes chunk ``j + 1``. The rank of the last stage chooses
-the tokens and sends them to the others; the first stage embeds them.
+Without a pipeline there is one chunk. With a pipeline there are several, so that every stage has work: stage ``s``
+computes chunk ``j`` while stage ``s - 1`` computes chunk ``j + 1``. The rank of the last stage chooses the tokens and
+sends them to the other ranks; the first stage embeds them.
 
 Shape suffixes: ``B`` rows, ``T`` new tokens, ``V`` vocabulary.
 """
@@ -23,7 +23,7 @@ from shardwise.generation.sample import RngStreams, Sampling
 
 
 class Settings(NamedTuple):
-    """Settings for continuing a call's prompts: what makes decoders, what chooses tokens, its seed, the most tokens."""
+    """Settings of a generation: the factory of decoders, how to choose tokens, the seed, and the maximum length."""
 
     make_decoder: MakeDecoder
     sampling: Sampling
@@ -32,10 +32,10 @@ class Settings(NamedTuple):
 
 
 class Chunk:
-    """Some rows of a batch.
+    """Several rows of a batch.
 
-    Random numbers are drawn by the rows' ``numbers`` in the batch. A rank without rows computes one dummy prompt, so
-    that it takes part in every collective.
+    Random numbers depend on the rows' ``numbers`` in the batch. A rank without rows computes one dummy prompt, so that
+    it takes part in every collective.
     """
 
     keeps = True
@@ -54,8 +54,8 @@ class Chunk:
         self._longest = max(map(len, prompts))
         self.padding = [self._longest - len(prompt) for prompt in prompts]
         padded = [[0] * pad + list(prompt) for pad, prompt in zip(self.padding, prompts, strict=True)]
-        self.new_BT = torch.tensor(padded, device=device)  # the tokens that go in next
-        self.is_over = False  # all its rows have ended, on every rank that computes in step with this one
+        self.new_BT = torch.tensor(padded, device=device)  # the next input
+        self.is_over = False  # whether all rows have ended, on every rank that computes in step with this one
         self.settings = settings
         self._draws = RngStreams(settings.seed, numbers or [0])
 
@@ -66,24 +66,24 @@ class Chunk:
 
     @property
     def is_padded(self) -> bool:
-        """Whether a row has fewer tokens than another."""
+        """Whether some rows are padded."""
         return any(self.padding)
 
     def decoder(self, layers: Collection[int] | None = None) -> Decoder:
-        """A new decoder for these rows, with a cache for ``layers`` (``None``: all of them)."""
+        """Return a new decoder for these rows, with a cache for ``layers`` (``None``: all layers)."""
         return self.settings.make_decoder(self._longest + self.settings.max_new_tokens - 1, self.padding, layers)
 
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """The next token of each row, (B,)."""
+        """Choose the next token of each row, (B,)."""
         sampling = self.settings.sampling
         return sampling.choose(logits_BV, self._draws.next() if sampling.temperature else None)
 
 
 class RowSplit:
-    """The rows of a batch that each data-parallel rank generates, in chunks.
+    """The rows that each data-parallel rank generates, divided into chunks.
 
-    Where it ``is_divided`` all ranks have one batch, and each generates some rows of it; else each has rows of its own.
-    All ranks have equally many chunks, of which some may be empty.
+    If ``is_divided``, all ranks have the same batch, and each generates some of its rows; otherwise each rank has a
+    different batch. All ranks have the same number of chunks, some of which may be empty.
     """
 
     def __init__(self, num_rows: Sequence[int], comm: Comm | None, *, is_divided: bool, max_chunks: int) -> None:
@@ -98,14 +98,14 @@ class RowSplit:
         ]
 
     def own(self, chunk: int) -> range:
-        """This rank's rows in a chunk."""
+        """Return this rank's rows in a chunk."""
         return self._chunks[self._rank][chunk]
 
     def exchange(self, chunk: int, tokens: Sequence[int]) -> dict[int, int]:
-        """The new tokens of a chunk by row: ``tokens``, which are those of this rank's rows, and the other ranks'.
+        """Return the new tokens of a chunk by row, from ``tokens`` of this rank's rows and those of the other ranks.
 
         Collective:
-            Where the rows are divided an all-gather of eight bytes for each on the data-parallel axes.
+            If the rows are divided, an all-gather of eight bytes per row on the data-parallel axes.
         """
         if not self._is_divided or self._comm is None:
             return dict(zip(self.own(chunk), tokens, strict=True))
@@ -121,10 +121,10 @@ class RowSplit:
         }
 
     def is_over(self, chunk: int, is_live: Sequence[bool]) -> bool:
-        """Whether all rows of a chunk have ended, on every rank.
+        """Return whether all rows of a chunk have ended, on every rank.
 
         Collective:
-            Where each rank has rows of its own an all-gather of eight bytes on the data-parallel axes.
+            If the rows are not divided, an all-gather of eight bytes on the data-parallel axes.
         """
         if self._comm is None or self._is_divided:
             return not any(is_live[row] for rows in self._chunks for row in rows[chunk])
@@ -132,9 +132,9 @@ class RowSplit:
 
 
 class Turn(NamedTuple):
-    """One computation of one stage: ``chunk`` of the batch, for its new token number ``step``.
+    """One computation of a stage: ``chunk`` of the batch, for its new token number ``step``.
 
-    A ``stage`` behind the last one means that the tokens arrive which the last stage has chosen.
+    A ``stage`` after the last one means that the tokens arrive which the last stage has chosen.
     """
 
     step: int
@@ -143,16 +143,15 @@ class Turn(NamedTuple):
 
 
 def slots(stages: Sequence[int], num_stages: int, num_chunks: int, num_steps: int) -> Iterator[tuple[Turn, ...]]:
-    """Yield the turns of the rank that holds ``stages``, one time after another; at some times nothing.
+    """Yield the turns of the rank that holds ``stages``, one tuple for each time slot; a tuple may be empty.
 
-    Stage ``s`` takes chunk ``j`` of step ``t`` at time ``t * max(num_chunks, num_stages) + j + s``, after the stage
-    before and after all of step ``t - 1`` of that chunk, which gives the token that goes in. From ``num_stages`` chunks
-    on no rank with one stage ever waits: a chunk's token is there when its turn comes.
+    Stage ``s`` processes chunk ``j`` of step ``t`` in slot ``t * max(num_chunks, num_stages) + j + s``: after the
+    previous stage, and after step ``t - 1`` of the chunk, which gives the input token. With at least ``num_stages``
+    chunks no rank with one stage ever waits, because a chunk's token has arrived when its turn comes.
 
-    What is made at one time is taken at the next. A rank that, between two times, sends all that it has made and
-    receives all that its next turns take, as one exchange, never waits in a circle, not even where messages wait for
-    each other: both ends of a message are between the same two times. Messages from one rank to another are then
-    received in the order in which they were sent.
+    Results of one slot are used in the next. Between two slots a rank sends all results and receives all inputs of its
+    next turns, as one exchange. This cannot deadlock, even if messages wait for each other, because both ends of a
+    message are between the same two slots. So messages between two ranks arrive in the order of sending.
     """
     period = max(num_chunks, num_stages)
     for time in range((num_steps - 1) * period + num_chunks + num_stages):
@@ -161,7 +160,7 @@ def slots(stages: Sequence[int], num_stages: int, num_chunks: int, num_steps: in
 
 
 def divide(count: int, num_parts: int) -> list[range]:
-    """``count`` rows in ``num_parts`` runs of neighbours, as even as can be, larger ones first, some maybe empty."""
+    """Divide ``count`` rows into ``num_parts`` consecutive ranges, as evenly as possible, larger ones first."""
     least, more = divmod(count, num_parts)
     starts = [part * least + min(part, more) for part in range(num_parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]

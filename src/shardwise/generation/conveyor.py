@@ -1,7 +1,7 @@
-"""Generating without end: one rank says before every step which rows leave and which begin, and all ranks follow.
+"""Endless generation: before every step one rank decides which rows leave and which start, and all ranks follow.
 
-Rows are in as many lanes as the model has stages, of which each stage computes another one at a time, so that no stage
-waits. A model that is whole on every rank (one process, ``tp``) has one lane.
+There are as many lanes of rows as the model has pipeline stages. Each stage computes a different lane at a time, so
+that no stage waits. A model without a pipeline (one process, ``tp``) has one lane.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from shardwise.generation.score import BATCH_TOKENS, Score, Scorer
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 
-#: What the first rank decides: ``decide(lane, tokens)`` is told the newest tokens of a lane, by the numbers of its
-#: rows, and returns what this lane does next.
+#: The first rank's decisions: ``decide(lane, tokens)`` gets the newest tokens of a lane, by the numbers of its rows,
+#: and returns the lane's next action.
 Decide = Callable[[int, Mapping[int, int]], Order]
-#: What the first rank does with the scores of an order's rows.
+#: Called on the first rank with the scores of an order's rows.
 Report = Callable[[Sequence[Score]], object]
 
 _ORDER = TypeAdapter(Order)
 
 
 class Conveyor:
-    """A model that continues rows which come and go.
+    """Continues rows that start and end at different times.
 
-    The model is our GPT, or a causal language model of transformers; plain or parallelized, one copy over all ranks.
+    The model is our GPT, or a causal language model of transformers; plain, or one parallelized copy on all ranks.
 
     Attributes:
-        vocab_size: Of the model.
-        positions: The most tokens of a row, where they are limited.
+        vocab_size: Vocabulary size of the model.
+        positions: Maximum number of tokens of a row, if limited.
 
     Raises:
-        StateError: The model cannot generate, its rows cannot join others on their way, or the ranks hold several
-            copies of it.
+        StateError: The model cannot generate, new rows cannot be added to its cache, or the ranks hold several copies
+            of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,17 +61,17 @@ class Conveyor:
             )
         self._make_decoder(1, (0,), None).check_joins()
         pipelined = pipelined_of(model)
-        #: Lanes, which take turns: 0, 1, ..., 0, 1, ...
+        #: Number of lanes, which take turns: 0, 1, ..., 0, 1, ...
         self.num_lanes = 1 if pipelined is None else len(pipelined.around()[2])
 
     def run(self, decide: Decide | None, report: Report | None = None) -> None:
-        """Generate until the order is to end. The model is in eval mode meanwhile.
+        """Generate until ``decide`` orders the end. The model is in eval mode during the call.
 
-        On rank 0 ``decide`` says what the lanes do, and ``report`` takes scores.
+        On rank 0 ``decide`` orders the lanes' actions, and ``report`` receives scores.
 
         Collective:
-            A broadcast of small JSON for each turn of a lane, and what its forward takes; for rows that are scored what
-            :meth:`Scorer.whole` takes. All ranks must call.
+            A broadcast of small JSON for each turn of a lane, and the collectives of its forward; for scored rows those
+            of :meth:`Scorer.whole`. All ranks must call.
         """
         world = None if self._engine is None else self._engine.comms.world
         device = next(self._model.parameters()).device if world is None else world.device
@@ -86,7 +86,7 @@ class Conveyor:
         time = 0
         while True:
             lane = lanes[time % len(lanes)]
-            # Stage s works on the lane that began s turns ago; the last stage's tokens come one turn after it.
+            # Stage s works on the lane that started s turns ago. The last stage's tokens arrive one turn later.
             at = [(lanes[(time - stage) % len(lanes)], stage) for stage in (runner.num_stages, *held)]
             runner.exchange([(other, stage) for other, stage in at if stage and other.is_under_way])
             order = _ordered(decide, world, lane.index, lane.take())
@@ -106,7 +106,7 @@ class Conveyor:
 
 
 def _ordered(decide: Decide | None, world: Comm | None, lane: int, tokens: Mapping[int, int]) -> Order:
-    """The order of the first rank, on every rank."""
+    """Return the first rank's order, on every rank."""
     if world is None:
         assert decide is not None
         return decide(lane, tokens)

@@ -1,7 +1,7 @@
-"""Generating tokens: a prompt goes through the model once, then each new token by itself, with a cache.
+"""Generation: a prompt goes through the model once, then each new token alone, with a cache.
 
 Every rank runs the same loop. Ranks that hold parts of one model (``tp``, ``pp``) have the same rows. Data-parallel
-ranks divide the rows between them, or have any number of prompts of their own, and compute the same number of steps.
+ranks divide the rows, or have different prompts, of any number, and compute the same number of steps.
 """
 
 from __future__ import annotations
@@ -46,32 +46,33 @@ def generate(
     """Continue prompts token by token.
 
     A parallelized model generates under its plan. All ranks must call, with the same ``max_new_tokens``; ranks that
-    hold parts of one model (``tp``, ``pp``) with the same arguments. Data-parallel ranks may pass the same prompts, of
-    which each then generates some, and all get all tokens; or each its own. Over a pipeline the rows go through the
-    stages in as many chunks as the plan has microbatches, so that all stages work at a time.
+    hold parts of one model (``tp``, ``pp``) with the same arguments. Data-parallel ranks may pass the same prompts,
+    each of which one rank then generates, and all get all tokens; or different prompts. Over a pipeline the rows go
+    through the stages in as many chunks as the plan has microbatches, so that all stages work concurrently.
 
     Args:
-        model: Our GPT, or a causal language model of transformers; plain or parallelized. It is in eval mode meanwhile.
-        prompts: Token ids, a tensor (B, T) or a list for each row; lengths may differ, none may be empty.
-        max_new_tokens: The most new tokens of a row; with the longest prompt they must fit the model's positions.
-        temperature: 0 takes the likeliest token; a larger one divides the logits, and tokens are drawn.
-        top_k: Draw among this number of the likeliest tokens.
-        top_p: Draw among the fewest likeliest tokens that have this probability together (after ``top_k``).
-        seed: Seed of the draws, which depend on the seed, the row and the number of the token only: tokens are the same
-            on every rank and layout if logits are. ``None`` takes one from torch's generator on the first rank.
-        eos: Id, or ids, after which a row ends.
+        model: Our GPT, or a causal language model of transformers; plain or parallelized. Set to eval mode during the
+            call.
+        prompts: Token ids, a tensor (B, T) or a list for each row. Lengths may differ; no row may be empty.
+        max_new_tokens: Maximum number of new tokens per row. With the prompt they must fit the model's positions.
+        temperature: 0 takes the most likely token; a larger value divides the logits, and tokens are sampled.
+        top_k: Sample from this number of the most likely tokens.
+        top_p: Sample from the smallest set of most likely tokens with this total probability (after ``top_k``).
+        seed: Seed of the sampling. Samples depend only on the seed, the row and the number of the token: with equal
+            logits tokens are the same on every rank and layout. ``None`` takes one from torch's generator on rank 0.
+        eos: Token id or ids that end a row.
 
     Returns:
-        For each row its new tokens, ``eos`` included where the row ended so.
+        For each row its new tokens, including the ``eos`` that ended it.
 
     Collective:
-        Those of one forward for each new token, and an all-gather of small JSON at the beginning. Data-parallel ranks
-        all-gather eight bytes for each new token of a row where they share the rows, and eight bytes for each token
-        where they have rows of their own and ``eos``. Over a pipeline messages go from stage to stage, and the tokens
-        from the last stage to every rank.
+        The collectives of one forward for each new token, and an all-gather of small JSON at the beginning.
+        Data-parallel ranks all-gather eight bytes for each new token of a row if they share the rows, and eight bytes
+        for each token if they have different rows and ``eos``. With a pipeline messages go from stage to stage, and the
+        tokens from the last stage to every rank.
 
     Raises:
-        ConfigError: Prompts or options make no sense, or do not fit the model.
+        ConfigError: Prompts or options are invalid, or do not fit the model.
         StateError: The model cannot generate.
         RankDisagreement: Ranks that must be in step were called with different arguments.
     """
@@ -104,9 +105,9 @@ def generate_stream(
     seed: int | None = None,
     eos: int | Sequence[int] | None = None,
 ) -> Iterator[list[int | None]]:
-    """:func:`generate`, token by token, as they come.
+    """Generate as :func:`generate`, and yield tokens when they are chosen.
 
-    Where several ranks generate, each must take all tokens, or all must stop after the same one. Until the iterator is
+    If several ranks generate, all of them must consume all tokens, or stop after the same one. Until the iterator is
     exhausted or closed (``close()``) the model is in eval mode, and training or an optimizer's step may be refused.
 
     Yields:
@@ -123,7 +124,7 @@ def generate_stream(
 
 
 def made_together(engine: Engine | None, make: Callable[[], T]) -> T:
-    """Return what ``make`` makes. If it raises an error of ours on any rank, every rank raises it.
+    """Return the result of ``make``. If it raises an error of ours on any rank, every rank raises that error.
 
     Collective:
         As :func:`fail_together`.
@@ -141,7 +142,7 @@ def made_together(engine: Engine | None, make: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def inference(model: nn.Module, engine: Engine | None, call: str) -> Iterator[None]:
-    """Inside, the model is in eval mode, and its parameters do not change.
+    """Keep the model in eval mode and its parameters constant in this block.
 
     Collective:
         As :func:`constant_parameters`.
@@ -157,7 +158,7 @@ def inference(model: nn.Module, engine: Engine | None, call: str) -> Iterator[No
 
 
 class _Call:
-    """One call, checked."""
+    """One checked call."""
 
     def __init__(  # noqa: PLR0917 - made in one place
         self,
@@ -187,7 +188,7 @@ class _Call:
         self._batches = [{"digest": "", "num_rows": len(self._rows)}]  # by data-parallel rank
 
     def compare(self) -> None:
-        """Compare with the other ranks what must be the same, and learn their batches, before any of them computes."""
+        """Compare the arguments with the other ranks' and exchange batch sizes, before any rank computes."""
         if self._engine is None or self._engine.comms.world.size == 1:
             return
         steps = [self._settings.max_new_tokens, bool(self._ends)]
@@ -206,12 +207,12 @@ class _Call:
             self._settings = self._settings._replace(seed=self._batches[0]["seed"])
 
     def run(self) -> Iterator[list[int | None]]:
-        """The loop, with the model in eval mode."""
+        """Generate with the model in eval mode."""
         with inference(self._model, self._engine, "sw.generate"):
             yield from _Columns(*self._prepared(), self._ends).run(self._settings.max_new_tokens)
 
     def _prepared(self) -> tuple[RowSplit, list[Chunk], Runner]:
-        """The rows, divided over ranks and chunks, and what computes them."""
+        """Return the rows, divided over ranks and chunks, and the runner that computes them."""
         pipelined, engine = pipelined_of(self._model), self._engine
         comm = None if engine is None or engine.comms.control.size == 1 else engine.comms.control
         device = next(self._model.parameters()).device if engine is None else engine.comms.world.device
@@ -232,7 +233,7 @@ class _Call:
 
 
 class _Columns:
-    """New tokens of all rows, column by column, while the chunks go through the stages of this rank."""
+    """New tokens of all rows, column by column, as the chunks pass through the stages of this rank."""
 
     def __init__(self, split: RowSplit, chunks: Sequence[Chunk], runner: Runner, ends: Collection[int]) -> None:
         self._split, self._chunks, self._runner, self._ends = split, chunks, runner, ends
@@ -240,14 +241,14 @@ class _Columns:
         self._column: list[int | None] = [None] * split.num_rows
 
     def run(self, num_steps: int) -> Iterator[list[int | None]]:
-        """The columns."""
+        """Yield the columns."""
         chunks, runner = self._chunks, self._runner
         rest = slots(runner.stages, runner.num_stages, len(chunks), num_steps)
         slot: tuple[Turn, ...] = ()
         try:
             for slot in rest:
-                # A chunk's tokens say whether it goes on. The first stage receives them in this slot; other ranks have
-                # them, and need to know before they receive the chunk's activations.
+                # A chunk's tokens determine whether it continues. The first stage receives them in this slot. Other
+                # ranks already have them, and must know before they receive activations.
                 if runner.stages[0] == 0:
                     self._exchange(slot)
                 for column in self._begin(slot):
@@ -258,7 +259,7 @@ class _Columns:
                 if runner.stages[0] != 0:
                     self._exchange(slot)
                 self._compute(slot)
-        except GeneratorExit:  # on every rank alike
+        except GeneratorExit:  # on all ranks
             self._abandon(slot, rest)
             raise
         for chunk in chunks:
@@ -267,7 +268,7 @@ class _Columns:
         yield self._full_column()
 
     def _begin(self, slot: Sequence[Turn]) -> Iterator[list[int | None]]:
-        """Take the tokens of a chunk that begins its next step; the column that is then complete."""
+        """Take the tokens of chunks that start their next step; yield the column when it is complete."""
         for step, index, stage in slot:
             if step and stage == self._runner.stages[0]:
                 self._take(self._chunks[index])
@@ -275,7 +276,7 @@ class _Columns:
                     yield self._full_column()
 
     def _abandon(self, slot: tuple[Turn, ...], rest: Iterator[tuple[Turn, ...]]) -> None:
-        """Finish the step that all chunks but the last have begun, of which the caller takes no more tokens."""
+        """Finish the step that all chunks except the last have started, although the caller wants no more tokens."""
         first, last = self._runner.stages[0], len(self._chunks) - 1
         step = next(turn.step for turn in slot if turn.stage == first)
         for each in itertools.chain([slot], rest):
@@ -299,7 +300,7 @@ class _Columns:
                 self._runner.compute(chunk, stage)
 
     def _take(self, chunk: Chunk, *, is_last: bool = False) -> None:
-        """Put the newest tokens of a chunk into the column, and find out whether it goes on."""
+        """Store the newest tokens of a chunk in the column, and determine whether the chunk continues."""
         if chunk.is_over:
             return
         tokens = self._runner.take(chunk)[: chunk.num_rows]
@@ -316,7 +317,7 @@ class _Columns:
 
 
 def batches_of_readers(engine: Engine, batch: Any, told: dict[str, Any], call: str) -> list[dict[str, Any]]:
-    """The arguments of each data-parallel rank: ``told``, and a ``digest`` of its ``batch``.
+    """Return the arguments ``told`` of each data-parallel rank, and compare a digest of its ``batch`` over its ranks.
 
     Collective:
         An all-gather of small JSON over all ranks.
@@ -335,7 +336,7 @@ def batches_of_readers(engine: Engine, batch: Any, told: dict[str, Any], call: s
 
 
 def rows_of(prompts: Prompts, what: str = "prompt", call: str = "sw.generate") -> list[list[int]]:
-    """Token ids of each row."""
+    """Return the token ids of each row."""
     if isinstance(prompts, Tensor):
         if prompts.dim() != 2 or prompts.is_floating_point() or prompts.is_complex():
             raise ConfigError(
@@ -355,7 +356,7 @@ def rows_of(prompts: Prompts, what: str = "prompt", call: str = "sw.generate") -
 
 
 def check_fit(rows: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size: int, positions: int | None) -> None:
-    """Refuse what the model cannot take."""
+    """Refuse prompts and lengths that do not fit the model."""
     if isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens}: expected at least 1.\n  Set it to 1 or more.")
     if not rows:
@@ -378,7 +379,7 @@ def check_fit(rows: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
-    """Refuse ids that the model does not know."""
+    """Refuse ids that are not in the vocabulary."""
     for place, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise ConfigError(
@@ -388,7 +389,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
 
 
 def generating_engine(model: nn.Module, call: str = "sw.generate") -> Engine | None:
-    """The engine of a parallelized model that can generate; ``None`` for a plain one."""
+    """Return the engine of a parallelized model that can generate; ``None`` for a plain model."""
     if attachment_of(model) is None:
         return None
     engine = engine_of(model, call, on_shards=False)

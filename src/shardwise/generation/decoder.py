@@ -1,4 +1,4 @@
-"""From new tokens to the logits of the next one, with what was computed of earlier tokens: by kind of model.
+"""From new tokens to the logits of the next token, with the cached keys and values of earlier tokens, by model type.
 
 Rows of unequal length are padded on the left.
 """
@@ -17,10 +17,10 @@ from shardwise.models.transformer import GPT, KeyValueCache, NoCache, join_colum
 from shardwise.parallel.context.apply import CACHE_NAMES
 from shardwise.spec.errors import StateError
 
-#: Types of models of transformers that take columns of padding for tokens, although they accept positions: windows of
-#: tokens are counted by column, a convolution reads the padding, or the mask is shifted.
+#: Model types of transformers that count padding as tokens although they accept positions: token windows are counted by
+#: column, a convolution reads the padding, or the mask is shifted.
 _COUNT_PADDING = frozenset({"deepseek_v4", "git", "recurrent_gemma", "unlimited_ocr_text"})
-#: Types whose cache is a class of their own.
+#: Model types with their own cache class.
 _OWN_CACHES = frozenset({"cpmant", "minimax", "xlm"})
 
 
@@ -28,62 +28,62 @@ class Forward(Protocol):
     """Calls a model, or one pipeline stage of it, for some rows."""
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
-        """The model's output for new tokens of every row."""
+        """Return the model's output for new tokens of every row."""
 
     def logits(self, output: Any) -> Tensor:
-        """The logits after the last token, (B, V); without a cache those of the last positions, (B, K, V)."""
+        """Return the logits after the last token, (B, V); without a cache those of the last positions, (B, K, V)."""
 
 
 class Decoder(Forward, Protocol):
     """Continues some rows with a cache."""
 
     def joined(self, parts: Sequence[tuple[Any, Sequence[int]]], room: int) -> Decoder:
-        """A decoder for some rows of several of this kind, in their order, with room for ``room`` more tokens.
+        """Return a decoder for selected rows of several decoders, in order, with room for ``room`` more tokens.
 
-        ``parts`` are decoders that have the same layers, and the rows that are taken from each.
+        ``parts`` are decoders with the same layers, each with the rows that are taken from it.
         """
 
     def check_joins(self) -> None:
         """Refuse models whose rows cannot be joined.
 
         Raises:
-            StateError: The model keeps more of earlier tokens than keys and values.
+            StateError: The model's cache contains more than keys and values.
         """
 
     @property
     def is_padded(self) -> bool:
-        """Whether a row has fewer tokens than another."""
+        """Whether some rows are padded."""
 
     @property
     def room(self) -> int:
-        """Tokens of each row that still fit."""
+        """Number of tokens that still fit into each row."""
 
 
-#: Makes what calls the model: ``make(capacity, padding, layers)`` with the most columns, the columns of padding of each
-#: row, and the numbers of the model's layers that it caches (``None``: all of them).
+#: Makes the object that calls the model: ``make(capacity, padding, layers)`` with the maximum number of columns, the
+#: columns of padding of each row, and the indices of the layers that it caches (``None``: all).
 MakeForward = Callable[[int, Sequence[int], Collection[int] | None], Forward]
 MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
 
 
 class Decodes(NamedTuple):
-    """Facts of a model that predicts tokens."""
+    """How a model decodes tokens."""
 
-    make: MakeDecoder  # makes decoders
-    #: ``make_once(num_logits)`` makes what calls the model once, without a cache, for rows that are padded on the
+    make: MakeDecoder
+    #: ``make_once(num_logits)`` makes the object that calls the model once, without a cache, for rows padded on the
     #: right, and returns the logits of the last ``num_logits`` positions.
     make_once: Callable[[int], Forward]
     vocab_size: int
-    positions: int | None  # the most positions, where they are limited
-    is_shifted_by_padding: bool = False  # columns of padding count as tokens, whatever is masked
+    positions: int | None  # maximum number of positions, if limited
+    is_shifted_by_padding: bool = False  # whether padding counts as tokens in spite of a mask
 
 
 def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool = True) -> Decodes:
-    """Find the function that makes decoders of ``model``, its vocabulary, and its number of positions if it is limited.
+    """Find the factory of decoders of ``model``, its vocabulary, and its number of positions if that is limited.
 
     Args:
         model: The model.
-        call: What it is for, for messages.
-        with_cache: The model needs a cache.
+        call: The calling function, for messages.
+        with_cache: Whether the model must support a cache.
     """
     if isinstance(model, GPT):
         return Decodes(_Own, _OwnOnce, model.config.vocab_size, model.config.seq_len)
@@ -114,10 +114,10 @@ def decoder_of(model: nn.Module, call: str = "sw.generate", *, with_cache: bool 
 
 
 class _Own:
-    """Our GPT."""
+    """A decoder of our GPT."""
 
     def __init__(self, capacity: int, padding: Sequence[int], _layers: Collection[int] | None) -> None:
-        self.cache = KeyValueCache(capacity, padding)  # layers of other stages fill nothing
+        self.cache = KeyValueCache(capacity, padding)  # layers of other stages stay empty
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         return model(new_BT, cache=self.cache)
@@ -143,7 +143,7 @@ class _Own:
 
 
 class _OfTransformers:
-    """A causal language model of transformers, whose cache gets room for all tokens at once."""
+    """A decoder of a causal language model of transformers; its cache is allocated at full size at once."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class _OfTransformers:
 
 
 class _OwnOnce:
-    """One forward of our GPT."""
+    """A single forward of our GPT."""
 
     def __init__(self, num_logits: int) -> None:
         self._cache = NoCache(num_logits)
@@ -229,7 +229,7 @@ class _OwnOnce:
 
 
 class _OfTransformersOnce:
-    """One forward of a causal language model of transformers."""
+    """A single forward of a causal language model of transformers."""
 
     def __init__(self, known: Collection[str], num_logits: int) -> None:
         self._num_logits = num_logits
@@ -243,16 +243,16 @@ class _OfTransformersOnce:
 
 
 def _options(known: Collection[str], num_logits: int) -> dict[str, Any]:
-    """Arguments by which a forward makes the last logits alone, without the loss that balances experts in training."""
+    """Return arguments for a forward that computes only the last logits, without the loss that balances experts."""
     wanted = {"logits_to_keep": num_logits, "output_router_logits": False}
     return {"return_dict": True} | {name: value for name, value in wanted.items() if name in known}
 
 
 def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:
-    """A cache of transformers that holds ``layers``.
+    """Make a cache of transformers for ``layers``.
 
-    The model asks some layer, often the first, how many tokens there are. One that is not held answers as one of its
-    kind that is.
+    The model asks some layer, often the first, for the number of cached tokens. A layer that is not cached here is
+    replaced by a cached layer of the same type, which answers the question.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer  # pyrefly: ignore[missing-import]
 
@@ -270,11 +270,11 @@ def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:
 
 
 def _join_layer(into: Any, parts: Sequence[tuple[Any, Sequence[int]]], length: int) -> None:
-    """Give a new layer of a cache some rows of others, which then has ``length`` columns."""
+    """Fill a new layer of a cache with selected rows of other layers, ``length`` columns in total."""
     from transformers.cache_utils import DynamicSlidingWindowLayer  # pyrefly: ignore[missing-import]
 
     first = parts[0][0]
-    if not first.is_initialized:  # it reads those of another layer
+    if not first.is_initialized:  # it uses the keys and values of another layer
         return
     into.lazy_initialization(first.keys, first.values)
     is_sliding = type(first) is DynamicSlidingWindowLayer
@@ -290,7 +290,7 @@ def _join_layer(into: Any, parts: Sequence[tuple[Any, Sequence[int]]], length: i
 
 @functools.cache
 def _roomy_layer() -> Any:
-    """The class of a cache's layer that gets its room at once, and copies new tokens only."""
+    """Return a cache layer class that allocates its full size at once, so that only new tokens are copied."""
     from transformers.cache_utils import DynamicLayer  # pyrefly: ignore[missing-import]
 
     class RoomyLayer(DynamicLayer):

@@ -1,7 +1,7 @@
-"""Rows that come and go while they generate: one that has ended leaves the batch, and a new one joins it.
+"""Rows that start and end at different times: an ended row leaves the batch, and a new one joins it.
 
-A prompt goes through the model beside other new ones. Its keys and values are then put behind those of the rows that
-are under way, and from the next step on all go through the model together.
+A prompt goes through the model together with other new ones. Its keys and values are then joined with those of the
+running rows, and from the next step on all rows go through the model together.
 
 Shape suffixes: ``B`` rows, ``T`` new tokens, ``V`` vocabulary.
 """
@@ -20,34 +20,34 @@ from shardwise.generation.runner import Runner, few_lengths
 from shardwise.generation.sample import RngStreams, Sampling
 from shardwise.generation.score import Row
 
-#: A cache is given room for so many tokens at a time: a row that may become long takes memory only as it does.
+#: Number of tokens by which a cache grows at a time, so that a long row takes memory only when it gets long.
 ROOM = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row that is to be continued."""
+    """A row to be continued."""
 
-    number: int  # its name, which no other row has
+    number: int  # unique number of the row
     prompt: Sequence[int]  # token ids
-    max_new_tokens: int  # the most new tokens
+    max_new_tokens: int  # maximum number of new tokens
     sampling: Sampling = field(default_factory=Sampling)  # how its tokens are chosen
-    seed: int = 0  # seed of its draws
-    stream: int = 0  # number of the stream of draws that the seed gives to this row
+    seed: int = 0  # seed of its random numbers
+    stream: int = 0  # number of the random stream of this row under the seed
 
 
 class Order(NamedTuple):
-    """The next action of a lane: rows that leave it, then a forward of ``new`` rows, or of those under way."""
+    """The next action of a lane: rows that leave it, then a forward of the rows ``new``, or of the running rows."""
 
-    gone: Sequence[int] = ()  # numbers of rows that have ended or are wanted no longer
-    new: Sequence[Entry] = ()  # rows that begin
-    is_last: bool = False  # nothing is under way in any lane, and the conveyor ends
-    #: Rows whose tokens are scored before anything else, and how many of the likeliest tokens to report.
+    gone: Sequence[int] = ()  # numbers of rows that have ended or are cancelled
+    new: Sequence[Entry] = ()  # rows that start
+    is_last: bool = False  # whether the conveyor ends, because no lane has running rows
+    #: Rows whose tokens are scored first, each with the number of most likely tokens to report.
     scored: Sequence[tuple[Row, int]] = ()
 
 
 class _Row:
-    """A row under way."""
+    """A running row."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -61,7 +61,7 @@ class _Row:
 
 
 class _Group(NamedTuple):
-    """Rows that share a cache, and its part of each stage on this rank."""
+    """Rows that share a cache, and the cache of each stage on this rank."""
 
     rows: Sequence[_Row] = ()
     decoders: Mapping[int, Decoder] = {}
@@ -76,12 +76,12 @@ class Lane:
         self, index: int, make_decoder: MakeDecoder, runner: Runner, device: torch.device, positions: int | None
     ) -> None:
         self.index = index
-        self.new_BT = torch.zeros(0, 1, dtype=torch.int64, device=device)  # the tokens that go in next
-        self.is_under_way = False  # a forward was ordered whose tokens have not been taken
+        self.new_BT = torch.zeros(0, 1, dtype=torch.int64, device=device)  # the next input
+        self.is_under_way = False  # whether a forward was started whose tokens have not been taken
         self._make_decoder, self._runner, self._device, self._positions = make_decoder, runner, device, positions
         self._settled = _Group()
-        self._fresh = _Group()  # whose prompts went through the model last
-        self._active = _Group()  # one of the two
+        self._fresh = _Group()  # rows whose prompts went through the model last
+        self._active = _Group()  # the group of the current forward
 
     @property
     def make_decoder(self) -> MakeDecoder:
@@ -90,11 +90,11 @@ class Lane:
 
     @property
     def is_padded(self) -> bool:
-        """Whether a row of the forward has fewer tokens than another."""
+        """Whether some rows of the forward are padded."""
         return any(decoder.is_padded for decoder in self._active.decoders.values())
 
     def choose(self, logits_BV: Tensor) -> Tensor:
-        """The next token of each row of the forward, (B,)."""
+        """Choose the next token of each row of the forward, (B,)."""
         tokens_B = logits_BV.argmax(dim=-1)
         for index, row in enumerate(self._active.rows):
             if row.entry.sampling.temperature:
@@ -102,7 +102,7 @@ class Lane:
         return tokens_B
 
     def take(self) -> dict[int, int]:
-        """The newest token of each row of the forward that is over, by the row's number."""
+        """Return the newest token of each row of the finished forward, by the row's number."""
         if not self.is_under_way:
             return {}
         self.is_under_way = False
@@ -111,7 +111,7 @@ class Lane:
         return {row.entry.number: row.newest for row in self._active.rows}
 
     def begin(self, order: Order) -> None:
-        """Remove rows, and begin the next forward if there are rows for one.
+        """Remove rows, and start the next forward if there are rows for one.
 
         Collective:
             As :meth:`Runner.begin`. All ranks must call with the same order, after they have taken the tokens.
@@ -127,7 +127,7 @@ class Lane:
             self._runner.begin(self, self._active.decoders)
 
     def _settle(self, gone: set[int]) -> None:
-        """Put the rows that stay into one group, which has room for their next token."""
+        """Join the remaining rows into one group with room for their next token."""
         groups = [group for group in (self._settled, self._fresh) if group.rows]
         self._fresh = _Group()
         kept = [
@@ -153,7 +153,7 @@ class Lane:
         )
 
     def _entered(self, entries: Sequence[Entry]) -> _Group:
-        """New rows, and their prompts as the tokens that go in next."""
+        """Return a group of new rows, and set their prompts as the next input."""
         longest = max(len(entry.prompt) for entry in entries)
         if self._runner.num_stages > 1:
             longest = min(few_lengths(longest), self._positions or few_lengths(longest))

@@ -1,4 +1,4 @@
-"""The way of a batch's chunks through the model on this rank: the whole model, or some stages of a pipeline."""
+"""Runs a batch's chunks through the model on this rank: through the whole model, or through its pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.parallel.pipeline.runner import BoundaryTensor, empty_header, hea
 from shardwise.parallel.pipeline.stage import Stages as PipelineStages
 from shardwise.parallel.pipeline.trace import Source, StageFlow
 
-#: Exchanges whose sends may be under way while this rank computes.
+#: Maximum number of exchanges whose sends may be pending while this rank computes.
 _EXCHANGES_AHEAD = 2
 
 
@@ -28,11 +28,11 @@ class Rows(Protocol):
     """Rows that go through the model together: a chunk of a batch, a lane of a conveyor, or rows that are scored.
 
     Attributes:
-        new_BT: The tokens that go in next.
+        new_BT: The next input.
     """
 
-    index: int  # their number among those that are under way
-    keeps: bool  # keys and values are kept for further forwards
+    index: int  # their number among the running rows
+    keeps: bool  # whether keys and values are kept for further forwards
     new_BT: Tensor  # noqa: N815 - a shape suffix
 
     @property
@@ -41,22 +41,22 @@ class Rows(Protocol):
 
     @property
     def is_padded(self) -> bool:
-        """Whether a row has padding before its tokens."""
+        """Whether some rows are padded on the left."""
 
     def choose(self, logits: Tensor, /) -> Tensor:
-        """The next token of each row, (B,); called where the last stage is, with what the decoder gives as logits."""
+        """Choose the next token of each row, (B,), from the decoder's logits; called on the last stage."""
 
 
 class Runner(ABC):
     """Computes rows on this rank.
 
     Attributes:
-        num_stages: Stages of all ranks.
+        num_stages: Number of stages on all ranks.
     """
 
-    stages: tuple[int, ...] = (0,)  # the model's stages on this rank
+    stages: tuple[int, ...] = (0,)  # the stages on this rank
     num_stages = 1
-    #: The numbers of the layers of each stage on this rank; ``None``: all of the model's.
+    #: Indices of the layers of each stage on this rank; ``None``: all layers of the model.
     layers: Mapping[int, Collection[int] | None]
 
     @abstractmethod
@@ -64,26 +64,26 @@ class Runner(ABC):
         """Use these decoders, one for each stage of this rank, for the rows' next forwards.
 
         Collective:
-            Over a pipeline an all-gather along ``pp`` for a shape that is new. All ranks must call.
+            With a pipeline, an all-gather along ``pp`` for each new shape. All ranks must call.
         """
 
     @abstractmethod
     def compute(self, rows: Rows, stage: int) -> None:
-        """Take the new tokens of some rows through a stage of this rank."""
+        """Run a stage of this rank on the new tokens of some rows."""
 
     def exchange(self, turns: Sequence[tuple[Rows, int]]) -> None:  # noqa: B027 - not every runner communicates
-        """Before the next turns (rows, stages): send what was made since the last ones, receive what these take."""
+        """Send the results since the last exchange, and receive the inputs of the next ``turns`` (rows, stages)."""
 
     @abstractmethod
     def take(self, rows: Rows) -> list[int]:
-        """The tokens that were chosen for each of the rows; they go in next."""
+        """Return the tokens that were chosen for the rows, and make them the next input."""
 
     def finish(self) -> None:  # noqa: B027 - not every runner sends
         """Wait until everything that was sent has been received."""
 
 
 class WholeModel(Runner):
-    """A model that is whole on this rank, or whose other parts compute the same step (``tp``)."""
+    """A model without a pipeline: all of it is on this rank, or other ranks compute other parts in step (``tp``)."""
 
     def __init__(self, model: nn.Module, chunks: Sequence[Chunk] = ()) -> None:
         self._model = model
@@ -108,7 +108,7 @@ class WholeModel(Runner):
 
 
 class _Boundary(NamedTuple):
-    """The tensors that cross from ``stage`` to the next one for a chunk, as ``flow`` lists them."""
+    """The tensors that a chunk passes from ``stage`` to the next one, as listed by ``flow``."""
 
     stage: int
     chunk: int
@@ -116,10 +116,10 @@ class _Boundary(NamedTuple):
 
 
 class Stages(Runner):
-    """Some stages of a model.
+    """The pipeline stages on this rank.
 
     Collective:
-        An all-gather along ``pp`` for each shape that is new.
+        An all-gather along ``pp`` for each new shape.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Stages(Runner):
         self._flows: dict[tuple[int, bool], StageFlow] = {}
         self._has_begun: set[tuple[int, int]] = set()
         self._tokens: dict[int, Tensor] = {}
-        self._chosen: list[Tensor] = []  # since the last exchange, as _made
-        self._made: list[tuple[_Boundary, Sequence[Tensor]]] = []  # for a stage of another rank
-        self._kept: dict[tuple[int, int], Sequence[Tensor]] = {}  # for a stage of this rank, by stage and chunk
+        self._chosen: list[Tensor] = []  # since the last exchange, as for _made
+        self._made: list[tuple[_Boundary, Sequence[Tensor]]] = []  # results for a stage on another rank
+        self._kept: dict[tuple[int, int], Sequence[Tensor]] = {}  # results for a stage here, by stage and chunk
         self._under_way: deque[Handle] = deque()
         for chunk in chunks:
             self.begin(chunk, {stage: chunk.decoder(layers) for stage, layers in self.layers.items()})
@@ -153,9 +153,9 @@ class Stages(Runner):
         """See :meth:`Runner.exchange`.
 
         Collective:
-            An exchange with the ranks of the stages before and behind, of a message for each tensor that crosses; the
-            first ones of a flow are preceded by an exchange of shapes and dtypes. The rank of the last stage also sends
-            eight bytes per row to every other rank.
+            An exchange with the ranks of the previous and the next stages, with one message per tensor. For a new flow
+            it is preceded by an exchange of shapes and dtypes. The rank of the last stage also sends eight bytes per
+            row to every other rank.
         """
         last_rank, own = self._ranks[-1], self._comm.rank
         others = [rank for rank in range(self._comm.size) if rank != last_rank]
@@ -220,16 +220,16 @@ class Stages(Runner):
             self._under_way.popleft().wait()
 
     def _flow(self, rows: Rows, stage: int) -> StageFlow:
-        """The tensors between stages in the next forward of some rows of a stage."""
+        """Return the tensors between stages in the next forward of some rows."""
         return self._flows[rows.index, (rows.index, stage) not in self._has_begun]
 
     def _traced(self, rows: Rows, ids_BT: Tensor) -> StageFlow:
-        """The tensors between stages for new tokens of this shape."""
+        """Return the tensors between stages for new tokens of this shape."""
         call = partial(_trace, rows.make_decoder)
         return self._held.flow({"new tokens": ids_BT, "is padded": rows.is_padded, "keeps": rows.keeps}, call)
 
     def _exchange_headers(self, expected: Sequence[_Boundary]) -> None:
-        """Exchange shapes and dtypes of what crosses for the first time."""
+        """Exchange shapes and dtypes of the tensors of new flows."""
         sends: list[Message] = []
         receives: list[Message] = []
         headers = []
@@ -252,23 +252,23 @@ class Stages(Runner):
 
 
 def few_lengths(length: int) -> int:
-    """A length from ``length`` on, at most a quarter longer or 32, of which there are four between powers of two.
+    """Round ``length`` up by at most a quarter or 32, to one of four lengths between powers of two.
 
-    Over a pipeline the model is traced for each shape that is new, which takes seconds for many layers: prompts of all
-    lengths are padded to a few.
+    With a pipeline the model is traced for each new shape, which takes seconds for many layers. Therefore prompts are
+    padded to a few lengths.
     """
     step = max(32, 1 << (length - 1).bit_length() >> 3)
     return -(-length // step) * step
 
 
 def _trace(make_decoder: MakeForward, model: nn.Module, batch: Any) -> Any:
-    """The model on new tokens, as if they were the first ones, without padding: the same path."""
+    """Run the model on new tokens as if they were the first, without padding, which takes the same path."""
     new_BT = batch["new tokens"]
     return make_decoder(new_BT.shape[1], (), None).call(model, new_BT)
 
 
 def _layers(stages: PipelineStages, stage: int) -> set[int]:
-    """Numbers of the layers that a stage holds, where its attention modules know theirs."""
+    """Return the indices of the layers of a stage, if its attention modules have them."""
     held = [each.module for each in stages.modules if each.stage == stage]
     modules = [module for each in held for module in each.modules()]
     numbers: list[Any] = [getattr(module, "layer_idx", None) for module in modules]
@@ -276,7 +276,7 @@ def _layers(stages: PipelineStages, stage: int) -> set[int]:
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Run compiled units as they were written: shapes change with every token, and each would be compiled anew."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it takes seconds
+    """Run compiled units eagerly, because shapes change with every token, and each would be compiled again."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")

@@ -1,7 +1,7 @@
-"""Choosing the next token from logits: the largest, or a draw.
+"""Choosing the next token from logits: the largest, or a sample.
 
-A draw depends on the seed, the row and the number of the token only, and is made by inverting the distribution in
-float64: the same on every rank, under every layout, and whatever other rows are in the batch.
+A sample depends only on the seed, the row and the number of the token. It is computed by inverting the distribution in
+float64, and is the same on every rank, under every layout, and for any other rows in the batch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardwise.spec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The choice of the next token."""
+    """How to choose the next token."""
 
-    temperature: float = 0.0  # the divisor of logits; 0 takes the largest logit
-    top_k: int | None = None  # draw among this number of the likeliest tokens
-    top_p: float | None = None  # draw among the fewest likeliest tokens that have this probability together
+    temperature: float = 0.0  # divisor of logits; 0 takes the largest logit
+    top_k: int | None = None  # sample from this number of the most likely tokens
+    top_p: float | None = None  # sample from the smallest set of most likely tokens with this total probability
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -41,14 +41,14 @@ class Sampling:
                 )
 
     def probabilities(self, logits_BV: Tensor) -> Tensor:
-        """The probability of each token, (B, V), float64; at temperature 0 one for the largest logit.
+        """Return the probability of each token, (B, V), float64; at temperature 0 one for the largest logit.
 
-        Of equal logits the smaller id comes first.
+        Among equal logits the smaller id comes first.
         """
         logits_BV = logits_BV.double()
         if self.temperature == 0:
             return torch.zeros_like(logits_BV).scatter_(-1, logits_BV.argmax(dim=-1, keepdim=True), 1.0)
-        below_BV = logits_BV - logits_BV.amax(dim=-1, keepdim=True)  # so that a tiny temperature makes no infinity
+        below_BV = logits_BV - logits_BV.amax(dim=-1, keepdim=True)  # avoids infinities at small temperatures
         p_BV = (below_BV / self.temperature).softmax(dim=-1)
         if self.top_k is None and self.top_p is None:
             return p_BV
@@ -62,7 +62,7 @@ class Sampling:
         return torch.zeros_like(p_BV).scatter_(-1, ids_BV, sorted_BV)
 
     def choose(self, logits_BV: Tensor, draws_B: Tensor | None = None) -> Tensor:
-        """The next token of each row, (B,): of the vocabulary in any case, even where logits are not numbers.
+        """Choose the next token of each row, (B,). It is always in the vocabulary, even if logits are NaN.
 
         ``draws_B`` has a number in [0, 1) for each row, float64; not needed at temperature 0.
         """
@@ -71,18 +71,18 @@ class Sampling:
         assert draws_B is not None
         edges_BV = self.probabilities(logits_BV).cumsum(dim=-1)
         total_B = edges_BV[:, -1]
-        below_B = torch.nextafter(total_B, torch.zeros_like(total_B))  # the product may be rounded up to the total
+        below_B = torch.nextafter(total_B, torch.zeros_like(total_B))  # the product may be rounded up
         at_B = torch.minimum(draws_B.to(total_B.device) * total_B, below_B)
         return torch.searchsorted(edges_BV, at_B[:, None], right=True).squeeze(-1).clamp_(max=edges_BV.shape[-1] - 1)
 
 
 class RngStreams:
-    """A stream of uniform numbers for each row of a batch: its key is the seed and the number of the row."""
+    """A stream of uniform random numbers for each row of a batch, with seed and row number as the key."""
 
     def __init__(self, seed: int, rows: Iterable[int]) -> None:
         keys = (np.array([seed % (1 << 64), row], np.uint64) for row in rows)
         self._rows = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
 
     def next(self) -> Tensor:
-        """One in [0, 1) for each row; (B,), float64, on the CPU."""
+        """Return a number in [0, 1) for each row; (B,), float64, on the CPU."""
         return torch.tensor([row.random() for row in self._rows], dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""Log-probabilities of given tokens: one forward for each batch of rows, by the runner that generates.
+"""Log-probabilities of given tokens: one forward for each batch of rows, by the same runners as generation.
 
-Rows are padded on the right, which no causal model sees from the tokens before. Rows of similar length share a batch,
-and logits are made of the last columns only, from the first that a row needs on.
+Rows are padded on the right, where padding does not affect earlier tokens of a causal model. Rows of similar length
+share a batch, and logits are computed only for the columns from the first scored token of a batch on.
 
-Shape suffixes: ``B`` rows, ``T`` tokens, ``K`` columns with logits, ``V`` vocabulary, ``N`` tokens that are scored,
-``W`` numbers of each.
+Shape suffixes: ``B`` rows, ``T`` tokens, ``K`` columns with logits, ``V`` vocabulary, ``N`` scored tokens, ``W``
+numbers per token.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shardwise.generation.runner import Runner, Stages, WholeModel, few_lengths
 from shardwise.parallel.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError
 
-#: The most tokens of one forward, where nobody says how many.
+#: Default of the maximum number of tokens of a forward.
 BATCH_TOKENS = 4096
-#: The most numbers of logits that are normalised at a time.
+#: Maximum number of logits that are normalized at a time.
 _NORMALISED_NUMEL = 1 << 24
 
 
@@ -45,8 +45,8 @@ class Score:
 
     Attributes:
         logprobs: The natural logarithm of each token's probability after the tokens before it.
-        is_greedy: Each token is the likeliest one after those before it.
-        top: For each token the likeliest ones in its place, with their log-probabilities, as many as were asked for.
+        is_greedy: Whether each token is the most likely one after the tokens before it.
+        top: For each position the most likely tokens with their log-probabilities, as many as requested.
     """
 
     logprobs: list[float]
@@ -55,7 +55,7 @@ class Score:
 
 
 class Row(NamedTuple):
-    """Token ids, of which those from ``start`` on are scored."""
+    """Token ids, which are scored from ``start`` on."""
 
     ids: Sequence[int]
     start: int
@@ -69,30 +69,31 @@ def score(
     batch_tokens: int = BATCH_TOKENS,
     top_logprobs: int = 0,
 ) -> list[Score]:
-    """Log-probabilities of continuations after their prompts.
+    """Compute log-probabilities of continuations after their prompts.
 
     A parallelized model computes under its plan. All ranks must call; ranks that hold parts of one model (``tp``,
-    ``pp``) with the same arguments. Data-parallel ranks may pass the same rows, of which each then computes some, and
-    all get all scores; or each its own. Ranks of ``cp`` compute different rows as data-parallel ones do.
+    ``pp``) with the same arguments. Data-parallel ranks may pass the same rows, each of which one rank then computes,
+    and all get all scores; or different rows. Ranks of ``cp`` compute different rows, like data-parallel ranks.
 
     Args:
-        model: Our GPT, or a causal language model of transformers; plain or parallelized. It is in eval mode meanwhile.
-        prompts: Token ids, a tensor (B, T) or a list for each row; lengths may differ, none may be empty.
+        model: Our GPT, or a causal language model of transformers; plain or parallelized. Set to eval mode during the
+            call.
+        prompts: Token ids, a tensor (B, T) or a list for each row. Lengths may differ; no row may be empty.
         continuations: Token ids that follow each prompt, in the same form.
-        batch_tokens: The most tokens of one forward, padding included; a longer row has a forward of its own.
-        top_logprobs: Report this number of the likeliest tokens in each place too.
+        batch_tokens: Maximum number of tokens of one forward, including padding; a longer row gets a separate forward.
+        top_logprobs: Also report this number of the most likely tokens at each position.
 
     Returns:
         A score for each row.
 
     Collective:
-        Those of one forward for each batch, an all-gather of small JSON at the beginning, and at the end the scores:
-        16 bytes for each token of a continuation (and 16 for each of ``top_logprobs``), broadcast along ``pp`` and,
-        where data-parallel ranks share the rows, all-gathered over them.
+        The collectives of one forward for each batch, an all-gather of small JSON at the beginning, and at the end the
+        scores: 16 bytes for each token of a continuation (and 16 for each of ``top_logprobs``), broadcast along ``pp``
+        and, if data-parallel ranks share the rows, all-gathered over them.
 
     Raises:
-        ConfigError: Rows make no sense, or do not fit the model.
-        StateError: The model predicts no next tokens.
+        ConfigError: Rows are invalid, or do not fit the model.
+        StateError: The model does not predict next tokens.
         RankDisagreement: Ranks that hold parts of one model were called with different arguments.
     """
     engine = generating_engine(model, "sw.score")
@@ -104,7 +105,7 @@ def score(
         every = batches_of_readers(engine, [rows, batch_tokens, top_logprobs], told, "sw.score")
         num_batches = max(each["num_batches"] for each in every)
         if len(every) > 1 and len({each["digest"] for each in every}) == 1:
-            by_length = sorted(shares[0], key=lambda row: -len(rows[row].ids))  # ranks get rows of similar length
+            by_length = sorted(shares[0], key=lambda row: -len(rows[row].ids))  # gives ranks rows of similar length
             shares = [by_length[rank :: len(every)] for rank in range(len(every))]
             own = engine.comms.control.rank
     plans = [scorer.batches(rows, share) for share in shares]
@@ -121,11 +122,11 @@ def score(
 class Scorer:
     """Scores rows with a model.
 
-    The model is in eval mode while it computes; ``num_top`` of the likeliest tokens are reported in each place.
+    The caller must set the model to eval mode. The ``num_top`` most likely tokens are reported at each position.
 
     Raises:
-        ConfigError: A number makes no sense.
-        StateError: The model predicts no next tokens.
+        ConfigError: A number is invalid.
+        StateError: The model does not predict next tokens.
     """
 
     def __init__(self, model: nn.Module, engine: Engine | None, batch_tokens: int, num_top: int) -> None:
@@ -141,7 +142,7 @@ class Scorer:
         self._pipelined = pipelined_of(model)
 
     def checked(self, prompts: Prompts, continuations: Prompts) -> list[Row]:
-        """The rows."""
+        """Return the checked rows."""
         before = rows_of(prompts, "prompt", "sw.score")
         after = rows_of(continuations, "continuation", "sw.score")
         if len(before) != len(after):
@@ -171,7 +172,7 @@ class Scorer:
         return [Row(prompt + after[number], len(prompt)) for number, prompt in enumerate(before)]
 
     def whole(self, rows: Sequence[Row]) -> list[Score]:
-        """The scores of rows that every rank has, where all ranks hold one copy of the model.
+        """Score rows that every rank has, if all ranks hold one copy of the model.
 
         Collective:
             As :meth:`compute`.
@@ -180,9 +181,9 @@ class Scorer:
         return self.scores(rows, batches, self.compute(rows, batches))
 
     def batches(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[list[int]]:
-        """The rows of these ``numbers`` that go through the model together, the longest first.
+        """Return the rows ``numbers`` in batches that go through the model together, longest rows first.
 
-        Over a pipeline there are as many batches as the plan has microbatches, where there are as many rows.
+        With a pipeline there are as many batches as the plan has microbatches, if there are enough rows.
         """
         left = [number for number in numbers if rows[number].start < len(rows[number].ids)]
         left.sort(key=lambda number: (-len(rows[number].ids), rows[number].start))
@@ -195,16 +196,16 @@ class Scorer:
         return found
 
     def compute(self, rows: Sequence[Row], batches: Sequence[Sequence[int]], num_batches: int = 0) -> Tensor:
-        """Numbers of each token that is scored, in the order of the batches.
+        """Compute the numbers of each scored token, in the order of the batches.
 
-        Where other ranks have ``num_batches``, this one takes part in as many forwards.
+        ``num_batches`` is the maximum over all ranks; this rank takes part in that many forwards.
 
         Returns:
-            (N, W), float64, on the model's device: the log-probability, whether the token is the likeliest, then the
-            likeliest tokens, and their log-probabilities.
+            (N, W), float64, on the model's device: the log-probability, whether the token is the most likely, then the
+            most likely tokens, and their log-probabilities.
 
         Collective:
-            Those of a forward for each batch; over a pipeline a broadcast of the result from the last stage.
+            Those of a forward for each batch; with a pipeline a broadcast of the result from the last stage.
         """
         model, pipelined = self._model, self._pipelined
         runner: Runner = WholeModel(model) if pipelined is None else Stages(model, (), *pipelined.around())
@@ -229,7 +230,7 @@ class Scorer:
         return found_NW
 
     def scores(self, rows: Sequence[Row], batches: Sequence[Sequence[int]], found_NW: Tensor) -> list[Score]:
-        """The score of each row, of what :meth:`compute` gives. A row without tokens to score has none."""
+        """Return the score of each row, from the result of :meth:`compute`; empty for rows without scored tokens."""
         numbers, top = iter(found_NW.tolist()), self._num_top
         scores = [Score([], is_greedy=True, top=[]) for _ in rows]
         for row in (row for batch in batches for row in batch):
@@ -240,7 +241,7 @@ class Scorer:
         return scores
 
     def _width(self, row: Row) -> int:
-        """The columns of a batch whose longest row this is: over a pipeline few shapes, which are traced."""
+        """Return the columns of a batch with this longest row; with a pipeline there are only few different widths."""
         width = len(row.ids) - 1
         return width if self._pipelined is None else min(few_lengths(width), self._positions or few_lengths(width))
 
@@ -253,7 +254,7 @@ class Scorer:
 
 
 class _Batch:
-    """Rows that go through the model together; a rank that has none computes a dummy row."""
+    """Rows that go through the model together; a rank without rows computes a dummy row."""
 
     keeps = False
     is_padded = False
@@ -283,11 +284,11 @@ class _Batch:
         self._places_N3 = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 3)
 
     def make_decoder(self, _capacity: int, _padding: Sequence[int], _layers: Collection[int] | None) -> Forward:
-        """The function that calls the model."""
+        """The function that makes the object that calls the model."""
         return self._make(self._num_logits)
 
     def choose(self, logits_BKV: Tensor) -> Tensor:
-        """Score the rows; no row has a next token."""
+        """Score the rows. Returns zeros, because no row has a next token."""
         at_once = max(1, _NORMALISED_NUMEL // logits_BKV.shape[-1])
         found = [self._found(logits_BKV, places) for places in self._places_N3.split(at_once)]
         self.found_NW = torch.cat(found)
@@ -308,7 +309,7 @@ def _num_scored(rows: Sequence[Row], batches: Sequence[Sequence[int]]) -> int:
 
 
 def _joined(comm: Comm, found_NW: Tensor, counts: Sequence[int]) -> Tensor:
-    """Join the results of all data-parallel ranks; ``counts``: the tokens of each."""
+    """Join the results of all data-parallel ranks, with ``counts`` tokens each."""
     buffer = found_NW.new_zeros(comm.size, max(counts), found_NW.shape[1])
     buffer[comm.rank, : len(found_NW)] = found_NW
     comm.all_gather(buffer.view(-1), unit="scores").wait()

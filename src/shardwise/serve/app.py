@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's paths, over a queue of completions."""
+"""The HTTP interface: OpenAI's paths, with a queue of completions."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from shardwise.serve.protocol import (
 )
 from shardwise.serve.text import Text
 
-#: The most bytes of a request's body.
+#: Maximum bytes of a request's body.
 MOST_BYTES = 4 << 20
 _RETRY_AFTER_S = 1
-#: Requests that are read at a time: one of the most bytes takes up to 700 MB while its text becomes tokens.
+#: Maximum number of large requests that are parsed at a time; tokenizing the largest body takes up to 700 MB.
 _READERS = 2
-#: A body of so many bytes is read at once, whoever else is being read.
+#: Bodies of up to this many bytes are parsed at once, even while others are being parsed.
 _SHORT_BYTES = 1 << 16
 
 
 class _CompletionFailedError(Exception):
-    """The model cannot go on with a completion."""
+    """The model failed to continue a completion."""
 
 
 def make_app(
@@ -53,10 +53,10 @@ def make_app(
     hosts: Sequence[str] = ("*",),
     api_key: str | None = None,
 ) -> Starlette:
-    """The application.
+    """Make the application.
 
-    Only requests whose header ``Host`` is one of ``hosts`` are answered: a page of a browser that reaches a loopback
-    address by a name of its own is not.
+    Only requests with one of ``hosts`` in the header ``Host`` are answered. This protects a server on a loopback
+    address from web pages that reach it under another name.
     """
     readers = asyncio.Semaphore(_READERS)
 
@@ -108,8 +108,8 @@ def _model(served: Served) -> dict[str, Any]:
 def _check_key(request: Request, api_key: str | None) -> None:
     if api_key is None:
         return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # the bytes that came
-    known = os.fsencode(api_key), api_key.encode("latin-1", "backslashreplace")  # programs send letters in either form
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # the bytes as received
+    known = os.fsencode(api_key), api_key.encode("latin-1", "backslashreplace")  # clients use either encoding
     if not any(hmac.compare_digest(given, each) for each in known):
         raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
@@ -119,7 +119,7 @@ async def _read(
 ) -> Asked:
     """Parse a request.
 
-    A long text takes seconds to tokenize: it happens in a thread, so that others stream meanwhile.
+    Tokenizing a long text takes seconds, so it runs in a thread, and other answers continue to stream.
     """
     body = await _body(request)
     async with readers if len(body) > _SHORT_BYTES else contextlib.nullcontext():
@@ -127,7 +127,7 @@ async def _read(
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request. Other content types are refused: a page in a browser may send those to any server."""
+    """Return the body of a request. Other content types are refused, because web pages may send them to any server."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("the content type is not application/json", status=415)
     body = bytearray()
@@ -141,7 +141,7 @@ async def _body(request: Request) -> bytes:
 def _parsed(body: bytes) -> Any:
     try:
         value = json.loads(body)
-        json.dumps(value, ensure_ascii=False).encode()  # refuses half characters, which no tokenizer takes
+        json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates, which no tokenizer accepts
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is no JSON: {error}") from None
     return value
@@ -160,7 +160,7 @@ def _not_found(request: Request, error: Exception) -> Response:
 
 
 def _left(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)  # which nobody reads
+    return Response(status_code=499)  # the client has disconnected
 
 
 def _broken(_request: Request, _error: Exception) -> Response:
@@ -210,7 +210,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class _UnderWay:
-    """A request whose completions are with the model."""
+    """A request with its running completions."""
 
     def __init__(self, asked: Asked, served: Served) -> None:
         self._asked, self._form = asked, Answer(asked, served)
@@ -237,12 +237,12 @@ class _UnderWay:
         ]
 
     def cancel(self) -> None:
-        """Continue the model's work without this completion."""
+        """Cancel the completions of this request."""
         for completion in self.completions:
             completion.is_cancelled = True
 
     async def whole(self) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the complete answer."""
         found = [Choice(index) for index in range(len(self.completions))]
         async for piece in self._pieces():
             found[piece.index].text += piece.text
@@ -251,7 +251,7 @@ class _UnderWay:
         return self._form.whole(found, self._num_new)
 
     async def lines(self) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         try:
             async for piece in self._pieces():
                 if piece.text or piece.finish or piece.is_first:
@@ -265,14 +265,14 @@ class _UnderWay:
             self.cancel()
 
     async def _pieces(self) -> AsyncIterator[Choice]:
-        """Pieces of all answers as they come."""
+        """Yield pieces of all answers as they are generated."""
         begun: set[int] = set()
         left = set(range(len(self.completions)))
         while left:
             index, event = await self._events.get()
             if event.finish == "error":
                 raise _CompletionFailedError(event.error)
-            if index not in left:  # a stop string has ended it
+            if index not in left:  # already ended by a stop string
                 continue
             piece = self._piece(index, event)
             if index not in begun:
@@ -301,7 +301,7 @@ class _UnderWay:
 
     def _listener(self, index: int) -> Callable[[Event], None]:
         def listen(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return listen

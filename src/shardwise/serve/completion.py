@@ -1,4 +1,4 @@
-"""Completions, and the bounded queue in which they wait for the model. Any thread may use both."""
+"""Completions, and the bounded queue in which they wait for the model. Both are thread-safe."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Event(NamedTuple):
     """An event of a completion."""
 
     token: int | None = None  # a new token
-    finish: str | None = None  # why the completion is over: ``stop`` (``token`` ends a text), ``length``, or ``error``
-    error: str = ""  # what went wrong
-    score: Score | None = None  # log-probabilities of the tokens, with the last event of a completion that is scored
+    finish: str | None = None  # why the completion ended: ``stop`` (``token`` ends a text), ``length``, or ``error``
+    error: str = ""  # the error's text
+    score: Score | None = None  # log-probabilities of the tokens, in the last event of a scored completion
 
 
 class Completion:
     """The continuation of one prompt, from the queue to its last token.
 
-    ``index`` is its number among those of its request: each has draws of its own. ``scored_from`` is the first token,
-    of the prompt or new, whose log-probability is wanted, if any is. ``on_event`` is called with every event, in the
+    ``index`` is its number within the request, which selects its random stream. ``scored_from`` is the first token, of
+    the prompt or new, whose log-probability is requested, if any. ``on_event`` is called with every event, in the
     model's thread, and must return at once.
 
     Attributes:
-        is_scored: Log-probabilities are wanted.
+        is_scored: Whether log-probabilities are requested.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Completion:
         #: The row that the model continues.
         self.entry = Entry(next(_numbers), prompt, max_new_tokens, sampling, seed, index)
         self.ends = ends
-        self.is_cancelled = False  # the client has left, or needs no more tokens. Any thread may set it.
+        self.is_cancelled = False  # whether no more tokens are needed. Any thread may set it.
         self.num_new = 0  # new tokens so far
         self.is_scored, self.num_top = scored_from is not None, num_top
         self._on_event = on_event
@@ -59,7 +59,7 @@ class Completion:
         self._last = Event(finish="length")
 
     def add(self, token: int) -> bool:
-        """Report a new token. Returns whether it was the last one."""
+        """Report a new token. Return whether it was the last one."""
         self.num_new += 1
         finish = "stop" if token in self.ends else "length" if self.num_new == self.entry.max_new_tokens else None
         event = Event(token, finish)
@@ -71,7 +71,7 @@ class Completion:
         return finish is not None
 
     def scored_row(self) -> Row:
-        """All tokens, and the first one that is scored."""
+        """Return all tokens, and the first one that is scored."""
         return Row(self._ids, self._scored_from)
 
     def end(self, score: Score) -> None:
@@ -91,7 +91,7 @@ class QueueFullError(Exception):
 
 
 class QueueClosedError(Exception):
-    """The server is about to end."""
+    """The server is stopping."""
 
 
 class Queue:
@@ -104,16 +104,16 @@ class Queue:
         self._is_closed = False
 
     def __len__(self) -> int:
-        """The number of waiting completions."""
+        """Return the number of waiting completions."""
         return len(self._waiting)
 
     @property
     def is_closed(self) -> bool:
-        """Whether no further completions are taken."""
+        """Whether no further completions are accepted."""
         return self._is_closed
 
     def add(self, completions: Sequence[Completion]) -> None:
-        """Put all of these completions into the queue, or none."""
+        """Add all of these completions to the queue, or none."""
         with self._changed:
             if self._is_closed:
                 raise QueueClosedError
@@ -124,9 +124,10 @@ class Queue:
             self._changed.notify()
 
     def take(self, most: int, max_tokens: float) -> list[Completion]:
-        """The next completions, in the order in which they came.
+        """Remove and return the next completions, in the order of their arrival.
 
-        Their prompts, each padded to the longest, have at most ``max_tokens``; one completion is taken in any case.
+        Their prompts, padded to the longest, have at most ``max_tokens`` in total. The first completion is always
+        taken.
         """
         with self._changed:
             self._drop_cancelled()
@@ -140,12 +141,12 @@ class Queue:
             return taken
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a completion is there or the queue is closed, but no longer than ``timeout_s``."""
+        """Wait until a completion arrives or the queue is closed, at most ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed, timeout_s)
 
     def close(self) -> None:
-        """Take no further completions."""
+        """Accept no further completions."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

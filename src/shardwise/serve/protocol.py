@@ -1,6 +1,6 @@
-"""Requests and answers of OpenAI's protocol, as far as a model that continues text can honour them.
+"""Requests and answers of OpenAI's protocol, as far as a model that continues text supports them.
 
-A field that would change the answer and is not honoured is refused, unless its value asks for nothing.
+An unsupported field that would change the answer is refused, unless its value has no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import printable
 from shardwise.train.data.tokenizer import OfFolder, Tokenizer
 
-#: Fields that are not honoured where a request has no such field, and the values that ask for nothing.
+#: Unsupported fields, unless the type of request has them, and their values without effect.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -42,25 +42,25 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-#: Fields that change nothing of an answer.
+#: Fields that do not change the answer.
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-#: New tokens of a completion that does not say how many, as OpenAI's.
+#: Default number of new tokens of a completion, as OpenAI's.
 _COMPLETION_TOKENS = 16
-#: The most new tokens of a chat that does not say how many, where the model's positions are not limited.
+#: Default number of new tokens of a chat if the model's positions are not limited.
 _CHAT_TOKENS = 4096
 _MOST_STOPS = 4
-#: The most likely tokens in each place that a request may ask for.
+#: Maximum number of most likely tokens per position that a request may ask for.
 _MOST_TOP = 20
-#: What stands for minus infinity, which JSON does not have.
+#: Replaces minus infinity, which JSON does not have.
 _LEAST_LOGPROB = -9999.0
 
 
 class RequestError(Exception):
-    """A request that is refused.
+    """A refused request.
 
     Attributes:
-        status: Of the answer.
-        retry_after_s: When to try again, where that can help.
+        status: HTTP status of the answer.
+        retry_after_s: Seconds after which to try again, if that can help.
     """
 
     def __init__(
@@ -82,32 +82,32 @@ class RequestError(Exception):
 class Served:
     """The served model."""
 
-    name: str  # of the model, for requests
+    name: str  # the model's name in requests
     tokenizer: Tokenizer
-    vocab_size: int  # of the model
-    positions: int | None  # the most tokens of a row, where they are limited
-    chat_template: str | None = None  # makes text of conversations; ``None``: the tokenizer's own, where it has one
-    created: int = 0  # when the server began, in seconds since the epoch
-    max_answers: int = 1  # the most answers of one request
+    vocab_size: int
+    positions: int | None  # maximum number of tokens of a row, if limited
+    chat_template: str | None = None  # converts conversations to text; ``None``: the tokenizer's template, if any
+    created: int = 0  # start of the server, in seconds since the epoch
+    max_answers: int = 1  # maximum number of answers to one request
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The parsed fields of a request."""
 
-    is_chat: bool  # the answer is a message
+    is_chat: bool  # whether the answer is a chat message
     prompts: list[list[int]]  # token ids of each prompt
     num_answers: int  # answers to each prompt
-    max_new_tokens: int  # the most new tokens of each prompt
+    max_new_tokens: int  # maximum number of new tokens for each prompt
     sampling: Sampling  # how tokens are chosen
-    seed: int  # seed of the draws
+    seed: int  # seed of the sampling
     ends: tuple[int, ...]  # ids that end an answer
     stops: list[str]  # strings at which an answer ends
-    is_stream: bool  # the answer comes in pieces
-    has_usage: bool  # the last piece counts tokens
-    #: So many of the likeliest tokens are reported in each place, with log-probabilities; ``None``: none are.
+    is_stream: bool  # whether the answer is streamed
+    has_usage: bool  # whether the last piece of a stream counts tokens
+    #: Number of most likely tokens to report per position, with log-probabilities; ``None``: no log-probabilities.
     num_top: int | None = None
-    echoes: list[str] | None = None  # the texts of the prompts, where answers begin with them
+    echoes: list[str] | None = None  # texts of the prompts, if answers begin with them
 
     @property
     def has_echo(self) -> bool:
@@ -116,7 +116,7 @@ class Asked:
 
 
 def _listed(value: Any) -> Any:
-    """A text as the list that it is short for."""
+    """Return a single text as a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -130,7 +130,7 @@ class _Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        """A field that is null asks for nothing, whether there is such a field or not."""
+        """Remove null fields, which are allowed even for unknown fields."""
         return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
@@ -158,7 +158,7 @@ class _Completion(_Common):
     max_tokens: int | None = Field(None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=_MOST_TOP)
-    prompt: Any  # see _prompts: pydantic lists what is wrong with every token by every alternative, which takes minutes
+    prompt: Any  # checked by _prompts, because pydantic's errors for every token and alternative would take minutes
 
 
 class _Part(_Fields):
@@ -178,7 +178,7 @@ class _Chat(_Common):
 
 
 def read_completion(body: Any, served: Served) -> Asked:
-    """A request for completions."""
+    """Parse a request for completions."""
     asked = _checked(_Completion, body, served)
     prompts = _prompts(asked.prompt)
     _check_count(len(prompts), asked, served)
@@ -200,10 +200,10 @@ def read_completion(body: Any, served: Served) -> Asked:
 
 
 def read_chat(body: Any, served: Served) -> Asked:
-    """A request for the next message of a conversation.
+    """Parse a request for the next message of a conversation.
 
     Raises:
-        RequestError: It cannot be honoured.
+        RequestError: The request is not supported.
     """
     asked = _checked(_Chat, body, served)
     _check_count(1, asked, served)
@@ -217,7 +217,7 @@ def read_chat(body: Any, served: Served) -> Asked:
 
 
 def _check_begin(text: str, what: str, param: str, served: Served) -> None:
-    """Refuse a text whose beginning has more tokens than there are positions: all of it would take much longer."""
+    """Refuse a text whose beginning already has too many tokens, because tokenizing all of it would take long."""
     for per_token in (4, 16):
         most = per_token * (served.positions or len(text))
         if len(text) <= most:
@@ -233,7 +233,7 @@ def _check_begin(text: str, what: str, param: str, served: Served) -> None:
 
 
 def _prompts(given: Any) -> list[Any]:
-    """The prompts of a request: texts, or lists of token ids."""
+    """Return the prompts of a request: texts, or lists of token ids."""
     if isinstance(given, str):
         return [given]
     if isinstance(given, list):
@@ -253,7 +253,7 @@ def _are_ids(values: Sequence[Any]) -> bool:
 
 
 def _check_count(num_prompts: int, asked: _Common, served: Served) -> None:
-    """Refuse more answers than fit the queue, before any text becomes tokens."""
+    """Refuse more answers than fit into the queue, before any text is tokenized."""
     count = num_prompts * asked.n
     if count > served.max_answers:
         raise RequestError(
@@ -292,7 +292,7 @@ def _checked(kind: type[Any], body: Any, served: Served) -> Any:
 
 
 def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
-    """A conversation, with what announces the next answer, as token ids."""
+    """Return a conversation, with the header of the next answer, as token ids."""
     if not isinstance(served.tokenizer, OfFolder):
         raise RequestError(
             "the model's tokens are bytes, which have no chat template: use /v1/completions", param="messages"
@@ -313,7 +313,7 @@ def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
     ]
     try:
         return served.tokenizer.encode_chat(given, served.chat_template)
-    except Exception as error:  # noqa: BLE001 - templates raise what they like, such as for roles out of order
+    except Exception as error:  # noqa: BLE001 - templates may raise anything, for example for wrong roles
         raise RequestError(
             f"the chat template refuses the messages: {printable(str(error))}", param="messages"
         ) from None
@@ -322,7 +322,7 @@ def _conversation(messages: Sequence[_Message], served: Served) -> list[int]:
 def _asked(asked: _Common, rows: list[list[int]], most: int, served: Served, *, is_chat: bool) -> Asked:
     if len(asked.stop) > _MOST_STOPS or not all(asked.stop):
         raise RequestError(f"stop: expected at most {_MOST_STOPS} strings, none of them empty", param="stop")
-    top_k = None if asked.top_k in {-1, 0} else asked.top_k  # as vLLM's clients ask for all tokens
+    top_k = None if asked.top_k in {-1, 0} else asked.top_k  # vLLM's clients use these values for all tokens
     temperature = 1.0 if asked.temperature is None else asked.temperature
     top_p = None if asked.top_p == 1 or temperature == 0 else asked.top_p
     try:
@@ -361,15 +361,15 @@ class Choice:
 
     index: int  # the number of the answer in the request
     text: str = ""  # new text
-    finish: str | None = None  # why the answer is over: ``stop`` or ``length``; ``None`` while it is not
-    is_first: bool = False  # the piece is the first one
-    logprobs: dict[str, list[Any]] | None = None  # what :func:`shown_score` makes
+    finish: str | None = None  # why the answer ended: ``stop`` or ``length``; ``None`` while it continues
+    is_first: bool = False  # whether this is the first piece
+    logprobs: dict[str, list[Any]] | None = None  # result of :func:`shown_score`
 
 
 def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, has_echo: bool) -> dict[str, list[Any]]:
-    """Log-probabilities of the tokens of an answer, as OpenAI's completions have them.
+    """Return log-probabilities of the tokens of an answer in the form of OpenAI's completions.
 
-    The likeliest tokens in each place are ``num_top`` and the answer's own. A prompt's first token has none.
+    Each position has the ``num_top`` most likely tokens and the answer's token. A prompt's first token has no value.
     """
 
     def text(place: int, token: int) -> str:
@@ -395,7 +395,7 @@ def shown_score(row: Row, score: Score, tokenizer: Tokenizer, num_top: int, *, h
 
 
 class Answer:
-    """The form of all that is sent for one request."""
+    """Formats everything that is sent for one request."""
 
     def __init__(self, asked: Asked, served: Served) -> None:
         self._asked = asked
@@ -403,17 +403,17 @@ class Answer:
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name}
 
     def whole(self, choices: Sequence[Choice], num_new: int) -> dict[str, Any]:
-        """The answer at once."""
+        """Return the complete answer."""
         kind = "chat.completion" if self._asked.is_chat else "text_completion"
         shown = [self._choice(each, "message") for each in choices]
         return {**self._head, "object": kind, "choices": shown, "usage": self._usage(num_new)}
 
     def piece(self, choice: Choice) -> dict[str, Any]:
-        """A piece of a stream."""
+        """Return a piece of a stream."""
         return self._piece([self._choice(choice, "delta")], None)
 
     def last_piece(self, num_new: int) -> dict[str, Any]:
-        """The piece of a stream that counts tokens."""
+        """Return the piece of a stream that counts tokens."""
         return self._piece([], self._usage(num_new))
 
     def _piece(self, choices: list[dict[str, Any]], usage: Mapping[str, int] | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from shardwise.train.trained import Trained
 
 Backend = Literal["python", "vllm"]
 
-#: The weights of a run, beside ``model.py`` or ``model.json``.
+#: Name of the weights of a run, in the same folder as ``model.py`` or ``model.json``.
 _WEIGHTS = "model"
 
 _PYTHON = '''"""The model of this repository for Triton's Python backend, whose environment needs shardwise[hf]."""
@@ -24,7 +24,7 @@ from shardwise.serve.triton import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 '''
 
-#: Inputs and outputs are those of the vLLM backend, which names them by itself.
+#: Inputs and outputs are those of the vLLM backend, which defines them itself.
 _PYTHON_CONFIG = """name: {name}
 backend: "python"
 max_batch_size: 0
@@ -64,7 +64,7 @@ def write_repository(
 ) -> Path:
     """Write a model into a repository.
 
-    The weights of a run or checkpoint are written into the repository; a Hugging Face folder is named there.
+    The weights of a run or checkpoint are written into the repository; of a Hugging Face folder only the path.
 
     Returns:
         The model's folder.
@@ -104,5 +104,5 @@ def write_repository(
 
 
 def _quoted(text: str) -> str:
-    """A string of protobuf's text format, in which JSON's escapes of ASCII mean the same."""
+    """Return a quoted string of protobuf's text format, whose escapes for ASCII are the same as JSON's."""
     return json.dumps(text, ensure_ascii=False)

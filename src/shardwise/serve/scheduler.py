@@ -1,4 +1,4 @@
-"""The scheduler of the model's lanes: which completions leave a lane, and which begin there."""
+"""The scheduler of the model's lanes: which completions leave a lane, and which start in it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shardwise.generation.lane import Order
 from shardwise.generation.score import Score
 from shardwise.serve.completion import Completion, Queue
 
-#: A server without work gives the other ranks an empty order so often, so that none of them runs into a time limit.
+#: Seconds between empty orders of an idle server to the other ranks, which prevent their time limits from expiring.
 IDLE_S = 0.5
-#: The most tokens of prompts that go through the model together, while rows under way wait.
+#: Maximum number of prompt tokens that go through the model together, while running rows wait.
 _PROMPT_TOKENS = 4096
 
 
 class Scheduler:
-    """Decides on the first rank, between two steps.
+    """Decides between two steps, on the first rank.
 
-    ``time_left_s`` gives how long completions may go on; ``None`` while nobody has asked the server to end.
+    ``time_left_s`` returns how long completions may continue; ``None`` unless the server was asked to stop.
     """
 
     def __init__(
@@ -27,17 +27,17 @@ class Scheduler:
     ) -> None:
         self._queue, self._max_rows, self._time_left_s = queue, max_rows, time_left_s
         self._lanes: list[dict[int, Completion]] = [{} for _ in range(num_lanes)]
-        self._has_begun = [False] * num_lanes  # new rows, in the lane's last forward
-        self._ended: list[Completion] = []  # whose tokens are to be scored
-        self._scored: list[Completion] = []  # by the last order
+        self._has_begun = [False] * num_lanes  # whether the lane's last forward had new rows
+        self._ended: list[Completion] = []  # completions to be scored
+        self._scored: list[Completion] = []  # completions scored by the last order
 
     @property
     def num_running(self) -> int:
-        """Completions under way."""
+        """Number of running completions."""
         return sum(map(len, self._lanes))
 
     def __call__(self, lane: int, tokens: Mapping[int, int]) -> Order:
-        """Report the newest tokens of a lane to its completions, and decide what the lane does next."""
+        """Report the newest tokens of a lane to its completions, and decide on the lane's next action."""
         running = self._lanes[lane]
         over = [number for number, token in tokens.items() if number in running and running[number].add(token)]
         self._ended += [each for each in map(running.pop, over) if each.is_scored]
@@ -63,20 +63,20 @@ class Scheduler:
         return Order(sorted([*over, *cancelled]), [each.entry for each in begun], scored=scored)
 
     def report(self, scores: Sequence[Score]) -> None:
-        """End the completions that the last order had scored."""
+        """End the completions that were scored by the last order."""
         ended, self._scored = self._scored, []
         for each, score in zip(ended, scores, strict=True):
             each.end(score)
 
     def fail(self, why: str) -> None:
-        """End all completions with an error, those that wait too."""
+        """End all completions with an error, including waiting ones."""
         self._queue.close()
         waiting = self._queue.take(self._queue.most, math.inf)
         for each in itertools.chain(waiting, self._ended, self._scored, *(lane.values() for lane in self._lanes)):
             each.fail(why)
 
     def _next(self, lane: int) -> list[Completion]:
-        """Completions that begin in a lane: not in two of its turns one after the other, so that others go on."""
+        """Return completions that start in a lane; none in two successive turns, so that running rows continue."""
         num_running = len(self._lanes[lane])
         if num_running and self._has_begun[lane]:
             return []

@@ -24,20 +24,20 @@ from shardwise.serve.scheduler import Scheduler
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.train.data.tokenizer import Tokenizer
 
-#: The time that open connections have at the end, when their answers are complete.
+#: Seconds for open connections to close at the end, after their answers are complete.
 _CLOSING_S = 2
-#: The time in which a request has to come, headers and body.
+#: Seconds in which a request, headers and body, must arrive.
 _REQUEST_S = 30.0
-#: Connections beyond one for each prompt that can be under way: of clients that keep theirs for the next request.
+#: Maximum connections in addition to one for each prompt that can run: for clients that keep connections open.
 _SPARE_CONNECTIONS = 128
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, which does not listen yet: clients that connect before the model is loaded are refused.
+    """Return a socket bound to an address. It does not listen, so that clients are refused until the model is loaded.
 
     Raises:
-        ConfigError: The address is not this machine's, or is taken.
+        ConfigError: The address is not on this machine, or is in use.
     """
     with _refusals(f"{host}:{port}"):
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -65,7 +65,7 @@ def _refusals(where: str) -> Iterator[None]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server at ``host``."""
+    """Return whether a server at ``host`` is reachable only from this machine."""
     return host in _LOOPBACK or host.startswith("127.")
 
 
@@ -85,10 +85,10 @@ def serve(
     api_key: str | None = None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> None:
-    """Answer requests until ``stop`` is asked for: on the first rank. Other ranks call :meth:`Conveyor.run`.
+    """Answer requests until ``stop`` is requested, on the first rank. Other ranks call :meth:`Conveyor.run`.
 
-    After ``stop`` no more requests are taken, and those under way have ``grace_s``. ``say`` is told the address when
-    the server is ready.
+    After ``stop`` no more requests are accepted, and running ones have ``grace_s`` to finish. ``say`` is called with
+    the address when the server is ready.
 
     Collective:
         Those of :meth:`Conveyor.run`.
@@ -124,7 +124,7 @@ def serve(
 
 
 class _Protocol(H11Protocol):
-    """HTTP as uvicorn reads it, which waits without end for the rest of a request."""
+    """uvicorn's HTTP protocol with a time limit for the rest of a request, which uvicorn lacks."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -138,7 +138,7 @@ class _Protocol(H11Protocol):
         self._time(is_over=True)
         super().connection_lost(exc)
 
-    def handle_events(self) -> None:  # at the end of an answer also, for a request that came behind another
+    def handle_events(self) -> None:  # also at the end of an answer, if another request has arrived
         super().handle_events()
         self._time(is_over=self.conn.their_state not in {h11.IDLE, h11.SEND_BODY})
 
@@ -152,9 +152,9 @@ class _Protocol(H11Protocol):
 
 @contextlib.contextmanager
 def _listening(app: Any, held: socket.socket, most_connections: int) -> Iterator[threading.Thread]:
-    """Answer HTTP in a thread; at the end, complete the answers under way.
+    """Answer HTTP in a thread; at the end of the block, complete the running answers.
 
-    Requests beyond ``most_connections`` get 503. Connections beyond twice as many are ended without a word.
+    Requests on more than ``most_connections`` get status 503. Connections beyond twice that number are closed.
     """
     config = uvicorn.Config(
         app,
@@ -169,7 +169,7 @@ def _listening(app: Any, held: socket.socket, most_connections: int) -> Iterator
         timeout_graceful_shutdown=_CLOSING_S,
     )
     with _refusals("{}:{}".format(*held.getsockname()[:2])):
-        held.listen()  # another program may have begun to since
+        held.listen()  # another program may be listening by now
     server = uvicorn.Server(config)
     thread = threading.Thread(target=_run, args=(server, [held]), name="shardwise-http", daemon=True)
     thread.start()

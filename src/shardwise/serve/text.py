@@ -1,4 +1,4 @@
-"""Text of tokens as they come: no half characters, and nothing from a stop string on."""
+"""Converts new tokens to text incrementally, without partial characters or anything after a stop string."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from collections.abc import Sequence
 
 from shardwise.train.data.tokenizer import Tokenizer
 
-#: Tokens of the prompt that are decoded with the first new ones: whether a word begins with a space depends on what is
-#: before it.
+#: Number of prompt tokens that are decoded together with the first new ones, because a word may begin with a space
+#: depending on the text before it.
 _CONTEXT = 6
-#: What stands for bytes that are no whole character.
+#: Replacement for bytes that are not a complete character.
 _INCOMPLETE = "\ufffd"
-#: After so many tokens what is no character will not become one.
+#: Number of tokens after which an incomplete character is no longer waited for.
 _MOST_INCOMPLETE = 16
 
 
 class Text:
     """The text of an answer.
 
-    It begins after ``prompt`` and ends at any of ``stops``, which are left out.
+    It begins after ``prompt`` and ends before the first of ``stops``.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self.is_stopped = False  # a stop string has come
+        self.is_stopped = False  # whether a stop string was found
         self._tokenizer, self._stops = tokenizer, stops
-        self._held = max((len(stop) for stop in stops), default=1) - 1  # characters that a stop string may begin with
+        self._held = max((len(stop) for stop in stops), default=1) - 1  # held back: a stop string may begin there
         self._ids = list(prompt[-_CONTEXT:])
-        self._first, self._shown = 0, len(self._ids)  # decoded together, and those of them whose text has been taken
+        self._first, self._shown = 0, len(self._ids)  # start of the decoded tokens, and end of those already shown
         self._text, self._given = "", 0
 
     def add(self, token: int) -> str:
-        """The text that is certain with one more token."""
+        """Add a token, and return the text that is now certain."""
         self._ids.append(token)
         return self._take(is_last=False)
 
     def end(self) -> str:
-        """The text that has been held back."""
+        """Return the text that was held back."""
         return self._take(is_last=True)
 
     def _take(self, *, is_last: bool) -> str:

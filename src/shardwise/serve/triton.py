@@ -1,7 +1,7 @@
-"""The model of a Triton repository: what ``model.py`` of ``export --triton`` gives to Triton's Python backend.
+"""The model of a Triton repository for Triton's Python backend, used by the ``model.py`` of ``export --triton``.
 
-Inputs and output are those of Triton's vLLM backend, so that clients need not know which of the two answers. Prompts
-of all requests go through the model together, in a thread of its own, and each is answered as it comes.
+Inputs and output are those of Triton's vLLM backend, so that clients need not know which backend answers. Prompts of
+all requests go through the model together, in a separate thread, and each answer is sent as it is generated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TritonPythonModel:
             raise self._error
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Begin to answer requests. Answers are sent as they come."""
+        """Start answering requests. Answers are sent as they are generated."""
         for request in requests:
             answer = _Answer(request.get_response_sender())
             try:
@@ -66,7 +66,7 @@ class TritonPythonModel:
                 answer.refuse("the model is about to end")
 
     def finalize(self) -> None:
-        """Answer what is under way, and end."""
+        """Complete the running answers and stop."""
         self._queue.close()
         self._thread.join()
 
@@ -82,7 +82,7 @@ class TritonPythonModel:
                 scheduler = Scheduler(self._queue, conveyor.num_lanes, self._max_rows)
                 self._is_ready.set()
                 conveyor.run(scheduler)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, Triton is to know
+        except BaseException as error:  # noqa: BLE001 - Triton must be notified of any error
             self._error = error
             if scheduler is not None:
                 scheduler.fail(f"the model has failed: {error}")
@@ -92,7 +92,7 @@ class TritonPythonModel:
 
 
 def _take_device(args: dict[str, str]) -> None:
-    """Show this process only the device that Triton has assigned to the instance."""
+    """Make only the device visible that Triton has assigned to the instance."""
     device = int(args["model_instance_device_id"])
     if args["model_instance_kind"] == "GPU" and device >= 0:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
@@ -104,7 +104,7 @@ class _Answer:
     """The answer to one request."""
 
     def __init__(self, sender: Any) -> None:
-        import triton_python_backend_utils  # pyrefly: ignore[missing-import] - there inside Triton only
+        import triton_python_backend_utils  # exists only inside Triton
 
         self._utils, self._sender = triton_python_backend_utils, sender
         self._text: Text | None = None
@@ -113,11 +113,11 @@ class _Answer:
         self._said = ""
 
     def begin(self, request: Any, served: Served | None, queue: Queue) -> None:
-        """Give the request's prompt to the model.
+        """Queue the request's prompt.
 
         Raises:
-            QueueFullError: Too many wait.
-            QueueClosedError: The model ends.
+            QueueFullError: Too many prompts wait.
+            QueueClosedError: The model is stopping.
         """
         assert served is not None
         prompt = self._input(request, "text_input", b"").decode("utf-8", "replace")
@@ -145,12 +145,12 @@ class _Answer:
         queue.add([self._completion])
 
     def refuse(self, why: str) -> None:
-        """End with an error."""
+        """End the answer with an error."""
         error = self._utils.TritonError(why)
         self._send(self._utils.InferenceResponse(error=error), is_last=True)
 
     def _send_event(self, event: Event) -> None:
-        """Send what an event of the completion makes certain, in the model's thread."""
+        """Send the text that is certain after an event of the completion, in the model's thread."""
         assert self._text is not None
         assert self._completion is not None
         if event.finish == "error":
