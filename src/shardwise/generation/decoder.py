@@ -66,7 +66,7 @@ MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
 
 
 class Decodes(NamedTuple):
-    """How a model decodes tokens."""
+    """The decoding interface of a model."""
 
     make: MakeDecoder
     #: ``make_once(num_logits)`` makes the object that calls the model once, without a cache, for rows padded on the

@@ -19,7 +19,7 @@ from shardwise.spec.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose the next token."""
+    """Settings for choosing the next token."""
 
     temperature: float = 0.0  # divisor of logits; 0 takes the largest logit
     top_k: int | None = None  # sample from this number of the most likely tokens

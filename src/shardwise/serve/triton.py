@@ -104,7 +104,7 @@ class _Answer:
     """The answer to one request."""
 
     def __init__(self, sender: Any) -> None:
-        import triton_python_backend_utils  # exists only inside Triton
+        import triton_python_backend_utils  # pyrefly: ignore[missing-import] - exists only inside Triton
 
         self._utils, self._sender = triton_python_backend_utils, sender
         self._text: Text | None = None
