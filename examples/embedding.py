@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/embedding.py
 
 The rows of the table are spread over all ranks, with their gradients and optimizer state, and only the rows that a
-batch looks up travel; the dense part is trained under ddp. The last lines compare: under ddp alone every rank holds the
-whole table and reduces all of its gradient.
+batch looks up are sent; the dense part is trained under ddp. The last lines compare this with ddp alone, where every
+rank holds the whole table and reduces its whole gradient.
 
 This is the model of torch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework": an embedding
 bag apart from a dense trunk that several trainers share. Its parts and those of this file:
@@ -20,7 +20,7 @@ bag apart from a dense trunk that several trainers share. Its parts and those of
     a server, a master and two trainers, rpc.init_rpc       trainers alone, torchrun
 
 ``dist_autograd.backward`` of a parallelized model raises a StateError: gradients in an RPC's context are not summed
-over the ranks. Where remote modules have to stay, the error names the two backwards that train both.
+over the ranks. If remote modules must stay, the error names the two backwards that train both.
 """
 
 import os
@@ -39,7 +39,7 @@ if torch.cuda.is_available():
 
 
 class Recommender(nn.Module):
-    """Says from the items that someone has seen whether the next one is liked."""
+    """Predicts from the items that a person has seen whether the person likes the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Recommender(nn.Module):
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """People like even items or odd ones. Few items are popular."""
+    """Draw people who like either even or odd items. Few items are popular."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     popular = (torch.rand(64, BAG + 1, generator=generator) ** 4 * (ITEMS // 200)).long() * 2
     taste = torch.randint(0, 2, (64, 1), generator=generator)
@@ -63,7 +63,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def train(plan: sw.ParallelPlan, steps: int = 30) -> tuple[list[float], int, int]:
-    """Losses by step, bytes that this rank sent in the last step, and bytes of parameters that it holds."""
+    """Return the losses, the bytes that this rank sent in the last step, and the bytes of its parameters."""
     torch.manual_seed(0)
     model = sw.parallelize(Recommender().to(DEVICE), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)

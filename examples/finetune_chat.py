@@ -2,8 +2,8 @@
 
     python examples/finetune_chat.py [--lora] [--nproc 8] [--strategy ddp] [--model FOLDER] [--text FILE] [--chats FILE]
 
-FOLDER is a Hugging Face folder with a causal language model and its tokenizer; without one a small Llama is drawn and
-trained for some seconds. FILE of chats is of JSON lines, {"messages": [{"role": "user", "content": ...}, ...]}.
+FOLDER is a Hugging Face folder with a causal language model and its tokenizer; without one a small Llama is made and
+trained for some seconds. The FILE of chats has JSON lines, {"messages": [{"role": "user", "content": ...}, ...]}.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def make_model(folder: Path) -> Path:
-    """A small Llama with drawn weights, and a tokenizer of words and marks."""
+    """Write a small Llama with random weights, and a tokenizer of words and marks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def chats() -> list[dict]:
 
 
 def shardwise(*words: object) -> str:
-    """Run a verb, show what it says, and return its output."""
+    """Run a verb, and print and return its output."""
     print("$ shardwise", *words, flush=True)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "shardwise", *map(str, words)], stdout=subprocess.PIPE, text=True, check=True
@@ -67,7 +67,7 @@ def shardwise(*words: object) -> str:
 
 
 def train(name: str, folder: Path, model: Path, options: argparse.Namespace, **sections: dict) -> Path:
-    """A run of some steps; returns its folder."""
+    """Train some steps and return the folder of the run."""
     config = {
         "name": name,
         "model": {"hf": str(model)},

@@ -1,4 +1,4 @@
-"""Fine-tune GPT-2 on a text, with what large runs need: bf16, recomputation, accumulation, checkpoints.
+"""Fine-tune GPT-2 on a text, with the means of large runs: bf16, recomputation, accumulation, checkpoints.
 
     torchrun --nproc-per-node 2 examples/finetune_gpt2.py [--model FOLDER] [--checkpoint PATH]
 
@@ -48,7 +48,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=3e-3)
     is_first = torch.distributed.get_rank() == 0
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()[:65536]))
-    generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # every rank reads other parts of it
+    generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # each rank reads different parts
     for step in range(options.steps):
         starts = torch.randint(0, len(text) - SEQ, (BATCH,), generator=generator)
         tokens = torch.stack([text[start : start + SEQ] for start in starts]).to(DEVICE)

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/finetune_t5.py [--model FOLDER]
 
 FOLDER is a Hugging Face folder with a T5 model; without one a small model is drawn. Texts are bytes here, so that no
-tokenizer has to be downloaded; with a real checkpoint use its own. Every rank reads other pairs.
+tokenizer has to be downloaded; with a real checkpoint use its own. Each rank reads different pairs.
 """
 
 import argparse

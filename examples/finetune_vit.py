@@ -64,7 +64,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     is_first = torch.distributed.get_rank() == 0
-    generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # every rank draws other pictures
+    generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # each rank draws different pictures
     show_accuracy("before", model, generator)
     for step in range(options.steps):
         loss = model(**pictures(16, generator)).loss

@@ -53,7 +53,7 @@ def before() -> list[float]:
 
 def after() -> list[float]:
     plan = sw.ParallelPlan(
-        strategy="FULL_SHARD",  # FSDP's names are understood
+        strategy="FULL_SHARD",  # FSDP's names are accepted
         auto_wrap_policy=sw.wrap_by_class({nn.TransformerEncoderLayer}),
     )
     model = sw.parallelize(build(), plan)

@@ -1,4 +1,4 @@
-"""What sharding saves on a small CNN: peak memory of DDP, of FSDP in one unit, and of FSDP with auto-wrap.
+"""Peak memory of a small CNN under DDP, under FSDP in one unit, and under FSDP with auto-wrap.
 
     torchrun --nproc-per-node 4 examples/mnist_cnn.py
 
@@ -68,7 +68,7 @@ PLANS = {
 
 
 def train(plan: sw.ParallelPlan, steps: int = 20) -> tuple[float, int]:
-    """The last loss, and the most bytes of tensors that this rank held in a late step."""
+    """Return the last loss, and this rank's peak of tensor bytes in a late step."""
     torch.manual_seed(0)
     model = sw.parallelize(Net().to(DEVICE), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -20,7 +20,7 @@ plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in ran
 
 model = sw.parallelize(plain, sw.ParallelPlan(strategy="zero3"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # every rank draws other samples
+generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # each rank draws different samples
 for step in range(40):
     x = torch.randn(32, 64, generator=generator).to(device)
     loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
