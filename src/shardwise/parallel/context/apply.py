@@ -1,8 +1,8 @@
-"""The models that context parallelism serves, and its installation in them.
+"""The models that context parallelism supports, and its installation in them.
 
 Causal language models of transformers call attention by a name in the model's configuration (``AttentionInterface``). A
-model under ``cp`` has our name there; the attention module holds its ring. transformers has no function for masks by
-that name, and makes none.
+model under ``cp`` has our name there, and the attention module stores its ring. transformers makes no masks, because it
+has no mask function by that name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.parallel.context.ring import Ring
 from shardwise.parallel.context.root import IGNORED, GPTRoot, Root
 from shardwise.spec.errors import PlanError, StateError
 
-#: Attributes of modules that hold a rate of dropout.
+#: Attributes of modules with a dropout rate.
 _RATES = ("dropout", "attention_dropout", "attn_dropout")
 
 
@@ -73,19 +73,19 @@ def _is_gpt(model: nn.Module) -> bool:
 NAME = "shardwise_ring"
 
 _RING = "_shardwise_ring"
-#: What a divided model may be called with, labels included.
+#: Arguments with which a divided model may be called.
 _KNOWN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
-#: Arguments that do not change how a sequence is divided, and arguments that must be off.
+#: Allowed arguments that do not affect the division of a sequence, and arguments that must be off.
 _NUMBERS = ("num_items_in_batch", "return_dict")
 _FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep")
-#: What models of transformers call the argument for their cache of keys and values: since 5.24, and before.
+#: Names of the argument for the key-value cache in transformers: since 5.24, and before.
 CACHE_NAMES = ("cache", "past_key_values")
-#: Arguments of attention that the ring has no form of.
+#: Arguments of attention that the ring does not support.
 _FOREIGN = ("softcap", "sliding_window", "s_aux", "position_bias", "cache")
 
 
 def is_causal_model(model: nn.Module) -> bool:
-    """Whether a model of transformers computes the loss of the next token, and calls attention by name."""
+    """Whether a model is of transformers, computes the next-token loss, and calls attention by name."""
     if "transformers" not in sys.modules or not getattr(model, "_supports_attention_backend", False):
         return False
     takes = inspect.signature(type(model).forward).parameters
@@ -128,20 +128,20 @@ def attention_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def use_rings(model: nn.Module, rings: dict[str, Ring]) -> str:
-    """Make attention modules use ``rings``, by path; returns the name of the attention that the model had before."""
+    """Make attention modules use ``rings``, by path; returns the name of the model's previous attention."""
     from transformers import AttentionInterface  # pyrefly: ignore[missing-import]
 
     AttentionInterface.register(NAME, _attend)
     for path, ring in rings.items():
         model.get_submodule(path).__dict__[_RING] = ring
-    before = cast("Any", model).config._attn_implementation  # noqa: SLF001 - it has no other name
+    before = cast("Any", model).config._attn_implementation  # noqa: SLF001 - there is no public name
     cast("Any", model).set_attn_implementation(NAME)
     return before
 
 
 @contextlib.contextmanager
 def _without_rings(model: Any, attention: str) -> Iterator[None]:
-    """Inside, every rank attends to the sequence that it is given, as one process does."""
+    """Use the model's own attention inside, so that every rank computes full sequences, as one process does."""
     model.set_attn_implementation(attention)
     try:
         yield
@@ -161,7 +161,7 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the registry's form: (B, H, T, D) to (B, T, H, D)."""
+    """Compute attention with the registry's signature: (B, H, T, D) to (B, T, H, D)."""
     foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
     foreign += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if foreign or is_causal is False:
@@ -180,14 +180,14 @@ def _attend(
 
 
 class CausalRoot(Root):
-    """Replaces the forward of a causal language model of transformers. With labels the output has no logits."""
+    """The forward of a causal language model of transformers. With labels, the output has no logits."""
 
     def __init__(self, model: nn.Module, comm: Comm, multiple: int, attention: str) -> None:
         super().__init__(model, comm, multiple)
         self._attention = attention
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs, with the mean loss over whole sequences, or all logits."""
+        """Return the model's output, with the mean loss over full sequences, or all logits."""
         given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
         is_scored = bool(given.get("logits_to_keep")) and not torch.is_grad_enabled()
@@ -230,7 +230,7 @@ class CausalRoot(Root):
 
 
 def _next_tokens(given: dict[str, Any]) -> Tensor | None:
-    """The label of the token after each position, as transformers shifts them, but over the whole sequence."""
+    """Return the label of the token after each position, shifted over the full sequence as transformers does."""
     if "shift_labels" in given:
         return given["shift_labels"]
     labels = given.get("labels")
@@ -238,7 +238,7 @@ def _next_tokens(given: dict[str, Any]) -> Tensor | None:
 
 
 def _check_values(name: str, given: dict[str, Any], next_BT: Tensor | None) -> None:
-    """Refuse packed sequences, and masks of anything but padding at the end without labels. The host waits once."""
+    """Refuse packed sequences, and masks of tokens other than unlabeled padding at the end. The host waits once."""
     positions, mask_BT = given.get("position_ids"), given.get("attention_mask")
     if positions is None and mask_BT is None:
         return
@@ -267,7 +267,7 @@ def _check_values(name: str, given: dict[str, Any], next_BT: Tensor | None) -> N
 
 
 def _changed(output: Any, name: str, change: Any) -> Any:
-    """``output`` with its loss or logits (its first value) changed."""
+    """Return ``output`` with its loss or logits (the first value) changed."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     output[name] = change(output[name])

@@ -1,7 +1,7 @@
 """Attention of some queries to one block of keys, with the log-sum-exp that joins blocks.
 
-``torch.nn.functional.scaled_dot_product_attention`` returns no log-sum-exp, and its backward does not take that of
-several blocks. The operators below are those that it calls itself (``torch.ops.aten``; their schemas are public, the
+``torch.nn.functional.scaled_dot_product_attention`` returns no log-sum-exp, and its backward does not accept that of
+several blocks. So the operators that it calls are used directly (``torch.ops.aten``; their schemas are public, the
 names have a leading underscore). A public function with both would replace this file.
 
 Shape suffixes: ``B`` batch, ``H`` heads, ``Q`` queries, ``K`` keys, ``D`` head width.
@@ -25,14 +25,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention to one block, (B, H, Q, D), and for each query the log of its sum of exponentials, (B, H, Q).
+    """Compute attention to one block, (B, H, Q, D), and the log-sum-exp of the scores of each query, (B, H, Q).
 
     Args:
         q: Queries (B, H, Q, D).
         k: Keys (B, H or a divisor of it, K, D).
-        v: Values, likewise.
+        v: Values, in the shape of the keys.
         scale: Factor of the scores.
-        is_causal: Query ``i`` attends to keys ``0`` to ``i``.
+        is_causal: Whether query ``i`` attends only to keys ``0`` to ``i``.
     """
     k, v = (_for_all_heads(t, q) for t in (k, v))
     if is_fused(q, k, v, is_causal=is_causal):
@@ -48,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
 def attend_backward(
     grad: Tensor, block: Triple, result: tuple[Tensor, Tensor], scale: float, *, is_causal: bool
 ) -> Triple:
-    """Gradients of queries, keys and values of one block."""
+    """Compute the gradients of queries, keys and values of one block."""
     (q, k, v), (out, lse) = block, result
     num_heads = k.shape[1]
     k, v = (_for_all_heads(t, q) for t in (k, v))
@@ -79,9 +79,9 @@ def _fused_backward(
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
-    """Whether an operator exists that never holds the block's scores. Meta tensors count as those of a CPU.
+    """Whether a fused operator exists, which does not store the block's scores. Meta tensors count as CPU tensors.
 
-    CUDA's takes heads of a multiple of 8; those of other widths, which no model that is known has, are computed here.
+    CUDA's needs head widths that are multiples of 8. Other widths, which no known model has, are computed unfused.
     """
     if q.device.type == "cuda":
         case = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)  # noqa: FBT003
@@ -98,10 +98,10 @@ def _scores(q: Tensor, k: Tensor, scale: float, *, is_causal: bool) -> Tensor:
 
 
 def _for_all_heads(t: Tensor, q: Tensor) -> Tensor:
-    """Keys or values, once for every query head."""
+    """Repeat keys or values for every query head."""
     return t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], 1)
 
 
 def _of_own_heads(grad: Tensor, num_heads: int) -> Tensor:
-    """The opposite: gradients of query heads that share a head of keys or values are summed."""
+    """Undo :func:`_for_all_heads` for gradients: sum those of query heads that share a key-value head."""
     return grad if grad.shape[1] == num_heads else grad.unflatten(1, (num_heads, -1)).sum(2)

@@ -1,12 +1,12 @@
-"""Attention over a sequence of which every rank holds a part: keys and values travel around a ring, queries stay.
+"""Ring attention over a sequence of which every rank has a part: keys and values are sent around, queries stay.
 
 In hop ``h`` rank ``r`` has the block of rank ``r - h``. It sends the block to rank ``r + 1`` and receives the next one
-while it computes, so that communication overlaps with arithmetic. Partial outputs are joined as they come, by their
-log-sum-exp (Liu, Zaharia and Abbeel, "Ring Attention", arXiv 2310.01889). A rank never holds more than two blocks of
+while it computes, so that communication overlaps with computation. Partial outputs are joined after each hop, by their
+log-sum-exp (Liu, Zaharia and Abbeel, "Ring Attention", arXiv 2310.01889). A rank never stores more than two blocks of
 keys and values, and for backward only its own.
 
-Backward sends keys and values around once more. The rank after its owner begins the gradient of a block, which follows
-the block, every rank adding its term, and reaches the owner after the last hop.
+Backward sends keys and values around again. The rank after the owner of a block starts the block's gradient. The
+gradient follows the block, every rank adds its term, and it reaches the owner after the last hop.
 
 Shape suffixes: ``B`` batch, ``H`` heads, ``T`` positions of this rank, ``D`` head width.
 """
@@ -28,11 +28,11 @@ from shardwise.spec.traffic.context import part_of
 
 @dataclass(frozen=True)
 class Ring:
-    """The attention of one module.
+    """Ring attention of one module.
 
     Attributes:
-        comm: The axis ``cp``.
-        unit: Path of the module, in traces.
+        comm: Comm of ``cp``.
+        unit: Path of the module, for traces.
     """
 
     comm: Comm
@@ -41,27 +41,27 @@ class Ring:
     def __call__(
         self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, scale: float | None = None, is_causal: bool = True
     ) -> Tensor:
-        """Attention of this rank's queries to the whole sequence, (B, H, T, D).
+        """Compute attention of this rank's queries to the full sequence, (B, H, T, D).
 
         Args:
             q_BHTD: Queries of this rank's positions, as ``spec.traffic.context`` divides them.
             k_BHTD: Keys; their number of heads divides that of the queries.
             v_BHTD: Values.
             scale: Factor of the scores; ``None``: one over the square root of the head width.
-            is_causal: A position attends to itself and those before; else to all.
+            is_causal: Whether a position attends only to itself and earlier positions.
 
         Collective:
-            ``size - 1`` messages to the next rank of ``cp``, each a block of keys and values; in backward twice as
-            many. All ranks must call.
+            ``size - 1`` messages to the next rank of ``cp``, each a block of keys and values; twice as many in
+            backward. All ranks must call.
         """
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(q_BHTD, k_BHTD, v_BHTD, self, scale, is_causal)
 
     def pass_on(self, block: Tensor) -> Callable[[], Tensor]:
-        """Begin to send ``block`` to the next rank, and to receive as much from the one before.
+        """Start to send ``block`` to the next rank, and to receive a block of that size from the previous one.
 
         Returns:
-            A function that waits, and returns the received block; the sent one may then be written again.
+            A function that waits, and returns the received block. After that, ``block`` may be written again.
         """
         rank, size = self.comm.rank, self.comm.size
         received = torch.empty_like(block)
@@ -76,7 +76,7 @@ class Ring:
 
 
 class _Pair:
-    """Keys and values, or their gradients, in one flat buffer, so that they travel in one message."""
+    """Keys and values, or their gradients, in one flat buffer, so that they are sent in one message."""
 
     def __init__(self, k: Tensor, v: Tensor, flat: Tensor) -> None:
         self.flat = flat
@@ -86,7 +86,7 @@ class _Pair:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> _Pair:
-        """A copy of both."""
+        """Make a copy of keys and values."""
         pair = cls(k, v, k.new_empty(k.numel() + v.numel()))
         pair.k.copy_(k)
         pair.v.copy_(v)
@@ -94,11 +94,11 @@ class _Pair:
 
     @classmethod
     def zeros(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> _Pair:
-        """Zeros for sums."""
+        """Make zeros in the shapes of keys and values, for sums."""
         return cls(k, v, k.new_zeros(k.numel() + v.numel(), dtype=dtype))
 
     def with_content(self, flat: Tensor) -> _Pair:
-        """A pair of the same shapes."""
+        """Make a pair of the same shapes over the memory of ``flat``."""
         return _Pair(*self._shapes, flat)
 
 

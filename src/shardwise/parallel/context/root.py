@@ -1,6 +1,6 @@
-"""Replaces the model's forward, inside of its hooks: divides a whole batch by positions, and joins the loss or logits.
+"""Replacement of the model's forward: divides a batch by positions over the ranks, and joins the loss or logits.
 
-For the engine nothing changes: a model is called, computes a loss, and its parameters get gradients. Only this file and
+Nothing changes for the engine: a model is called, computes a loss, and its parameters get gradients. Only this file and
 ``ring`` know that these are gradients of some positions.
 """
 
@@ -22,7 +22,7 @@ from shardwise.spec.traffic.context import own_ranges, padded_length
 
 
 class Root(Replacement):
-    """Replaces a model's forward."""
+    """Base class of forwards that replace a model's own."""
 
     def __init__(self, model: nn.Module, comm: Comm, multiple: int) -> None:
         super().__init__(model)
@@ -32,10 +32,10 @@ class Root(Replacement):
         self._has_compared = self.is_alone
 
     def divide(self, whole_BT: Tensor, targets_BT: Tensor | None = None) -> Division:
-        """Divide sequences of these tokens; compares tokens and targets with the other ranks once.
+        """Divide sequences of the shape of ``whole_BT``. The first call compares tokens and targets between the ranks.
 
         Collective:
-            The first time an all-gather of one integer on ``cp``.
+            In the first call an all-gather of one integer on ``cp``.
         """
         if not self._has_compared:
             self._has_compared = True
@@ -53,19 +53,19 @@ class Root(Replacement):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on whole sequences.
+        """Run the model on full sequences.
 
         Collective:
-            Those of :class:`~shardwise.parallel.context.ring.Ring`, and of :meth:`Division.mean_loss`, or without
-            targets of :meth:`Division.join`. With a key-value cache none: every rank computes whole sequences.
+            As :class:`~shardwise.parallel.context.ring.Ring`, and :meth:`Division.mean_loss` or, without targets,
+            :meth:`Division.join`. With a key-value cache none, because every rank computes full sequences.
         """
 
 
 class GPTRoot(Root):
-    """Replaces the forward of our GPT."""
+    """The forward of our GPT."""
 
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, *, cache: Any = None) -> Tensor:
-        """The mean loss over whole sequences, or all logits."""
+        """Return the mean loss over full sequences, or without targets all logits."""
         if cache is not None:
             return self.own(tokens, targets, cache=cache)
         self.module.check(tokens, targets)
@@ -78,15 +78,15 @@ class GPTRoot(Root):
         return division.mean_loss(loss, own_targets_BT, targets)
 
 
-#: The target of positions that do not count, as in ``F.cross_entropy``.
+#: The target of ignored positions, as in ``F.cross_entropy``.
 IGNORED = -100
 
 
 class Division:
-    """The division of sequences of one length.
+    """The division of sequences of one length over the ranks.
 
-    Sequences that cannot be divided evenly are padded with their last token, and with targets that do not count. Under
-    causal attention no other position sees the padding.
+    Sequences that cannot be divided evenly are padded with their last token, and with ignored targets. Under causal
+    attention no other position sees the padding.
     """
 
     def __init__(self, length: int, comm: Comm, *, multiple: int, device: torch.device) -> None:
@@ -99,16 +99,16 @@ class Division:
         self._is_padding_T = places_T >= length
 
     def own(self, whole_BT: Tensor) -> Tensor:
-        """This rank's positions, (B, own T, ...) of (B, T, ...)."""
+        """Return this rank's positions, (B, own T, ...) of (B, T, ...)."""
         return whole_BT.index_select(1, self.positions_T)
 
     def own_targets(self, whole_BT: Tensor) -> Tensor:
-        """This rank's targets, with padding ignored."""
+        """Return this rank's targets, with padding ignored."""
         own_BT = self.own(whole_BT)
         return own_BT if self.padded == self.length else own_BT.masked_fill(self._is_padding_T, IGNORED)
 
     def join(self, own_BTV: Tensor, unit: str) -> Tensor:
-        """The whole sequence, (B, T, V), from every rank's positions.
+        """Join every rank's positions to the full sequence, (B, T, V).
 
         Collective:
             All-gather on ``cp``; in backward a reduce-scatter of the gradient.
@@ -116,7 +116,7 @@ class Division:
         return _Join.apply(own_BTV, self, unit)
 
     def mean_loss(self, loss: Tensor, own_BT: Tensor, whole_BT: Tensor, divisor: Any = None) -> Tensor:
-        """The mean loss over the whole sequence's targets that count, the same value on every rank.
+        """Return the mean loss over the targets of full sequences that are not ignored, the same on every rank.
 
         Collective:
             All-reduce of one float64 on ``cp``.
@@ -126,11 +126,11 @@ class Division:
 
 
 class _MeanLoss(torch.autograd.Function):
-    """Backward gives every rank the gradient of its own term, times the ranks, over which the engine averages."""
+    """The mean loss. Backward multiplies a rank's gradient by the number of ranks, over which the engine averages."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, num_own: Tensor, num_all: Any, comm: Comm) -> Tensor:
-        # A mean over nothing is not a number.
+        # A mean over no targets is NaN.
         total = torch.where(num_own > 0, loss.double() * num_own, 0.0).reshape(1)
         comm.all_reduce(total, unit="loss").wait()
         ctx.weight = num_own.double() * comm.size / num_all
@@ -166,6 +166,6 @@ class _Join(torch.autograd.Function):
 
 
 def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The ranks' positions (dimension 1) as one sequence."""
+    """Join the ranks' positions (dimension 1) in the order of the sequence."""
     halves = [part.chunk(2, dim=1) for part in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=1)

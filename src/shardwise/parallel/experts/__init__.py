@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of ``ep`` holds some experts of every mixture, and tokens go to those that they chose.
+"""Expert parallelism: each rank of ``ep`` stores some experts of every mixture, and tokens are sent to their experts.
 
-``route`` says which token goes where and moves it, ``layer`` finds mixtures, divides them and is their forward.
+``route`` routes tokens and exchanges them; ``layer`` finds mixtures, divides them and replaces their forward.
 """

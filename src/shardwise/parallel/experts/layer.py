@@ -1,6 +1,6 @@
-"""Mixtures of experts: their modules, their division, and the one forward that sends tokens to their experts.
+"""Mixtures of experts: their modules, their division over ranks, and the forward that sends tokens to their experts.
 
-Shape suffixes: ``B`` batch, ``T`` sequence, ``N`` tokens, ``K`` choices of each, ``M`` rows that this rank's experts
+Shape suffixes: ``B`` batch, ``T`` sequence, ``N`` tokens, ``K`` choices per token, ``M`` rows that this rank's experts
 compute, ``E`` experts, ``C`` width.
 """
 
@@ -20,14 +20,14 @@ from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, set_slice, slice_of
 from shardwise.spec.traffic.rows import local_range
 
-#: Modules of transformers that hold all experts of a mixture in stacked parameters, experts first, and are called with
-#: the tokens, the experts that each chose, and the weights of the choices.
+#: Modules of transformers that store all experts of a mixture in stacked parameters, with experts on dim 0, and are
+#: called with the tokens, the chosen experts of each, and the weights of the choices.
 STACKED = {
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts",
 }
 
-#: Our own, which holds a module for each expert.
+#: Our mixture, with one module for each expert.
 OURS = "shardwise.models.transformer.MixtureOfExperts"
 
 
@@ -38,8 +38,8 @@ class Mixture:
     Attributes:
         path: Path of the module.
         module: The module.
-        num_experts: Experts of all ranks.
-        is_stacked: The experts lie in stacked parameters.
+        num_experts: Number of experts on all ranks.
+        is_stacked: Whether parameters of all experts are stacked.
     """
 
     path: str
@@ -48,14 +48,18 @@ class Mixture:
     is_stacked: bool
 
     def experts(self, size: int, rank: int) -> Iterator[tuple[nn.Module, bool]]:
-        """Every expert's module where each has its own, and whether ``rank`` of ``size`` holds it."""
+        """Yield every expert's module (not for stacked ones), and whether ``rank`` of ``size`` stores it."""
         start, stop = local_range(self.num_experts, size, rank)
         for index, expert in enumerate(self.module.get_submodule("experts").children()):
             yield expert, start <= index < stop
 
 
 def find_mixtures(model: nn.Module, size: int, *, units: Iterable[str] = ()) -> list[Mixture]:
-    """The mixtures of the whole ``model``, for ``size`` ranks of ``ep``; ``units`` are the names of its units."""
+    """Find the mixtures of the full ``model``, for ``size`` ranks of ``ep``; ``units`` are the names of its units.
+
+    Raises:
+        PlanError: There is none, ``size`` does not divide the experts, or a unit is inside the experts.
+    """
     found = []
     for path, module in model.named_modules():
         kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
@@ -86,9 +90,9 @@ def find_mixtures(model: nn.Module, size: int, *, units: Iterable[str] = ()) -> 
 
 
 class RoutedMixture(ReplacedForward):
-    """A mixture whose tokens go to the experts that they chose, on whatever rank of ``ep`` these are.
+    """The forward of a mixture that sends tokens to their experts on any rank of ``ep``.
 
-    Our mixture takes (B, T, C) and chooses itself; one in stacked parameters takes tokens, choices and weights.
+    Our mixture receives (B, T, C) and chooses experts itself. A stacked one receives tokens, choices and weights.
     """
 
     def __init__(self, mixture: Mixture, comm: Comm | None, capacity: float | None) -> None:
@@ -100,7 +104,7 @@ class RoutedMixture(ReplacedForward):
         self._own = range(*local_range(mixture.num_experts, size, rank))
 
     def install(self) -> None:
-        """Replace the module's forward; with ``tp`` what its replacement calls, which sums once for each token."""
+        """Replace the module's forward, or with ``tp`` the inner computation of :class:`Experts`, which sums."""
         around = self.module.__dict__.get("forward")
         if isinstance(around, Experts):
             around.inner = self
@@ -108,10 +112,10 @@ class RoutedMixture(ReplacedForward):
             super().install()
 
     def __call__(self, x: Tensor, chosen_NK: Tensor | None = None, weights_NK: Tensor | None = None) -> Tensor:
-        """The weighted sum of what each token's experts give, in the shape of ``x``.
+        """Return the weighted sum of the outputs of each token's experts, in the shape of ``x``.
 
         Collective:
-            Three all-to-alls on ``ep``: of counts, of rows to experts, and back; two in backward.
+            Three all-to-alls on ``ep``: of counts, of rows to experts, and of results back; two in backward.
         """
         x_NC = x.flatten(0, -2)
         if chosen_NK is None or weights_NK is None:
@@ -122,8 +126,8 @@ class RoutedMixture(ReplacedForward):
         return (y_KNC * weights_NK.t().unsqueeze(-1)).sum(0).to(x.dtype).view_as(x)
 
     def _each(self, rows_MC: Tensor, route: Route) -> Tensor:
-        """``route.by_expert`` rows through each of this rank's experts, in order."""
-        # An expert without tokens runs on none of them: its gradient is zero, not missing, as in the dense form.
+        """Run this rank's experts on their rows; expert ``i`` has ``route.by_expert[i]`` of them, in order."""
+        # An expert without tokens runs on an empty tensor, so that its gradient is zero, not missing, as without ep.
         experts = [self.module.experts[index] for index in self._own]
         if len(experts) == 1:
             return experts[0](rows_MC)
@@ -131,11 +135,11 @@ class RoutedMixture(ReplacedForward):
         return torch.cat([expert(part) for expert, part in parts])
 
     def _stacked(self, rows_MC: Tensor, route: Route) -> Tensor:
-        """The same by the class's own forward."""
+        """Run this rank's stacked experts on their rows, by the class's own forward."""
         module = self.module
         if not len(rows_MC):
-            # As above: the gradients are zero. The class's forward would also cut the rows off from the graph, and
-            # this rank would not take part in backward's exchange.
+            # As above, gradients are zero. The class's forward would also detach the rows from the graph, and this rank
+            # would not take part in the exchange in backward.
             return rows_MC + sum(parameter[:0].sum() for parameter in module.parameters())
         which_M = torch.arange(len(route.counts), device=rows_MC.device)
         which_M = which_M.repeat_interleave(route.counts, output_size=len(rows_MC))
@@ -146,9 +150,9 @@ class RoutedMixture(ReplacedForward):
 def apply_experts(
     mixtures: Sequence[Mixture], comm: Comm | None, capacity: float | None, *, tp: tuple[int, int] = (0, 1)
 ) -> str:
-    """Leave this rank's experts in the model, in place. Modules, names and classes stay.
+    """Keep only this rank's experts in the model, in place. Modules, names and classes stay.
 
-    Where each expert is a module, modules of other ranks' experts stay without parameters; stacked weights are cut.
+    If each expert is a module, modules of other ranks' experts lose their parameters. Stacked weights are sliced.
 
     Returns:
         A line for a summary.
@@ -172,7 +176,7 @@ def apply_experts(
 
 
 def own_experts(mixtures: Iterable[Mixture], comm: Comm) -> dict[int, slice | None]:
-    """The rows of this rank's experts in every expert's parameter, by ``id``: a slice, all (``:``), or ``None``."""
+    """Return the rows of this rank in every expert parameter, by ``id``: a slice, all (``:``), or ``None``."""
     found: dict[int, slice | None] = {}
     for mixture in mixtures:
         if mixture.is_stacked:
@@ -192,7 +196,7 @@ def _drop_foreign(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
                     held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
                     set_slice(parameter, dataclasses.replace(held, is_expert=True))
                 else:
-                    parameter.data = parameter.data.new_empty(0)  # no reference to it holds memory
+                    parameter.data = parameter.data.new_empty(0)  # frees the memory even if it is still referenced
                     module.register_parameter(name, None)
 
 
@@ -201,7 +205,7 @@ def _cut_stack(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
     for parameter in mixture.module.parameters():
         shape = (mixture.num_experts, *parameter.shape[1:])
         held = slice_of(parameter) or Slice(shape, copy=tp[0], copies=tp[1])
-        if parameter.shape == shape:  # else it was filled with its part alone
+        if parameter.shape == shape:  # otherwise only this rank's part was loaded
             parameter.data = parameter.data[start:stop].clone()
         cuts = Cut(0, ((start, stop),)), *held.cuts
         set_slice(parameter, dataclasses.replace(held, cuts=cuts, is_expert=True))

@@ -1,13 +1,13 @@
-"""Rows on their way to experts and back: all-to-alls on ``ep`` as a pair of autograd functions.
+"""Routing of tokens to experts and of results back: all-to-alls on ``ep`` as a pair of autograd functions.
 
 =================  =========================================  ====================================================
 function           forward                                    backward
 =================  =========================================  ====================================================
 :func:`dispatch`   each choice's token to its expert's rank   gradients back; those of a token's choices are added
-:func:`combine`    results back to where the tokens are       gradients of results to the experts' ranks
+:func:`combine`    results back to the tokens' ranks          gradients of results to the experts' ranks
 =================  =========================================  ====================================================
 
-Shape suffixes: ``N`` tokens of this rank, ``K`` choices of each, ``S`` rows that this rank sends, ``M`` rows that its
+Shape suffixes: ``N`` tokens of this rank, ``K`` choices per token, ``S`` rows that this rank sends, ``M`` rows that its
 experts compute, ``E`` experts, ``R`` ranks of ``ep``, ``C`` width.
 """
 
@@ -29,16 +29,16 @@ from shardwise.spec.traffic.rows import capacity, even_counts, local_range
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One call of a mixture on this rank.
+    """The routing of one call of a mixture on this rank.
 
     Attributes:
-        unit: Path of the module, in traces.
-        comm: The axis ``ep``; ``None`` where this rank holds all experts.
-        shape: Tokens, and choices of each.
-        order: The choices that are sent, by expert, (S,); choice ``k`` of token ``n`` is number ``k * N + n``.
-        sent: Rows for each expert.
-        received: By rank of ``ep``, rows that it sends to each of this rank's experts.
-        counts: Rows for each of this rank's experts, (E,), on the device.
+        unit: Path of the module, for traces.
+        comm: Comm of ``ep``; ``None`` if this rank stores all experts.
+        shape: Number of tokens, and of choices per token.
+        order: The choices that are sent, sorted by expert, (S,); choice ``k`` of token ``n`` is number ``k * N + n``.
+        sent: Number of rows that this rank sends to each expert.
+        received: By rank of ``ep``, number of rows that it sends to each of this rank's experts.
+        counts: Number of rows for each of this rank's experts, (E,), on the device.
     """
 
     unit: str
@@ -51,19 +51,19 @@ class Route:
 
     @property
     def sent_by_rank(self) -> list[int]:
-        """Rows for each rank of ``ep``."""
+        """Number of rows that this rank sends to each rank of ``ep``."""
         size = len(self.received)
         ranges = [local_range(len(self.sent), size, rank) for rank in range(size)]
         return [sum(self.sent[start:stop]) for start, stop in ranges]
 
     @property
     def received_by_rank(self) -> list[int]:
-        """Rows from each rank of ``ep``."""
+        """Number of rows that this rank receives from each rank of ``ep``."""
         return [sum(counts) for counts in self.received]
 
     @property
     def by_expert(self) -> list[int]:
-        """Rows for each of this rank's experts."""
+        """Number of rows for each of this rank's experts."""
         return [sum(counts) for counts in zip(*self.received, strict=True)]
 
 
@@ -71,10 +71,10 @@ class Route:
 def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: Comm | None, unit: str) -> Route:
     """Sort the choices by expert, drop those over the capacity, and exchange the numbers of rows.
 
-    First choices come before second ones, each in the order of tokens; an expert takes the first that fit.
+    First choices come before second ones, each in the order of tokens. An expert drops the last ones over its capacity.
 
     Collective:
-        All-to-all of the counts on ``ep``; the host waits for them, once.
+        All-to-all of the counts on ``ep``, for which the host waits.
     """
     num_tokens, num_choices = chosen_NK.shape
     limit = capacity(factor, num_tokens, num_choices, num_experts)
@@ -84,7 +84,7 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
     if limit is not None:
         counts_E = counts_E.clamp(max=limit)
     arrived_RE = counts_E.unsqueeze(0) if comm is None else exchange_counts(counts_E, comm, unit)
-    if chosen_NK.is_meta or isinstance(comm, RecordComm):  # without values, or peers: as if tokens chose evenly
+    if chosen_NK.is_meta or isinstance(comm, RecordComm):  # without values, or peers: assume an even choice
         sent = even_counts(len(sorted_S), num_experts, limit)
         start, stop = (0, num_experts) if comm is None else local_range(num_experts, comm.size, comm.rank)
         received = [sent[start:stop]] * len(arrived_RE)
@@ -94,7 +94,7 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
         numbers = torch.cat([counts_E, arrived_RE.flatten()]).tolist()
         sent, each = numbers[:num_experts], arrived_RE.shape[1]
         received = [numbers[at : at + each] for at in range(num_experts, len(numbers), each)]
-        if sum(sent) < len(order_S):  # the rows that fit are a run of each expert's
+        if sum(sent) < len(order_S):  # the rows that are kept are the first ones of each expert
             skipped_E = starts_E[:-1] - (counts_E.cumsum(0) - counts_E)
             places_S = torch.arange(sum(sent), device=order_S.device)
             order_S = order_S[places_S + skipped_E.repeat_interleave(counts_E, output_size=sum(sent))]
@@ -102,16 +102,16 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
 
 
 def dispatch(x_NC: Tensor, route: Route) -> Tensor:
-    """The rows for this rank's experts, (M, C): by expert, then by the rank that sent them, then in its order.
+    """Return the rows for this rank's experts, (M, C): sorted by expert, then by sending rank, then in its order.
 
     Collective:
-        All-to-all on ``ep``; in backward another one, where ``x_NC`` needs a gradient.
+        All-to-all on ``ep``; in backward another one, if ``x_NC`` needs a gradient.
     """
     return _Dispatch.apply(x_NC, route)
 
 
 def combine(rows_MC: Tensor, route: Route) -> Tensor:
-    """The results for this rank's tokens, (K, N, C); zero for choices that were dropped.
+    """Return the results for this rank's tokens, (K, N, C); zero for choices that were dropped.
 
     Collective:
         All-to-all on ``ep``; in backward another one.
@@ -120,7 +120,7 @@ def combine(rows_MC: Tensor, route: Route) -> Tensor:
 
 
 def _go(rows_SC: Tensor, route: Route) -> Tensor:
-    """Send rows sorted by expert to the ranks of these experts; there they get the order of :func:`dispatch`."""
+    """Send rows, sorted by expert, to the experts' ranks; returns received rows in the order of :func:`dispatch`."""
     if route.comm is None:
         return rows_SC
     cuts, out_cuts = _cuts(route.sent_by_rank), _cuts(route.received_by_rank)
@@ -128,7 +128,7 @@ def _go(rows_SC: Tensor, route: Route) -> Tensor:
 
 
 def _return(rows_MC: Tensor, route: Route) -> Tensor:
-    """The way back."""
+    """Undo :func:`_go`."""
     if route.comm is None:
         return rows_MC
     home = _transposed(rows_MC, list(zip(*route.received, strict=True)))
@@ -140,7 +140,7 @@ def _cuts(counts: Sequence[int]) -> list[int]:
 
 
 def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Runs of ``sizes[i][j]`` rows, put into the order of j, then i; where that is their order, the rows themselves."""
+    """Reorder runs of ``sizes[i][j]`` rows by j, then i; returns ``rows`` itself if that is their order."""
     if len(sizes) == 1 or len(sizes[0]) == 1:
         return rows
     runs = rows.split([size for of_one in sizes for size in of_one])
@@ -149,7 +149,7 @@ def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _placed(rows_SC: Tensor, route: Route) -> Tensor:
-    """Rows, sorted by expert, at the places of their choices: (K, N, C), zero where there is none."""
+    """Scatter rows, sorted by expert, to their choices: (K, N, C), zero for dropped choices."""
     num_tokens, num_choices = route.shape
     make = rows_SC.new_empty if len(route.order) == num_choices * num_tokens else rows_SC.new_zeros
     places = make(num_choices * num_tokens, rows_SC.shape[1])

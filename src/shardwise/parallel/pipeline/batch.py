@@ -1,4 +1,4 @@
-"""A batch: how a model is called with it, what its loss is, and how it is cut into microbatches."""
+"""Batches: calling a model with one, computing its loss, and splitting it into microbatches."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.spec.errors import StateError
 
-#: As transformers' trainer calls it.
+#: Name of the argument in transformers' trainer.
 _NUM_ITEMS = "num_items_in_batch"
 
 #: ``loss_fn(output, batch)``.
 LossFn = Callable[[Any, Any], Tensor]
-#: ``forward(model, batch)`` gives the model's output.
+#: ``forward(model, batch)`` returns the model's output.
 Forward = Callable[[nn.Module, Any], Any]
 
 
 def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, forward: Forward | None = None) -> Tensor:
-    """The scalar loss of ``model`` on ``batch``, as ``sw.train_step`` finds it."""
+    """Compute the scalar loss of ``model`` on ``batch``, as ``sw.train_step`` does."""
     output = (forward or call_model)(model, batch)
     loss = loss_fn(output, batch) if loss_fn is not None else getattr(output, "loss", output)
     return scalar_loss(loss, type(model).__name__)
 
 
 def scalar_loss(loss: Any, what: str, advice: str = "Pass loss_fn=lambda output, batch: ...") -> Tensor:
-    """``loss``, if it is a tensor without dimensions; else a ``StateError`` that says what ``what`` gave."""
+    """Return ``loss`` if it is a tensor without dimensions; otherwise raise ``StateError`` about ``what``."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
         raise StateError(
@@ -37,7 +37,7 @@ def scalar_loss(loss: Any, what: str, advice: str = "Pass loss_fn=lambda output,
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """``model(**batch)``, ``model(*batch)`` or ``model(batch)``."""
+    """Call ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, by the type of ``batch``."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
@@ -46,11 +46,11 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """``count`` parts of a batch, every tensor in it cut evenly on dim 0.
+    """Split a batch into ``count`` parts: every tensor in it is split evenly on dim 0.
 
-    A tensor without dimensions, and one of a single row beside others of several, goes into every part whole. The
-    number of items that transformers' models divide the sum of their losses by is divided by ``count``, as losses of
-    parts are averaged.
+    A tensor without dimensions, and one of a single row if others have several, is repeated in every part. The number
+    of items by which transformers' models divide the sum of their losses is divided by ``count``, because the losses
+    of parts are averaged.
     """
     if count < 1:
         raise StateError(f"num_microbatches={count}: expected at least 1.")
@@ -58,12 +58,12 @@ def split_batch(batch: Any, count: int) -> list[Any]:
 
 
 def num_rows(batch: Any) -> int:
-    """Samples of a batch: the longest dim 0 of its tensors; 0 where there is none."""
+    """Number of samples in a batch: the longest dim 0 of its tensors; 0 without tensors."""
     return max((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), default=0)
 
 
 def fitting_count(batch: Any, count: int) -> int:
-    """The most parts, up to ``count``, that the samples of a batch can be cut into evenly."""
+    """The largest number of parts, up to ``count``, into which the samples of a batch can be split evenly."""
     rows = num_rows(batch)
     return next(fewer for fewer in range(max(1, min(count, rows)), 0, -1) if rows % fewer == 0)
 

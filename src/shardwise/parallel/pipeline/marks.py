@@ -1,8 +1,9 @@
-"""The activations from which a value was computed: marks on tensors that every operation copies to its results.
+"""Data-flow marks: every operation copies the marks of its arguments to its results.
 
-The autograd graph does not tell: what is detached, compared or rounded has no graph. Marks belong to the memory of a
-tensor, so that views, detached tensors and tensors written in place carry them. Needed by models that compute between
-their blocks: the residual sum and the mask of transformers' GPT-2 and T5, the masks of Mask2Former.
+They say from which activations a value was computed. The autograd graph does not say this for detached, compared or
+rounded values. Marks belong to the memory of a tensor, so that views, detached tensors and tensors written in place
+have them. They are needed for models that compute between their blocks: the residual sum and the mask of transformers'
+GPT-2 and T5, the masks of Mask2Former.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Operations whose results have the shapes of their arguments, and none of their values.
+#: Operations whose results depend on the shapes of their arguments, not on their values.
 _SHAPES_ALONE = frozenset(
     f"aten::{name}"
     for name in (
@@ -26,17 +27,17 @@ _SHAPES_ALONE = frozenset(
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
     )
 )
-#: Methods that give values to Python without an operation.
+#: Methods that pass values to Python without a dispatched operation.
 _READING = frozenset({Tensor.tolist, Tensor.numpy})
 
 
 class FlowMarks:
-    """Follows marks inside :meth:`follow`.
+    """Propagates marks inside :meth:`follow`.
 
     Args:
-        read: Makes the error to raise where Python reads values (``.item()``, ``if x.any():``) that have these marks.
-        unmarked: Makes the error to raise where a tensor on ``meta`` without marks is used; ``None``: such tensors are
-            ordinary ones, as in a dry run.
+        read: Makes the error for a read of values in Python (``.item()``, ``if x.any():``) that have the given marks.
+        unmarked: Makes the error for the use of an unmarked tensor on ``meta``; ``None``: such tensors are allowed, as
+            in a dry run.
     """
 
     def __init__(self, read: Callable[[set[Any]], Exception], unmarked: Callable[[], Exception] | None = None) -> None:
@@ -46,13 +47,13 @@ class FlowMarks:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        """Every operation inside hands marks on."""
+        """Propagate marks through every operation inside."""
         with _Operations(self), _Reads(self):
             yield
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Operations inside hand on nothing."""
+        """Propagate no marks inside."""
         self.is_aside = True
         try:
             yield
@@ -60,12 +61,12 @@ class FlowMarks:
             self.is_aside = False
 
     def add(self, tensor: Tensor, marks: Iterable[Any]) -> None:
-        """Mark a tensor, and all that share its memory."""
+        """Mark a tensor, and all tensors that share its memory."""
         key, holder = _memory(tensor)
         self._found.setdefault(key, (holder, set()))[1].update(marks)
 
     def of(self, values: Iterable[Any]) -> set[Any]:
-        """The marks of the tensors among ``values``."""
+        """Return the marks of the tensors among ``values``."""
         found: set[Any] = set()
         for value in values:
             if not isinstance(value, Tensor):
@@ -78,12 +79,12 @@ class FlowMarks:
         return found
 
     def read(self, values: Iterable[Any]) -> None:
-        """Python reads ``values``."""
+        """Raise if ``values``, which Python is about to read, have marks."""
         if marks := self.of(values):
             raise self._read(marks)
 
     def after(self, arguments: Sequence[Any], result: Any) -> None:
-        """``result`` was computed from ``arguments``."""
+        """Copy the marks of ``arguments`` to ``result``, which was computed from them."""
         marks = self.of(arguments)
         if not marks:
             return
@@ -129,7 +130,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _memory(tensor: Tensor) -> tuple[int, StorageWeakRef | Tensor]:
-    """A number for a tensor's memory, and what keeps that number from being used again."""
+    """Return a number for a tensor's memory, and an object that keeps the number from being reused."""
     if tensor.layout is torch.strided:
         with contextlib.suppress(NotImplementedError):
             held = StorageWeakRef(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""A model of which every rank holds some stages: how it is divided, and its training step."""
+"""Division of a model into pipeline stages over ranks, and its training step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _KEY = "_shardwise_pipelined"
 
 
 def pipelined_of(model: nn.Module) -> Pipelined | None:
-    """The pipeline that :meth:`Pipelined.install` left on ``model``; ``None`` for a model that has no stages."""
+    """The pipeline that :meth:`Pipelined.install` stored in ``model``; ``None`` for a model without stages."""
     return model.__dict__.get(_KEY)
 
 
@@ -62,10 +62,10 @@ def _as_it_is(loss: Tensor) -> Tensor:
 def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
     """Measure when the ranks of a pipeline compute, in every step inside the context.
 
-    Times are those of the host: on a GPU, which computes later, they say when work was launched.
+    Times are those of the host. On a GPU, which computes later, they are launch times.
 
     Args:
-        model: Parallelized with ``pp`` of 2 or more.
+        model: A model that is parallelized with ``pp`` of 2 or more.
 
     Yields:
         A list to which every step appends the measurements of all ranks of this pipeline: ``.bubble`` (idle time over
@@ -73,7 +73,8 @@ def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
         them.
 
     Collective:
-        Two more all-gathers along ``pp`` in each step: of an integer before it, of JSON after it. All ranks must call.
+        Two additional all-gathers along ``pp`` in each step: of an integer before it, of JSON after it. All ranks must
+        call.
 
     Raises:
         StateError: The model has no pipeline stages.
@@ -92,21 +93,21 @@ def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
 
 
 def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> list[StageModule]:
-    """The stage modules of a whole model, with their stages."""
+    """Find the stage modules of a full model, and assign them to stages."""
     modules = find_stage_modules(model, find_units(model, "auto"), policy.first_of_stage)
     assign_stages(modules, pp * policy.virtual_stages, policy.first_of_stage)
     return modules
 
 
 class Pipelined(Uncopyable):
-    """The stages of a model on this rank. Made from the whole model, before anything else changes it.
+    """The stages of a model on this rank. Must be made from the full model, before anything else changes the model.
 
     Attributes:
         notes: Lines for ``sw.summary``.
-        meta_copy: A copy of the whole model for finding shapes. Whatever changes shapes of the model must change
-            the copy, too.
+        meta_copy: A copy of the full model for finding shapes. Code that changes shapes of the model must change the
+            copy, too.
         measured: Measurements of steps, inside :func:`record_pipeline`.
-        peak_saved: The most microbatches, counted once per stage, that were between forward and backward at a time.
+        peak_saved: Maximum number of microbatches, counted once per stage, between forward and backward.
     """
 
     def __init__(
@@ -143,15 +144,15 @@ class Pipelined(Uncopyable):
 
     @property
     def has_copies(self) -> bool:
-        """Whether other ranks' stages hold parameters of this rank too, whose gradients are sums over stages."""
+        """Whether parameters of this rank are shared with stages of other ranks; their gradients are summed."""
         return bool(self._copies)
 
     def held_parameters(self, model: nn.Module) -> set[int]:
-        """The ``id`` of every parameter of the whole ``model`` that this rank's stages hold."""
+        """Return the ``id`` of every parameter of the full ``model`` that this rank's stages have."""
         return held_parameters(model, self._modules, self.stages)
 
     def drop_foreign(self, model: nn.Module) -> None:
-        """Leave this rank's stages in ``model``."""
+        """Remove other ranks' stages from ``model``."""
         ranks = self._usual.ranks
         shared = drop_foreign(model, self._modules, self.stages)
         parameters = dict(model.named_parameters())
@@ -162,7 +163,7 @@ class Pipelined(Uncopyable):
                 self._count_once(parameters[name], holders)
 
     def _count_once(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """Make sums over all ranks count a parameter that several stages hold only on the first of them."""
+        """Make sums over all ranks count a parameter that several stages share only on the first of them."""
         tp_rank, tp_size = self._tp
         held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
         place = holders.index(self._comm.rank)
@@ -170,7 +171,7 @@ class Pipelined(Uncopyable):
         set_slice(parameter, dataclasses.replace(held, copy=copy, copies=copies))
 
     def install(self, model: nn.Module, device: torch.device) -> None:
-        """Make ``model``, which has its engine, run stage by stage."""
+        """Make ``model``, which already has an engine, run stage by stage."""
         comm = None if device.type == "meta" else self._comm  # a dry run has no peers
         self._store = self._make_store(model)
         self._stages = Stages(model, self.meta_copy, self._modules, self._num_stages, device=device, comm=comm)
@@ -182,7 +183,7 @@ class Pipelined(Uncopyable):
         engine.extras.add(StageUnits((stage, tuple(self._own_units(engine, stage))) for stage in self.stages))
 
     def _own_units(self, engine: Engine, stage: int) -> Iterator[Unit]:
-        """The units whose parameters no stage but ``stage`` uses, on any rank."""
+        """Yield the units whose parameters only ``stage`` uses, on any rank."""
         inside = {id(part) for each in self._modules if each.stage == stage for part in each.module.modules()}
         for unit in engine.units:
             shards = {shard for group in unit.groups for shard in group.shards}
@@ -190,10 +191,10 @@ class Pipelined(Uncopyable):
                 yield unit
 
     def _make_store(self, model: nn.Module) -> WeightGradStore:
-        """Store gradients of weights where the schedule splits backward.
+        """Make the store of weight gradients, which is used where the schedule splits backward.
 
-        The head's are not stored: that would keep the gradients of logits of several microbatches, to save the stages
-        before it one wait in a step.
+        The head's gradients are not stored. Storing them would keep the gradients of logits of several microbatches,
+        and save only one wait per step of the previous stages.
         """
         head = next((each.module for each in reversed(self._modules) if each.has_parameters), None)
         layers = [module for module in model.modules() if module is not head] if self._usual.is_split else []
@@ -202,12 +203,12 @@ class Pipelined(Uncopyable):
         return store
 
     def around(self) -> tuple[Stages, Comm, tuple[int, ...]]:
-        """The stages of this rank, the axis ``pp``, and the rank of each stage."""
+        """Return the stages of this rank, the Comm of ``pp``, and the rank of each stage."""
         return self._stages, self._comm, self._usual.ranks
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of a step, unless the caller says otherwise."""
+        """Default number of microbatches in a step."""
         return self._policy.microbatches(self._comm.size)
 
     def losses(
@@ -220,10 +221,10 @@ class Pipelined(Uncopyable):
         backward: Callable[..., None] = torch.autograd.backward,
         scale: Scale = _as_it_is,
     ) -> list[Tensor]:
-        """One step on microbatches: forwards and, where grad is on, backwards and the reduction of gradients.
+        """Run one step on microbatches: forwards and, if grad is enabled, backwards and the reduction of gradients.
 
         Returns:
-            The losses of the microbatches on ranks of the last stage; nothing elsewhere.
+            The losses of the microbatches on ranks of the last stage; an empty list on other ranks.
 
         Collective:
             As :class:`Agreement`, :meth:`ScheduleRunner.run` and
@@ -235,7 +236,7 @@ class Pipelined(Uncopyable):
         count = len(parts)
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
-        last = None if schedule.is_split else count - 1  # in a split backward that of the input completes no unit
+        last = None if schedule.is_split else count - 1  # a split backward completes units in its second half
         with open_step(engine, lambda: sum_over_copies(engine, self._copies, self._comm), last) as opened:
             agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
             flow = stages.flow(parts[0], call, agreement)
@@ -251,7 +252,7 @@ class Pipelined(Uncopyable):
     def _run(self, job: Job) -> list[Tensor]:
         runner = ScheduleRunner(job, self._stages, self._comm, self._store)
         if self.measured is not None:
-            agree(self._comm, 0)  # all ranks begin together
+            agree(self._comm, 0)  # a barrier: all ranks begin together
         start = time.perf_counter()
         losses = runner.run()
         self.peak_saved = max(self.peak_saved, runner.peak_saved)
@@ -264,7 +265,11 @@ class Pipelined(Uncopyable):
         return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
 
     def mean_loss(self, engine: Engine, losses: Sequence[Tensor]) -> Tensor:
-        """The mean over microbatches and data-parallel ranks, on every rank of every stage."""
+        """Return the mean over microbatches and data-parallel ranks, on every rank of every stage.
+
+        Collective:
+            All-reduce of one float64 over all data-parallel ranks, and two along ``pp``. All ranks must call.
+        """
         device = engine.comms.control.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for loss in losses:
@@ -284,7 +289,7 @@ def _built(schedule: str, pp: int, count: int, virtual: int) -> Schedule:
 
 
 def describe_stages(modules: Sequence[StageModule], ranks: Sequence[int], num_world_ranks: int) -> list[str]:
-    """Lines for ``sw.summary``: the ranks, modules and parameters of each stage."""
+    """Return lines for ``sw.summary``: the ranks, modules and parameters of each stage."""
     width = num_world_ranks // (max(ranks) + 1)
     lines = ["pipeline stages:"]
     for stage, rank in enumerate(ranks):
@@ -299,7 +304,7 @@ def describe_stages(modules: Sequence[StageModule], ranks: Sequence[int], num_wo
 
 
 def untrained(modules: Sequence[StageModule], ranks: Sequence[int]) -> list[int]:
-    """The ranks along ``pp`` without a trained parameter, where other ranks have some."""
+    """The ranks along ``pp`` without trained parameters; none if no rank has any."""
     found = [
         rank
         for rank in sorted(set(ranks))

@@ -1,9 +1,9 @@
-"""The schedule runner: every action in its place, on one rank.
+"""The schedule runner: executes the actions of a pipeline schedule on one rank.
 
-A send starts in its place and is waited for when its tensor is of no further use, or at the end of the step. A receive
-is posted one computation early, where the transport allows it, and waited for by the computation that takes it: posted
-in its place, it was measured to take 2 to 5 ms where Gloo's thread had yet to get a processor. The first message of a
-kind of batch follows a header with shapes and dtypes.
+A send starts at its place in the schedule and is waited for when its tensor is no longer needed, or at the end of the
+step. A receive is posted one computation early if the transport allows it, and waited for by the computation that uses
+it. Posted at its place, it was measured to take 2 to 5 ms, because Gloo's thread was not scheduled yet. The first
+message for a new kind of batch is preceded by a header with shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from shardwise.parallel.pipeline.weight_grad_store import WeightGradStore
 from shardwise.spec.errors import StateError
 from shardwise.spec.schedule import Action, Kind, Schedule
 
-#: Gradients that may be on their way to the stage before while this rank computes.
+#: Number of microbatches whose gradients may be under way to the previous stage while this rank computes.
 _SENDS_AHEAD = 2
 _MAX_DIMS = 8
-#: Dtypes that are sent as numbers.
+#: Dtypes that a header can describe, by number.
 DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "int8", "complex64", "complex128")
 
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor that goes from a stage to the next."""
+    """Shape, dtype and ``requires_grad`` of a tensor that a stage sends to the next one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,12 +46,12 @@ class BoundaryTensor:
 
 
 def empty_header(count: int, device: torch.device) -> Tensor:
-    """Room for the header of ``count`` tensors."""
+    """Allocate the header of ``count`` tensors."""
     return torch.empty(count, 3 + _MAX_DIMS, dtype=torch.int64, device=device)
 
 
 def header(stage: int, tensors: Sequence[BoundaryTensor], device: torch.device) -> Tensor:
-    """Shapes and dtypes of what ``stage`` sends to the next stage, as a tensor."""
+    """Encode shapes and dtypes of the tensors that ``stage`` sends to the next stage, as a tensor."""
     rows = []
     for each in tensors:
         if len(each.shape) > _MAX_DIMS:
@@ -62,7 +62,7 @@ def header(stage: int, tensors: Sequence[BoundaryTensor], device: torch.device) 
 
 
 def read_header(header: Tensor) -> tuple[BoundaryTensor, ...]:
-    """The tensors that a header describes."""
+    """Decode a header."""
     return tuple(
         BoundaryTensor(tuple(shape[:num_dims]), torch_dtype(DTYPES[code]), bool(needs_grad))
         for code, needs_grad, num_dims, *shape in header.tolist()
@@ -87,12 +87,12 @@ class Job:
     """One step.
 
     Attributes:
-        schedule: The actions.
+        schedule: The actions of all ranks.
         parts: The microbatches, the same on every rank of the pipeline.
         call: Calls the model with a microbatch.
         loss: Calls the model with a microbatch, and returns its loss.
-        flow: What goes from stage to stage for microbatches of this shape.
-        agreement: Compares what the ranks are about to do; ``None``: there are no peers.
+        flow: The tensors that stages exchange for microbatches of this shape.
+        agreement: Compares the step between ranks; ``None``: there are no peers.
         step: Gathers units before a pass, collects gradients and reduces them.
         scale: Scales a loss before its backward, for fp16.
         backward: Computes gradients from outputs with gradients, or from a loss, as ``torch.autograd.backward``.
@@ -115,7 +115,7 @@ class ScheduleRunner:
     Attributes:
         losses: The losses by microbatch, on the rank of the last stage.
         spans: Begin and end of every computation, in seconds of ``time.perf_counter``.
-        peak_saved: The most microbatches, counted once per stage, that were between forward and backward at a time.
+        peak_saved: Maximum number of microbatches, counted once per stage, between forward and backward.
     """
 
     def __init__(self, job: Job, stages: Stages, comm: Comm, store: WeightGradStore) -> None:
@@ -132,16 +132,16 @@ class ScheduleRunner:
         self._received: dict[tuple[Kind, int, int], list[Message]] = {}
         self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._sends: deque[list[Message]] = deque()
-        self._unannounced: set[int] = set()  # stages whose shapes were learned in this step, and not sent yet
-        self._arrived_at = 0.0  # when the inputs of the newest computation were there
+        self._unannounced: set[int] = set()  # stages whose shapes became known in this step, and were not sent yet
+        self._arrived_at = 0.0  # time at which the inputs of the newest computation were available
 
     def run(self) -> list[Tensor]:
-        """Run the step; returns the losses of the microbatches in order on the rank of the last stage, [] elsewhere.
+        """Run the step; returns the losses of the microbatches in order on the rank of the last stage, else ``[]``.
 
         Collective:
             Waits for the agreement before the first message. Then the messages of the schedule along ``pp``: for each
-            microbatch and each boundary tensor of two stages on different ranks its values, and back its gradient
-            where it needs one.
+            microbatch and each tensor between two stages on different ranks its values, and back its gradient if it
+            needs one.
         """
         rank, schedule = self._comm.rank, self._job.schedule
         early = {} if self._comm.is_in_order else schedule.early(rank)
@@ -150,21 +150,21 @@ class ScheduleRunner:
                 self.post(early.get(place, ()))
                 self.do(action)
         finally:
-            self._store.clear()  # of a step that fails
+            self._store.clear()  # if the step failed
         self.finish()
         return [self.losses[index] for index in sorted(self.losses)]
 
     def do(self, action: Action) -> None:
         """Carry out one action."""
         self._arrived_at = time.perf_counter()
-        # No table of bound methods: a step that holds itself is freed, with all that was received, only when cycles are
-        # collected.
+        # No table of bound methods, because the reference cycle would keep the runner and all received tensors alive
+        # until a garbage collection.
         getattr(self, f"_{action.kind}")(action)
         if not action.kind.is_message:
             self.spans.append((self._arrived_at, time.perf_counter()))
 
     def post(self, receives: Sequence[Action]) -> None:
-        """Post receives before their place, as far as what they receive is known."""
+        """Post receives before their place in the schedule, up to the first whose shapes are unknown."""
         for action in receives:
             boundary = action.stage - (action.kind is Kind.RECEIVE_ACTIVATION)
             if self._stages.device.type != "meta" and self._known(boundary) is None:
@@ -172,18 +172,18 @@ class ScheduleRunner:
             self.do(action)
 
     def finish(self) -> None:
-        """Wait for what was sent."""
+        """Wait for all sends."""
         for sends in (*self._sends, *(each.sends for each in self._saved.values())):
             for handle, _ in sends:
                 handle.wait()
 
     def _known(self, boundary: int) -> tuple[BoundaryTensor, ...] | None:
-        """The tensors that go from stage ``boundary`` to the next, if known."""
+        """The tensors that stage ``boundary`` sends to the next one; ``None`` if they are unknown."""
         return self._flow.learned.get((self._trained, boundary))
 
     @property
     def _trained(self) -> int:
-        """The set of trained parameters, as a number: gradients, and so headers, depend on it."""
+        """A digest of the set of trained parameters, on which gradients, and so headers, depend."""
         return 0 if self._job.agreement is None else self._job.agreement.wait()
 
     # -- messages
@@ -215,9 +215,9 @@ class ScheduleRunner:
     _receive_activation = _receive_gradient = _receive
 
     def _told(self, boundary: int, peer: int) -> tuple[BoundaryTensor, ...]:
-        """Read the peer's header; in a dry run, where none is sent, take the trace's.
+        """Receive the peer's header. In a dry run, which sends none, use the shapes of the trace.
 
-        All that can have a gradient is then taken to need one.
+        A dry run assumes that every floating-point tensor needs a gradient.
         """
         sources, device = self._flow.boundary[boundary], self._stages.device
         if device.type != "meta":
@@ -232,7 +232,7 @@ class ScheduleRunner:
         return tuple(made)
 
     def _take(self, kind: Kind, stage: int, microbatch: int) -> list[Tensor] | None:
-        """Take the received tensors; ``None``: the sender is a stage of this rank."""
+        """Wait for received tensors and return them; ``None``: the sender is a stage of this rank."""
         if (kind, stage, microbatch) not in self._received:
             return None
         tensors = []
@@ -245,7 +245,7 @@ class ScheduleRunner:
     def _send_activation(self, action: Action) -> None:
         saved = self._saved[action.stage, action.microbatch]
         assert action.peer is not None
-        if action.stage in self._unannounced:  # here, where the schedule has a send: a transport may work in order
+        if action.stage in self._unannounced:  # at a send of the schedule, because a transport may work in order
             self._unannounced.remove(action.stage)
             told = header(action.stage, self._known(action.stage) or (), self._stages.device)
             self._sends.append([self._send(told, action.peer, f"shapes of stage {action.stage}")])
@@ -280,7 +280,7 @@ class ScheduleRunner:
         with draws, self._storing(action):
             made = self._stages.run(stage, self._flow, received, lambda: forward(part))
         if is_last:
-            self.losses[microbatch] = made.detach()  # without the graph, whose leaves are what was received
+            self.losses[microbatch] = made.detach()  # without the graph, which keeps received tensors
         outputs = (made,) if is_last else made
         if not is_last:
             self._check(stage, outputs)
@@ -324,7 +324,7 @@ class ScheduleRunner:
         saved = self._saved.pop((stage, microbatch))
         self._job.step.enter(stage, microbatch)
         again = self._stages.again(stage, self._flow, saved.received)
-        with again, self._storing(action):  # what is recomputed is stored as well
+        with again, self._storing(action):  # a recomputation stores gradients, too
             if stage == self._stages.num_stages - 1:
                 self._job.backward([self._job.scale(saved.outputs[0] / len(self._job.parts))])
             else:
@@ -336,8 +336,8 @@ class ScheduleRunner:
                     self._job.backward(outputs, gradients)
         if self._is_last(microbatch) and not self._job.schedule.is_split:
             self._job.step.end(stage)
-        self._job.step.collect()  # before another microbatch's come to them
-        for handle, _ in saved.sends:  # the rank that sent the gradients has received these
+        self._job.step.collect()  # before the next microbatch adds to .grad
+        for handle, _ in saved.sends:  # finished: the peer has sent gradients of these tensors
             handle.wait()
         self._input_gradients[stage, microbatch] = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -356,7 +356,7 @@ class ScheduleRunner:
             self._job.step.collect()
 
     def _is_last(self, microbatch: int) -> bool:
-        """Backwards of a stage come in the order of microbatches."""
+        """Whether it is the last microbatch; the backwards of a stage run in the order of microbatches."""
         return microbatch == len(self._job.parts) - 1
 
 
@@ -365,11 +365,11 @@ def _shown(tensors: Sequence[BoundaryTensor]) -> str:
 
 
 class RngStreams:
-    """Random numbers of one step: dropout of each stage and microbatch has a stream of its own.
+    """Random numbers of one step: dropout of each stage and microbatch has a separate stream.
 
-    The ranks of a pipeline usually have the same random state, as they read the same samples. One number of it seeds
-    the step, whatever the stages draw: afterwards the states are still the same, so that loaders that shuffle by them
-    agree, and a restored state repeats the step.
+    The ranks of a pipeline usually have the same random state, because they read the same samples. One number drawn
+    from it seeds the step, however much the stages draw. Afterwards the states are still equal, so that data loaders
+    that shuffle by them agree, and a restored state repeats the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -385,7 +385,7 @@ class RngStreams:
         text = f"{self._seed} {stage} {microbatch}".encode()
         with torch.random.fork_rng(devices=self._devices):
             seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-            # torch.manual_seed also notes a traceback for every kind of device that is not in use: 0.5 ms each time.
+            # torch.manual_seed also records a traceback for every unused device type: 0.5 ms for each call.
             torch.default_generator.manual_seed(seed)
             for device in self._devices:
                 with torch.cuda.device(device):

@@ -1,10 +1,10 @@
-"""One rank's stages: how the model's own forward runs for one of them.
+"""Execution of one rank's pipeline stages with the model's own forward.
 
 Every stage module's call is replaced on the instance. In a pass of stage ``s`` the modules of ``s`` compute, with their
-hooks. Modules of other stages return what this rank received of them, or zeros that nothing uses. After the stage's
-last module the next call of a stage module ends the model's forward by an exception, inside the engine's hooks of the
-model, for which the pass is an ordinary call. What a checkpoint around stage modules computes again in backward (our
-GPT with ``activation_checkpointing=True``) is no call of a pass.
+hooks. Modules of other stages return the tensors that this rank received, or zeros that nothing uses. After the stage's
+last module, the next call of a stage module ends the model's forward by an exception. This happens inside the engine's
+hooks of the model, so that the engine sees an ordinary call. A recomputation in backward by a checkpoint around stage
+modules (our GPT with ``activation_checkpointing=True``) does not count as a call of the pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.spec.errors import StateError
 
 
 class Agreement:
-    """The ranks are about to do the same step.
+    """Checks that the ranks of a pipeline are about to run the same step.
 
     Collective:
         An all-gather of 16 bytes per rank; :meth:`wait` waits for it.
@@ -38,22 +38,22 @@ class Agreement:
         self._comm, self._shown = comm, shown
         told = torch.zeros(comm.size, 2, dtype=torch.int64)
         told[comm.rank] = torch.tensor([digest_text(step), digest_text(trained)])
-        host = comm.host  # the host reads it, and would wait for the device
+        host = comm.host  # the host reads the result; on the device it would wait for earlier work
         self._under_way: tuple[torch.Tensor, Handle] | None = told, host.all_gather(told.view(-1), unit="step")
         self._all_trained = 0
 
     def wait(self) -> int:
-        """Wait for what the others have told.
+        """Wait for the other ranks, and raise if they disagree about the step.
 
         Returns:
-            A number for which parameters are trained on all of them.
+            A digest of the sets of trained parameters of all ranks.
 
         Collective:
-            Two all-gathers of JSON where the ranks disagree.
+            Two all-gathers of JSON if the ranks disagree.
         """
         if self._under_way is not None:
             told, handle = self._under_way
-            self._under_way = None  # it has no memory for the rest of the step
+            self._under_way = None  # frees its memory for the rest of the step
             handle.wait()
             rows = told.tolist()
             refuse_different(
@@ -68,16 +68,16 @@ class Agreement:
         return self._all_trained
 
 
-#: Kinds of batches that are remembered.
+#: Number of kinds of batches whose flows are cached.
 _MAX_FLOWS = 256
 
 
 class Stages:
-    """The stages of a model, of which this rank holds some.
+    """The stages of a model, of which this rank has some.
 
     Attributes:
-        compute_dtype: In a dry run the dtype of floating-point activations where units cast: the trace knows the
-            model's own.
+        compute_dtype: In a dry run, the dtype of floating-point activations if units cast them; ``None``: the dtype
+            found by the trace.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Stages:
         self._pass: _Pass | None = None
         self._meta_copy = meta_copy
         self._model = weakref.ref(model)
-        self._own = model.__dict__.get("forward")  # another replacement of the class's method
+        self._own = model.__dict__.get("forward")  # an earlier replacement of the class's method
         me: weakref.ref[Stages] = weakref.ref(self)
         for module in modules:
             for each in (module.module, module.meta_copy):
@@ -110,19 +110,19 @@ class Stages:
 
     @property
     def trains(self) -> bool:
-        """The model is in training mode."""
+        """Whether the model is in training mode."""
         model = self._model()
         return model is not None and model.training
 
     def key(self, batch: Any) -> Hashable:
-        """The key that all batches of one flow share; its text is the same on every rank."""
+        """Return the key that all batches of one flow share; its text is the same on every rank."""
         return shape_key(batch), self.trains, torch.is_grad_enabled()
 
     def flow(self, batch: Any, call: Callable[[nn.Module, Any], Any], agreement: Agreement | None = None) -> StageFlow:
-        """The tensors between stages for batches of this shape.
+        """Return the tensors that stages exchange for batches of this shape; traced for a new shape.
 
         Collective:
-            All-gather of one integer along ``pp`` for a shape that is new. All ranks must call.
+            All-gather of one integer along ``pp`` for a new shape. All ranks must call.
         """
         key = self.key(batch)
         if key not in self._flows:
@@ -139,7 +139,7 @@ class Stages:
                     show=lambda: f"microbatches of {shown_shapes(batch)}",
                 )
             self._flows[key] = flow
-            if len(self._flows) > _MAX_FLOWS:  # on every rank alike
+            if len(self._flows) > _MAX_FLOWS:  # the same on every rank
                 self._flows.popitem(last=False)
         self._flows.move_to_end(key)
         return self._flows[key]
@@ -147,7 +147,7 @@ class Stages:
     def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> StageFlow:
         try:
             return self._traced(batch, call, writes_in_place=False)
-        except RuntimeError:  # what takes no memory cannot be written to, which torch says in several ways
+        except RuntimeError:  # expanded zeros cannot be written to, which torch reports by different messages
             try:
                 return self._traced(batch, call, writes_in_place=True)
             except NotImplementedError as error:
@@ -165,11 +165,11 @@ class Stages:
                 self._tracer = None
 
     def run(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor], forward: Callable[[], Any]) -> Any:
-        """One pass of a stage.
+        """Run one pass of a stage.
 
         Returns:
-            The tensors for the next stage, in the order of ``flow.boundary``; of the last stage what ``forward``
-            returns.
+            The tensors for the next stage, in the order of ``flow.boundary``; for the last stage, the result of
+            ``forward``.
         """
         self._pass = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
         try:
@@ -180,7 +180,7 @@ class Stages:
 
     @contextlib.contextmanager
     def again(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> Iterator[None]:
-        """Around the backward of a pass, in which checkpoints of the model's own call stage modules once more."""
+        """Context of the backward of a pass, in which checkpoints in the model call stage modules again."""
         self._pass = _Pass(stage, flow, received, recomputes=True)
         try:
             yield
@@ -188,7 +188,7 @@ class Stages:
             self._pass = None
 
     def call_module(self, module: StageModule, compute: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """A call of a stage module, which ``compute`` computes."""
+        """Handle a call of a stage module; ``compute`` runs the module."""
         if self._tracer is not None:
             return self._tracer.call(module, compute, args, kwargs)
         if self._pass is None:
@@ -196,7 +196,7 @@ class Stages:
         return self._pass.call(module, compute, args, kwargs, self.device)
 
     def call_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of the model."""
+        """Handle a call of the model."""
         if self._pass is None or self._pass.recomputes:
             raise _not_whole("the model")
         model = self._model()
@@ -213,7 +213,7 @@ class _StageEnd(Exception):  # noqa: N818 - no error; an Exception, because torc
 
 
 class _Pass:
-    """One pass of one stage, or its backward, in which checkpoints compute again."""
+    """One pass of one stage, or its backward, in which checkpoints recompute."""
 
     def __init__(
         self,
@@ -224,18 +224,18 @@ class _Pass:
         is_last: bool = False,
         recomputes: bool = False,
     ) -> None:
-        self._number = 0  # of the next call
+        self._number = 0  # number of the next call
         self.is_last = is_last
         self.recomputes = recomputes
         self._stage = stage
         self._flow = flow
-        self._held = dict(received)  # with what this stage makes for the next ones
+        self._held = dict(received)  # received tensors, and those that this stage makes for the next one
         self._is_over = False
 
     def call(
         self, module: StageModule, compute: Callable[..., Any], args: Any, kwargs: dict[str, Any], device: torch.device
     ) -> Any:
-        """Call the stage module, and return its output."""
+        """Return the output of a stage module: computed, received, or zeros."""
         if self._is_over:
             raise _StageEnd
         number = self._place(module)
@@ -251,7 +251,7 @@ class _Pass:
         return output
 
     def _place(self, module: StageModule) -> int:
-        """The number of a call of ``module``."""
+        """Return the number of this call of ``module`` in the flow; raises if the model's path has changed."""
         calls = self._flow.calls
         if self.recomputes:  # all calls of a module with parameters are on one stage
             return next(number for number, call in enumerate(calls) if call.module is module)
@@ -266,7 +266,7 @@ class _Pass:
         return number
 
     def _given(self, source: Source, leaf: Tensor, device: torch.device) -> Tensor:
-        """A tensor of another stage: received, or zeros that nothing uses."""
+        """Return a tensor of another stage: received, or zeros that nothing uses."""
         given = self._held.get(source)
         if given is None:
             given = zeros(leaf, device)
@@ -280,7 +280,7 @@ class _Pass:
             self._held[source] = leaf.clone() if self._flow.writes_in_place else leaf
 
     def handed_on(self) -> tuple[Tensor, ...]:
-        """The tensors for the next stage."""
+        """Return the tensors for the next stage."""
         return tuple(self._held[source] for source in self._flow.boundary[self._stage])
 
 
@@ -297,7 +297,7 @@ class _RootForward:
 
 @contextlib.contextmanager
 def _hidden_hooks(model: nn.Module | None) -> Iterator[None]:
-    """Hides the user's hooks on what ``model`` returns: an inner stage returns activations."""
+    """Disable the user's hooks on the output of ``model``, because inner stages return activations."""
     assert model is not None
     held = {name: model.__dict__[name] for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")}
     for name, hooks in held.items():
@@ -310,8 +310,8 @@ def _hidden_hooks(model: nn.Module | None) -> Iterator[None]:
 
 
 def _replace_call(module: nn.Module, reference: weakref.ref[Stages], called: StageModule) -> None:
-    """Send calls of ``module``, hooks included: on the instance, as its class and ``forward`` may be read by others."""
-    compiled = module._compiled_call_impl  # noqa: SLF001 - what torch's own __call__ asks
+    """Redirect calls of ``module``, hooks included, on the instance: others may read its class and ``forward``."""
+    compiled = module._compiled_call_impl  # noqa: SLF001 - torch's own __call__ reads it
     itself, function = weakref.ref(module), type(module)._call_impl  # noqa: SLF001 - the same
 
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -333,6 +333,6 @@ def _not_whole(what: str) -> StateError:
 
 
 def shown_shapes(batch: Any) -> str:
-    """The shapes of a batch's tensors, for a message."""
+    """Describe the shapes of a batch's tensors, for error messages."""
     leaves = tree_leaves(batch)
     return ", ".join(str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)) or "no tensors"

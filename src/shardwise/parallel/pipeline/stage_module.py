@@ -1,9 +1,9 @@
-"""Stage modules: what a model's forward calls one after the other, which pipeline stage has it, and what a rank keeps.
+"""Stage modules: the modules that a model's forward calls in sequence, and their assignment to pipeline stages.
 
 The blocks of a model's chains are stage modules, and so are the largest modules that contain no block: embeddings,
 norms, heads, dropouts. A module that contains blocks (the model itself, a decoder, a ``ModuleList``) is none: its own
-forward runs on every stage. Every stage has the modules without parameters. On a rank that lacks a stage module a
-:class:`Placeholder` is in its place.
+forward runs on every stage. Modules without parameters are on every stage. On a rank without a stage module, a
+:class:`Placeholder` replaces it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.measure.shapes import KnownShapes
 from shardwise.spec.chain import balance
 from shardwise.spec.errors import PlanError, StateError
 
-#: Modules that are registered before a chain and called behind it, by the class that has both: OPT of transformers.
+#: Modules that are registered before a chain and called after it, by the class that has both: OPT of transformers.
 _BEHIND_CHAIN = {"OPTDecoder": ("layers", ("final_layer_norm", "project_out"))}
 
 
@@ -30,10 +30,11 @@ class StageModule:
     """One stage module.
 
     Attributes:
-        paths: Where it is registered; the first is its name.
+        paths: Paths at which it is registered; the first is its name.
         module: The module, or the placeholder of a module of another stage.
-        meta_copy: Its copy without memory, which computes shapes.
-        stage: The stage that has it; ``None``: it has no parameters, and every stage has it.
+        meta_copy: Its copy on meta, which computes shapes.
+        stage: Number of its stage; ``None``: it has no parameters, and is on every stage.
+        numel: Number of elements of its parameters.
     """
 
     paths: list[str]
@@ -43,21 +44,21 @@ class StageModule:
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Count its parameters while they are there."""
+        """Count its parameters before a placeholder replaces it."""
         self.numel = sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def name(self) -> str:
-        """The first path."""
+        """The first of its paths."""
         return self.paths[0]
 
     @property
     def has_parameters(self) -> bool:
-        """Whether it belongs to one stage."""
+        """Whether it has parameters, and so belongs to one stage."""
         return self.numel > 0
 
     def copied_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters and buffers of the meta copy, by name."""
+        """Yield the parameters and buffers of the meta copy, by name."""
         yield from self.meta_copy.named_parameters()
         yield from self.meta_copy.named_buffers()
 
@@ -66,14 +67,18 @@ class StageModule:
         return [*self.meta_copy.state_dict(keep_vars=True).values()]
 
     def compute_copy(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Any:
-        """Call the meta copy with weights of zeros on ``device``; on ``meta`` that takes neither memory nor time."""
+        """Call the meta copy with zeros for weights on ``device``; on ``meta`` this computes only shapes."""
         held = {name: torch.zeros(t.shape, dtype=t.dtype, device=device) for name, t in self.copied_tensors()}
         with torch.no_grad(), KnownShapes():
             return functional_call(self.meta_copy, held, args, dict(kwargs))
 
 
 def find_stage_modules(model: nn.Module, blocks: Collection[str], starts: Collection[str] = ()) -> list[StageModule]:
-    """The stage modules of ``model`` in the order of registration, which is that of the stages."""
+    """Find the stage modules of ``model``, in the order of registration, which is the order of stages.
+
+    Raises:
+        PlanError: The model has no chain of blocks, or may make nested tensors.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         if isinstance(module, nn.TransformerEncoder) and module.enable_nested_tensor and module.use_nested_tensor:
@@ -123,11 +128,11 @@ def _in_order_of_calls(model: nn.Module, found: list[StageModule]) -> list[Stage
     return found
 
 
-# -- which stage has which module
+# -- assignment to stages
 
 
 def assign_stages(modules: Sequence[StageModule], num_stages: int, first_of_stage: Sequence[str] = ()) -> None:
-    """Set the stage of every module that has parameters: neighbours in their order."""
+    """Set the stage of every module that has parameters; each stage has neighbouring modules."""
     costly = [module for module in modules if module.has_parameters]
     if first_of_stage:
         starts = [0, *_named(first_of_stage, [module.name for module in costly], num_stages)]
@@ -153,7 +158,7 @@ def _named(names: Sequence[str], paths: Sequence[str], num_stages: int) -> list[
 
 
 def _cost(module: nn.Module) -> int:
-    """Multiplications per token, nearly: the number of elements of matrices, without embedding tables."""
+    """Estimate the multiplications per token: the number of elements of matrices, without embedding tables."""
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     return sum(p.numel() for p in module.parameters() if id(p) not in tables and p.dim() >= 2)
 
@@ -161,12 +166,12 @@ def _cost(module: nn.Module) -> int:
 def drop_foreign(
     model: nn.Module, modules: Iterable[StageModule], stages: Collection[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Put placeholders in place of the modules that belong to other stages; their parameters go with them.
+    """Replace the modules of other stages, with their parameters, by placeholders.
 
     A parameter that one of ``stages`` shares with other stages keeps all its names.
 
     Returns:
-        By name the stages, ascending, of every parameter of this rank that several stages hold.
+        By name, for every parameter of this rank that several stages share, these stages, ascending.
     """
     holders = _holders(model, modules)
     kept = {key for key, held in holders.items() if not held.isdisjoint(stages)}
@@ -187,12 +192,12 @@ def drop_foreign(
 
 
 def held_parameters(model: nn.Module, modules: Iterable[StageModule], stages: Collection[int]) -> set[int]:
-    """The ``id`` of every parameter of a whole model that ``stages`` hold."""
+    """Return the ``id`` of every parameter of a full model that belongs to one of ``stages``."""
     return {key for key, held in _holders(model, modules).items() if not held.isdisjoint(stages)}
 
 
 def _holders(model: nn.Module, modules: Iterable[StageModule]) -> dict[int, set[int]]:
-    """The stages that hold each parameter, by its ``id``. One outside of all stage modules is on every stage."""
+    """The stages of each parameter, by its ``id``. A parameter outside of all stage modules is on every stage."""
     found: dict[int, set[int]] = {}
     for module in modules:
         if module.stage is not None:
@@ -203,7 +208,7 @@ def _holders(model: nn.Module, modules: Iterable[StageModule]) -> dict[int, set[
 
 
 class Placeholder(nn.Module):
-    """Takes the place of a module of another stage. Its parameters are those that this rank shares with that stage.
+    """Replaces a module of another stage. Its parameters are those that this rank shares with that stage.
 
     Other attributes (a flag, a size), which the model's forward may read, are those of the module's meta copy.
     """
@@ -212,10 +217,10 @@ class Placeholder(nn.Module):
         super().__init__()
         self.training = module.training
         _keep_shared(module, self, keeps)
-        self.__dict__["meta_copy"] = meta_copy  # no child: its parameters are none of the model's
+        self.__dict__["meta_copy"] = meta_copy  # not a submodule, because its parameters are not the model's
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the meta copy."""
+        """Return an attribute of the meta copy."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -224,11 +229,11 @@ class Placeholder(nn.Module):
             return getattr(self.__dict__["meta_copy"], name)
 
     def __getitem__(self, key: Any) -> Any:
-        """A member, where the module is a container."""
+        """Return a member of the meta copy, if the module is a container."""
         return self.__dict__["meta_copy"][key]
 
     def extra_repr(self) -> str:
-        """The class of the module whose place it takes."""
+        """The class of the replaced module."""
         return f"{type(self.__dict__['meta_copy']).__name__} of another pipeline stage"
 
 
@@ -247,9 +252,9 @@ def _keep_shared(module: nn.Module, placeholder: nn.Module, keeps: Callable[[Ten
 
 
 def make_meta_copy(model: nn.Module, modules: Sequence[StageModule]) -> nn.Module:
-    """A copy of ``model`` for finding shapes: parameters, and all that stage modules hold, are on ``meta``.
+    """Make a copy of ``model`` for finding shapes: parameters, and all tensors in stage modules, are on ``meta``.
 
-    Everything else is copied, as a forward may write to buffers.
+    Other tensors are copied, because a forward may write to buffers.
     """
     inside = {id(tensor) for module in modules if module.has_parameters for tensor in _tensors_of(module.module)}
     memo: dict[int, Any] = {}
@@ -272,9 +277,10 @@ def make_meta_copy(model: nn.Module, modules: Sequence[StageModule]) -> nn.Modul
 
 
 def show_zeros(meta_copy: nn.Module, modules: Iterable[StageModule], device: torch.device) -> None:
-    """Make a meta copy show zeros on the activations' device to the model's forward, which reads devices and dtypes.
+    """Replace meta tensors of a meta copy by zeros on the activations' device, which forwards may read.
 
-    They take no memory. Only buffers outside of all stage modules, to which a forward may write, get their own.
+    The zeros have the memory of one element. Only buffers outside of all stage modules, to which a forward may write,
+    are allocated.
     """
     inside = {id(tensor) for module in modules if module.has_parameters for _, tensor in module.copied_tensors()}
     made: dict[int, Tensor] = {}
@@ -289,7 +295,7 @@ def show_zeros(meta_copy: nn.Module, modules: Iterable[StageModule], device: tor
 
 
 def _tensors_of(model: nn.Module) -> list[Tensor]:
-    """Parameters, buffers and tensors that are plain attributes."""
+    """The parameters, buffers and tensors in plain attributes of a model, each once."""
     held = [
         tensor
         for module in model.modules()
@@ -304,5 +310,5 @@ def _like(tensor: Tensor, made: Tensor) -> Tensor:
 
 
 def zeros(like: Tensor, device: torch.device) -> Tensor:
-    """Zeros that take the memory of one element."""
+    """Make zeros that have the memory of one element."""
     return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)

@@ -1,13 +1,13 @@
-"""The tensors between stages, for one shape of batch: found by a forward that computes nothing.
+"""Tracing: finds the tensors that stages exchange, for one shape of batch, without computing the stage modules.
 
-Every stage module returns zeros that take no memory, of the shapes that its meta copy returns. What the model computes
-between its stage modules really runs on these zeros, and marks (``marks``) tell from which modules' outputs a value was
-computed. All ranks trace the same model, and find the same.
+Every stage module returns zeros without memory, of the shapes that its meta copy returns. Operations between stage
+modules really run on these zeros, and marks (``marks``) say from which modules' outputs a value was computed. All ranks
+trace the same model, and find the same tensors.
 
 A stage has the weights of its own modules, runs the model's forward up to its last module, and sees zeros in place of
-what other stages compute. So these are refused (docs/adr/0013-what-a-pipeline-follows.md): values of activations that
-Python reads, weights of stage modules that the model's forward takes instead of calling the module, buffers outside of
-all stage modules that it writes to, and tensors from inside of stage modules.
+other stages' results. So these are refused (docs/adr/0013-what-a-pipeline-follows.md): reading values of activations in
+Python, using the weight of a stage module without calling the module, writing to buffers outside of all stage modules,
+and using tensors from inside stage modules.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from shardwise.parallel.pipeline.marks import FlowMarks
 from shardwise.parallel.pipeline.stage_module import StageModule, zeros
 from shardwise.spec.errors import PlanError
 
-#: An output of a stage module: the number of the call that made it, and its place among the leaves of what it returned.
+#: An output of a stage module: the number of the call, and the index among the leaves of its result.
 Source = tuple[int, int]
-#: The mark of a tensor that a stage module holds: its name in the model, and the first module that holds it.
+#: The mark of a parameter or buffer of a stage module: its name in the model, and the first module that has it.
 Weight = tuple[str, str]
 
 
 class Argument(NamedTuple):
-    """A leaf of what a call returns that is a leaf of its arguments."""
+    """A leaf of a call's result that is one of its arguments: the index among their leaves."""
 
     place: int
 
@@ -47,9 +47,9 @@ class Call:
     Attributes:
         module: The stage module.
         inputs: Outputs of earlier calls from which its arguments were computed.
-        leaves: What it returns: a tensor on ``meta`` for a new tensor, an :class:`Argument`, or a constant. ``None``
-            for a call that runs on every stage, because it depends on the batch alone.
-        spec: The structure in which the leaves lie.
+        leaves: The leaves of its result: a tensor on ``meta`` for a new tensor, an :class:`Argument`, or a constant.
+            ``None`` for a call that runs on every stage, because it depends only on the batch.
+        spec: The tree structure of the result.
         stage: The stage that computes it.
     """
 
@@ -60,7 +60,7 @@ class Call:
     stage: int = 0
 
     def give(self, arguments: Sequence[Any], make: Callable[[int, Tensor], Any]) -> Any:
-        """The value that the call returns, with new tensors from ``make``."""
+        """Return the result of the call, with new tensors from ``make``."""
         assert self.leaves is not None
         assert self.spec is not None
         given = []
@@ -78,12 +78,12 @@ class StageFlow:
 
     Attributes:
         calls: Calls of stage modules, in order.
-        boundary: For each stage but the last the tensors that it sends to the next one, in order: what it made, and
-            what it received and later stages need.
+        boundary: For each stage but the last, the tensors that it sends to the next one, in order: its own results, and
+            received tensors that later stages need.
         last_call: The number of each stage's last call.
-        writes_in_place: The model writes to what stage modules return or take, as torchvision's VGG does
-            (``nn.ReLU(inplace=True)``): placeholders need memory of their own.
-        learned: What the stages told each other about their activations in steps of this kind.
+        writes_in_place: Whether the model writes to arguments or results of stage modules, as torchvision's VGG does
+            (``nn.ReLU(inplace=True)``), so that placeholders need memory.
+        learned: The shapes and dtypes that stages have announced in steps of this kind.
     """
 
     calls: list[Call]
@@ -93,21 +93,21 @@ class StageFlow:
     learned: dict[Hashable, Any] = field(default_factory=dict)
 
     def leaf(self, source: Source) -> Tensor:
-        """A boundary tensor, as the trace has it: on ``meta``."""
+        """Return a boundary tensor of the trace, on ``meta``."""
         leaves = self.calls[source[0]].leaves
         assert leaves is not None
         return leaves[source[1]]
 
     @property
     def digest(self) -> int:
-        """A number that tells flows apart."""
+        """A number that differs between different flows."""
         shown = [(call.module.name, call.stage, sorted(call.inputs)) for call in self.calls]
         boundary = [[(source, self.leaf(source).shape) for source in sources] for sources in self.boundary]
         return digest_text(repr((shown, boundary)))
 
 
 class Tracer:
-    """Follows one forward of a model's meta copy, whose stage modules send their calls to :meth:`call`."""
+    """Traces one forward of a model's meta copy, whose stage modules redirect their calls to :meth:`call`."""
 
     def __init__(self, modules: Sequence[StageModule], device: torch.device, *, writes_in_place: bool = False) -> None:
         self._device = device
@@ -117,13 +117,13 @@ class Tracer:
         self._marks = FlowMarks(self._read_error, None if device.type == "meta" else inside_of_blocks)
         for module in modules:
             for name, tensor in module.copied_tensors() if module.has_parameters else ():
-                if not self._marks.of([tensor]):  # else it is tied to one before
+                if not self._marks.of([tensor]):  # otherwise it is tied to an earlier one
                     self._marks.add(tensor, {(f"{module.name}.{name}", module.name)})
 
     def run(self, forward: Callable[[], Any], meta_copy: nn.Module, num_stages: int) -> StageFlow:
-        """Follow ``forward``, which calls ``meta_copy``."""
+        """Trace ``forward``, which calls ``meta_copy``."""
         buffers = [
-            (name, buffer, buffer._version)  # noqa: SLF001 - torch has no public question
+            (name, buffer, buffer._version)  # noqa: SLF001 - there is no public name
             for name, buffer in meta_copy.named_buffers()
             if not name.startswith(self._inside)
         ]
@@ -142,8 +142,8 @@ class Tracer:
     def call(
         self, module: StageModule, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """A call of the meta copy of ``module``, which ``compute`` computes; returns a placeholder for its result."""
-        if self._marks.is_aside:  # for its shapes
+        """Record a call of the meta copy of ``module``; returns a placeholder for its result."""
+        if self._marks.is_aside:  # a nested call while shapes are computed
             return compute(*args, **kwargs)
         arguments, spec = tree_flatten((args, dict(kwargs)))
         number, call = len(self._calls), Call(module, self._reached(arguments))
@@ -158,26 +158,26 @@ class Tracer:
             states = _versions(saved)
             output = compute(*args, **kwargs)
             found = self._reached(tree_leaves(output))
-            # Others may change with the batch, as those of transformers' rotary embeddings do: every stage has it.
+            # Unsaved buffers may change with the batch, as those of transformers' rotary embeddings do.
             if _versions(module.saved_state()) != states or self._reached(t for _, t in module.copied_tensors()):
                 raise _keeps_state(module.name)
-            # It depends on the batch alone, or changes what others refer to: every stage runs it.
+            # It depends only on the batch, or writes to its arguments: every stage runs it.
             if _versions(arguments) != versions or not found:
                 return output
             call.inputs |= found
         leaves, call.spec = tree_flatten(output)
         places = {id(each): Argument(place) for place, each in enumerate(arguments) if not _is_constant(each)}
-        with self._marks.aside():  # detached: a flow is kept, and a graph would hold what the traced batch computed
+        with self._marks.aside():  # detached: the flow is kept, and a graph would keep the traced batch's tensors
             kept = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         call.leaves = [places.get(id(leaf), keep) for leaf, keep in zip(leaves, kept, strict=True)]
         return call.give(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
 
     def _computed(self, module: StageModule, arguments: Sequence[Any], spec: TreeSpec) -> Any:
-        """Call the meta copy. Arguments that it returns unchanged are replaced by the real ones."""
+        """Call the meta copy; arguments in its result are replaced by the given ones."""
         spare = [a if isinstance(a, Tensor) else _copied(a) for a in arguments]
         try:
             given, versions, output = _attempt(module, arguments, spec, torch.device("meta"))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the module may need values, as Mixtral's experts do
+        except Exception as error:  # noqa: BLE001 - the module may need values, as Mixtral's experts do
             try:
                 given, versions, output = _attempt(module, spare, spec, self._device)
             except Exception as second:
@@ -204,7 +204,7 @@ class Tracer:
         return made.clone(memory_format=torch.contiguous_format) if self._writes_in_place else made
 
     def _reached(self, values: Iterable[Any]) -> frozenset[Source]:
-        """The outputs of stage modules from which ``values`` were computed."""
+        """Return the outputs of stage modules from which ``values`` were computed."""
         marks = self._marks.of(values)
         _refuse_weights(marks)
         return frozenset(marks)
@@ -230,7 +230,7 @@ def _refuse_weights(marks: Iterable[Source | Weight]) -> None:
 
 
 def inside_of_blocks() -> PlanError:
-    """The error of a model that takes a tensor from inside a block, of which there is a meta copy only."""
+    """Make the error for a model that uses a tensor from inside a block of another stage."""
     return PlanError(
         "the model's forward uses or returns tensors from inside its blocks that the blocks do not return, such as"
         " router logits or attention weights: a pipeline stage has only those of its own blocks.\n"
@@ -263,13 +263,13 @@ def _without_grad(name: str) -> PlanError:
 
 
 class WritesInPlaceError(RuntimeError):
-    """A placeholder without memory of its own was to be written to."""
+    """Raised when a placeholder without memory would be written to."""
 
 
 def _attempt(
     module: StageModule, arguments: Sequence[Any], spec: TreeSpec, device: torch.device
 ) -> tuple[list[Any], list[tuple[int, int]], Any]:
-    """Copies of the arguments, their versions before the call, and what the meta copy makes of them."""
+    """Call the meta copy with copies of the arguments; returns the copies, their versions before, and the result."""
     given = [a.detach().to(device, copy=True) if isinstance(a, Tensor) else a for a in arguments]
     versions = _versions(given)
     args, kwargs = tree_unflatten(given, spec)
@@ -277,15 +277,15 @@ def _attempt(
 
 
 def _copied(value: Any) -> Any:
-    """An argument that the block may write to, such as a cache, as it is now."""
+    """Copy an argument to which the block may write, such as a cache; returned unchanged if it cannot be copied."""
     try:
         return value if _is_constant(value) else copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - objects copy themselves as they like
+    except Exception:  # noqa: BLE001 - an object's copy method may raise anything
         return value
 
 
 def _versions(values: Iterable[Any]) -> list[tuple[int, int]]:
-    """The number of writes so far to each tensor among ``values``."""
+    """Return ``id`` and version counter of each tensor among ``values``."""
     return [(id(value), value._version) for value in values if isinstance(value, Tensor)]  # noqa: SLF001
 
 
@@ -294,7 +294,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _assign_stages(calls: Sequence[Call], num_stages: int) -> None:
-    """Set the stage of every call; those of modules without parameters are where what they take is made."""
+    """Set the stage of every call; modules without parameters run on the stage that makes their latest input."""
     for call in calls:
         latest = max(call.inputs, key=lambda source: calls[source[0]].stage, default=None)
         stage = 0 if latest is None else calls[latest[0]].stage
@@ -330,7 +330,7 @@ def _boundaries(
 
 
 def shape_key(batch: Any) -> Hashable:
-    """The key that batches of the same shapes share."""
+    """Return the key that batches of the same shapes share."""
     leaves, spec = tree_flatten(batch)
     return str(spec), tuple(_kind(leaf) for leaf in leaves)
 
@@ -340,4 +340,4 @@ def _kind(leaf: Any) -> str:
         return f"{list(leaf.shape)} {leaf.dtype}"
     if _is_constant(leaf) or isinstance(leaf, (torch.dtype, torch.device, enum.Enum)):
         return repr(leaf)
-    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"  # what it is said to be may be its address
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"  # its repr may contain its address

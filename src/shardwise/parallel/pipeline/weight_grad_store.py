@@ -1,8 +1,8 @@
 """The second half of a split backward: gradients of weights, computed after those of a stage's inputs.
 
-A linear layer computes the gradient of its input at once, for which the stage before waits. The gradients of its weight
-and bias need the layer's input and the gradient of its output: both are kept until the schedule has time. All other
-parameters (norms, embeddings) get their gradients in the first half.
+A linear layer computes the gradient of its input at once, because the previous stage waits for it. The gradients of its
+weight and bias need the layer's input and the gradient of its output. Both are kept until the schedule computes them.
+All other parameters (norms, embeddings) get their gradients in the first half.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Key = tuple[int, int]
 
 
 class WeightGradStore:
-    """Computes linear layers, and stores the terms of their weights' gradients until the schedule has time.
+    """Computes linear layers, and stores the terms of their weights' gradients until :meth:`compute`.
 
-    Terms are stored by key, the stage and microbatch that :meth:`keep_for` names.
+    Terms are stored by key, the stage and microbatch given to :meth:`keep_for`.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._key: Key | None = None  # of what computes now; None: autograd computes gradients
+        self._key: Key | None = None  # key of the present computation; None: autograd computes gradients
         self._terms: dict[Key, dict[int, tuple[Tensor, list[tuple[Tensor, Tensor | None]]]]] = {}
         for module in modules:
             if "forward" not in module.__dict__ and (_is_linear(module) or _is_transposed(module)):
@@ -39,7 +39,7 @@ class WeightGradStore:
 
     @contextlib.contextmanager
     def keep_for(self, key: Key | None) -> Iterator[None]:
-        """Store the gradients of what is computed inside under ``key``."""
+        """Store the weight gradients of computations inside under ``key``; ``None``: do not store them."""
         self._key = key
         try:
             yield
@@ -51,7 +51,7 @@ class WeightGradStore:
         self._terms.setdefault(key, {}).setdefault(id(parameter), (parameter, []))[1].append((left, right))
 
     def compute(self, key: Key, parameters: Iterable[Tensor] | None = None) -> None:
-        """Add gradients to ``.grad`` of ``parameters`` (``None``: all that are left), in autograd's order of terms."""
+        """Compute stored gradients into ``.grad`` of ``parameters`` (``None``: all), in autograd's order of terms."""
         terms = self._terms.setdefault(key, {})
         for each in [*reversed(terms)] if parameters is None else [id(parameter) for parameter in parameters]:
             if each not in terms:
@@ -65,23 +65,23 @@ class WeightGradStore:
             del self._terms[key]
 
     def clear(self) -> None:
-        """Forget all terms."""
+        """Drop all terms."""
         self._terms.clear()
 
     def linear(self, given: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
-        """A linear layer: ``weight`` is (outputs, inputs), or (inputs, outputs)."""
+        """Compute a linear layer; ``weight`` is (outputs, inputs), or (inputs, outputs) if transposed."""
         key = self._key_for(weight, given.device)
         if key is None or not (bias is None or bias.is_leaf):
             return _linear(given, weight, bias, is_transposed)
         return _Linear.apply(given, weight, bias, (self, key), is_transposed)
 
     def add(self, output: Tensor, bias: Tensor) -> Tensor:
-        """``output`` with a bias added in place, after the layer's sum over ranks."""
+        """Add a bias to ``output`` in place, after the layer's sum over ranks."""
         key = self._key_for(bias, output.device)
         return output.add_(bias) if key is None else _Add.apply(output, bias, (self, key))
 
     def _key_for(self, parameter: Tensor, device: torch.device) -> Key | None:
-        """The key for the gradient of ``parameter``; ``None``: autograd has it, as that of a computed weight."""
+        """Return the key for the gradient of ``parameter``; ``None``: autograd computes it, as of computed weights."""
         is_ready = torch.is_grad_enabled() and parameter.requires_grad and parameter.is_leaf
         return self._key if is_ready and not _is_autocast(device) else None
 
@@ -99,7 +99,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Transformers' ``Conv1D``, which holds the transpose of a linear layer's weight."""
+    """Whether a module is transformers' ``Conv1D``, whose weight is the transpose of a linear layer's."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
@@ -139,14 +139,14 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(given, weight)
         ctx.weight, ctx.bias, ctx.store, ctx.is_transposed = weight, bias, store, is_transposed
-        return _linear(given, weight, bias, is_transposed).detach()  # no view: a model may write to it in place
+        return _linear(given, weight, bias, is_transposed).detach()  # not a view: a model may write to it in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (grad,), (store, key) = grad_outputs, ctx.store
         given, weight = ctx.saved_tensors
-        # Detached: a view would hold what it is a view of, and with that the graph, the input and its gradient.
+        # Detached, because a view keeps its base alive, and with that the graph, the input and its gradient.
         rows, grads = given.detach().reshape(-1, given.shape[-1]), grad.reshape(-1, grad.shape[-1])
         to_given = None
         if ctx.needs_input_grad[0]:
@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Add(torch.autograd.Function):
-    """The sum with a bias whose gradient is stored. It saves nothing: a recomputation stops before it."""
+    """The sum with a bias whose gradient is stored. It saves no tensor, so that a recomputation stops before it."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, bias: Tensor, store: _Place) -> Tensor:

@@ -1,1 +1,1 @@
-"""Embeddings whose rows are spread over all ranks."""
+"""Embeddings whose rows are sharded over all ranks."""

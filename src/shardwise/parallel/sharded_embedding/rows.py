@@ -1,19 +1,19 @@
-"""Embeddings whose rows are spread over all ranks; only rows that are looked up travel.
+"""Embeddings whose rows are sharded over all ranks; only rows that are looked up are sent.
 
-This serves a huge table beside a dense part that is trained data-parallel, without a parameter server: every rank holds
-a range of the table's rows with their gradients and optimizer state, asks the others for the rows that its batch needs,
-each once, and sends the gradients of these rows back to their owners.
+This is for a huge table in a model that is otherwise data-parallel, without a parameter server. Every rank stores a
+range of the table's rows with their gradients and optimizer state. It requests each row that its batch needs from the
+row's owner once, and sends the gradients of these rows back to the owners.
 
 ==========  ==============================================  ============================================
 forward     the number of ids for each rank                 ``8 (n-1)`` bytes
-            the ids                                         8 bytes for each different foreign id
-            the rows that others asked for                  a row for each
-backward    gradients of the rows that this rank asked for  a row for each different foreign id
+            the ids                                         8 bytes for each distinct id of another rank
+            the requested rows                              a row for each
+backward    gradients of the rows that were requested       a row for each distinct id of another rank
 ==========  ==============================================  ============================================
 
-Sums are those of one process that adds up the ranks' gradients in order and divides by their number, to the last bit;
-where a table is called several times in a forward, call by call. Rows and gradients travel in the table's own dtype;
-then rows are cast to the dtype that the policy computes in.
+Sums equal bitwise those of one process that adds up the ranks' gradients in order and divides by their number. If a
+table is called several times in a forward, this holds for each call. Rows and gradients are sent in the table's own
+dtype; then rows are cast to the compute dtype of the policy.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ from shardwise.spec.slice import Cut, Slice, set_slice
 from shardwise.spec.styles import matches
 from shardwise.spec.traffic.rows import row_bounds
 
-#: What a rank sends in place of its counts where it asks for rows that do not exist.
+#: Sent by a rank in place of its counts if it looks up rows that do not exist.
 _OUTSIDE = -1
 
 
 def find_row_sharded(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Embedding]:
-    """The embeddings that ``ParallelPlan.row_sharded`` names, by path."""
+    """Return the embeddings that ``ParallelPlan.row_sharded`` names, by path.
+
+    Raises:
+        PlanError: A pattern matches nothing, or a module cannot be sharded by rows.
+    """
     found: dict[str, nn.Embedding] = {}
     for pattern in patterns:
         chosen = {path: module for path, module in model.named_modules() if path and matches(pattern, path)}
@@ -84,7 +88,7 @@ def _checked(model: nn.Module, path: str, module: nn.Module) -> nn.Embedding:
 
 
 def table_weights(tables: Mapping[str, nn.Embedding]) -> dict[str, nn.Parameter]:
-    """Their parameters, by name."""
+    """Return the parameters of embeddings, by name."""
     return {f"{path}.weight": weight for path, module in tables.items() for weight in module.parameters()}
 
 
@@ -93,7 +97,12 @@ def spread_rows(
     comm: Comm,
     dtypes_of: Callable[[str, nn.Embedding], tuple[torch.dtype, torch.dtype]],
 ) -> list[str]:
-    """Leave in each embedding this rank's rows, and look the others up through ``comm``. In place; names stay.
+    """Keep only this rank's rows in each embedding, in place, and look up the others through ``comm``. Names stay.
+
+    Args:
+        tables: The embeddings by path.
+        comm: Comm over all ranks.
+        dtypes_of: Returns the dtypes of the stored rows and of the output of an embedding.
 
     Returns:
         Lines for a summary.
@@ -113,7 +122,7 @@ def spread_rows(
 
 
 class RowShardedEmbedding(ReplacedForward):
-    """An embedding of which this rank holds a range of the rows."""
+    """The forward of an embedding of which this rank stores a range of the rows."""
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, bounds: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(module, name, comm)
@@ -121,11 +130,11 @@ class RowShardedEmbedding(ReplacedForward):
         self.dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Ids to their rows, as ``nn.Embedding``.
+        """Return the rows of ids, as ``nn.Embedding``.
 
         Collective:
-            Three all-to-alls over all ranks, and one in backward: all ranks must call, and go backward through it,
-            equally often. The bytes are in the table at the top of the file. The host waits for the counts.
+            Three all-to-alls over all ranks, and one in backward. All ranks must call it, and run its backward, equally
+            often. The bytes are in the table at the top of the file. The host waits for the counts.
         """
         ids, module = only(args, kwargs), self.module
         wanted, inverse = _distinct(ids)
@@ -134,20 +143,20 @@ class RowShardedEmbedding(ReplacedForward):
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The different ids in order, and of each id its place among them; in a dry run no two ids are alike."""
+    """Return the distinct ids, sorted, and the index of each id among them; a dry run assumes that all are distinct."""
     if ids.is_meta:
         return ids.reshape(-1), ids
     return torch.unique(ids, return_inverse=True)
 
 
 class _Route:
-    """The places of one call's rows.
+    """The exchange of one call's rows.
 
     Attributes:
-        cuts: Where this rank's different ids begin for each rank that holds their rows, and the end.
-        asked_cuts: The same of the ids that each rank asks this one for.
-        rows: The ids that this rank is asked for, as rows of its weight.
-        padding: The place among this rank's different ids that gets no gradient; -1 for none.
+        cuts: Offsets, by owner, in this rank's distinct ids, and their number.
+        asked_cuts: Offsets, by requesting rank, in the ids that are requested from this rank, and their number.
+        rows: The requested ids, as rows of this rank's weight.
+        padding: Index among this rank's distinct ids of the padding id, which gets no gradient; -1: none.
     """
 
     def __init__(self, layer: RowShardedEmbedding, wanted: Tensor, padding: int | None) -> None:
@@ -168,7 +177,7 @@ class _Route:
         counts = [stop - start for start, stop in itertools.pairwise(self.cuts)]
         is_inside = self.cuts[0] == 0 and self.cuts[-1] == wanted.numel()
         if not is_inside:
-            counts = [_OUTSIDE] * len(counts)  # the other ranks would wait for this one: all of them raise
+            counts = [_OUTSIDE] * len(counts)  # all ranks raise, because the others would wait for this one
         mine = torch.tensor(counts, dtype=torch.int64, device=wanted.device)
         found = exchange_counts(mine, self.comm, self.name).flatten().tolist()
         if _OUTSIDE in found:
@@ -180,16 +189,16 @@ class _Route:
         return [0, *itertools.accumulate(found)]
 
     def to_owners(self, values: Tensor) -> Tensor:
-        """One value for each row that this rank asked for to its owner; returns those for its own rows."""
+        """Send one value for each row that this rank requested to the row's owner; returns those for its own rows."""
         return exchange_rows(values, self.cuts, self.asked_cuts, self.comm, self.name)
 
     def to_askers(self, values: Tensor) -> Tensor:
-        """The way back."""
+        """Send one value for each requested row back to the requesting rank; returns those for this rank's ids."""
         return exchange_rows(values, self.asked_cuts, self.cuts, self.comm, self.name)
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of all ranks for this rank's ids; backward: gradients of this rank's rows from all ranks' ids."""
+    """Looks up rows of all ranks for this rank's ids; in backward, sums gradients of all ranks for this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, wanted: Tensor, inverse: Tensor, route: _Route) -> Tensor:
@@ -202,7 +211,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         route: _Route = ctx.route
-        # As one process adds: a rank's ids in the order of its batch, then the ranks in order, then one division.
+        # In the order of one process: each rank's ids in batch order, then the ranks in order, then one division.
         mine = torch.ops.aten.embedding_dense_backward(grads[0], inverse, ctx.num_wanted, route.padding, False)  # noqa: FBT003
         given = route.to_owners(mine)
         total = given.new_zeros(ctx.shape)

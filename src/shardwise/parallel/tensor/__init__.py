@@ -1,6 +1,6 @@
-"""Tensor parallelism: every rank of ``tp`` holds a part of the large weights and computes with it.
+"""Tensor parallelism: every rank of ``tp`` stores a part of the large weights and computes with it.
 
-``cut`` turns a table of styles (data, in ``spec.styles``) into a plan, ``apply`` cuts the parameters of a plain model
+``cut`` turns a table of styles (data, in ``spec.styles``) into a plan, ``apply`` slices the parameters of a plain model
 and replaces forwards, ``pairs`` are the collectives, each with its counterpart in backward, ``layer``, ``linear``,
-``loss`` and ``dropout`` are the replaced forwards, ``agreement`` compares the ranks. Tensors stay local.
+``loss`` and ``dropout`` are the replaced forwards, and ``agreement`` compares the ranks. Tensors stay local.
 """

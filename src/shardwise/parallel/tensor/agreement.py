@@ -1,9 +1,9 @@
-"""All ranks of ``tp`` must compute on the same batch, drop the same, and get the same gradients of copies.
+"""Checks that all ranks of ``tp`` use the same batch and random state, and get equal gradients of copies.
 
-Different samples on the ranks of one model, or seeds by rank as data parallelism has them, would go unnoticed: every
-shape is right, and what should be copies drifts apart. So it does where each rank uses a replicated parameter with its
-own features, such as a learned slope of an activation between a column- and a row-parallel layer: each rank gets a part
-of its gradient. A table of styles cannot know where a model's own code calls its modules, but the first gradients show.
+Different samples on the ranks of one model, or different seeds as in data parallelism, would not be noticed: all shapes
+are correct, and copies of a parameter drift apart. This also happens if each rank uses a replicated parameter with
+different features, such as a learned slope of an activation between a column- and a row-parallel layer: each rank then
+gets a part of the gradient. A table of styles does not say where a model calls its modules, but the first gradients do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.spec.styles import generalized
 
 
 class Agreement:
-    """Compares the ranks at the first call of a model with grad, and at the first such one that may drop something.
+    """Compares the ranks at the first call of a model with grad, and at the first such call with active dropout.
 
     Collective:
         Two small all-gathers on ``tp`` in each of those calls.
@@ -37,16 +37,16 @@ class Agreement:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._seen: set[bool] = set()
-        self._dropouts: list[Any] = []  # looked at in every step: a walk over all modules would take its time
+        self._dropouts: list[Any] = []  # checked in every step, where a walk over all modules is slow
 
     def install(self, model: nn.Module) -> None:
-        """Look at the arguments of ``model`` from now on."""
+        """Compare the arguments of calls of ``model`` from now on."""
         self._dropouts = [module for module in model.modules() if "Dropout" in type(module).__name__]
         model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
-            return  # generation compares prompts by itself
+            return  # generation compares prompts itself
         may_drop = model.training and any(_drops(module) for module in self._dropouts)
         if may_drop in self._seen:
             return
@@ -83,7 +83,7 @@ def _digest(tensor: Tensor) -> int:
     return zlib.crc32(held.view(torch.uint8).numpy().tobytes()) if held.numel() else 0
 
 
-#: Allowed relative difference: on the CPU there is none, but elsewhere kernels may add in any order.
+#: Allowed relative difference of gradients. On the CPU there is none, but GPU kernels may add in any order.
 _ROUNDING, _ROUNDING_16_BIT = 1e-3, 2e-2
 
 
@@ -96,14 +96,14 @@ class Copies:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._hooks: dict[str, RemovableHandle] = {}  # of parameters that have not been compared
-        self._seen: dict[str, tuple[float, float, int, float]] = {}
-        self._parts: dict[str, tuple[float, float]] = {}  # of gradients before their sum over ranks
-        self._backward = -1  # the number of the backward at whose end gradients are compared
-        self._adding: dict[str, SharedParameters] = {}  # by path
+        self._hooks: dict[str, RemovableHandle] = {}  # hooks of parameters that have not been compared
+        self._seen: dict[str, tuple[float, float, int, float]] = {}  # norm, sum, elements and allowed difference
+        self._parts: dict[str, tuple[float, float]] = {}  # norm and sum of gradients before their sum over ranks
+        self._backward = -1  # number of the backward at whose end gradients are compared
+        self._adding: dict[str, SharedParameters] = {}  # modules that sum their gradients over ranks, by path
 
     def install(self, model: nn.Module, *, divides_sequence: bool) -> None:
-        """Compare the first gradients of the replicated parameters of ``model``, which is already cut."""
+        """Compare the first gradients of the replicated parameters of ``model``, to which the plan has been applied."""
         for path, module in model.named_modules():
             whole = [name for name, parameter in module.named_parameters(recurse=False) if not _is_cut(parameter)]
             if whole:
@@ -145,7 +145,7 @@ class Copies:
         for name, (_, _, numel, rounding) in seen.items():
             found = [other.get(name, (0.0, 0.0)) for other, _ in told]
             if not all(math.isfinite(value) for pair in found for value in pair):
-                continue  # an overflow of 16 bit: compare the next gradient
+                continue  # a 16-bit overflow: compare the next gradient instead
             self._hooks.pop(name).remove()
             adding = self._adding.pop(name.rpartition(".")[0], None)
             if adding is not None:
@@ -190,7 +190,7 @@ def _norm_and_sum(gradient: Tensor) -> tuple[float, float]:
 
 
 class _FirstCall:
-    """Forward hook of a module, which has the parameters that autograd knows only while it runs (``engine.unit``)."""
+    """Hook of a module's first forward, during which the module has the full parameters that autograd sees."""
 
     def __init__(self, copies: Copies, path: str, names: Sequence[str]) -> None:
         self.handle: RemovableHandle | None = None
@@ -203,7 +203,7 @@ class _FirstCall:
         self.handle.remove()
         self.handle = None
         for name in self._names:
-            parameter = module._parameters[name]  # noqa: SLF001 - as it computed, whatever named_parameters shows
+            parameter = module._parameters[name]  # noqa: SLF001 - named_parameters may show another tensor
             if parameter is not None and parameter.requires_grad:
                 self._copies.watch(f"{self._path}.{name}" if self._path else name, parameter)
 

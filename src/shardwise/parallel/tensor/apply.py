@@ -1,4 +1,4 @@
-"""Cutting a model: parameters become this rank's parts, forwards are replaced where they must communicate."""
+"""Application of a tensor-parallel plan: parameters become this rank's slices, and some forwards are replaced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.spec.slice import Slice, set_slice
 
 
 def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:
-    """Cut ``model`` in place. Parameter objects, names and classes stay."""
+    """Apply the plan to ``model`` in place. Parameter objects, names and classes stay."""
     layers = {path: make(model.get_submodule(path), path, comm) for path, make in cuts.replaced_forwards.items()}
     for path, layer in layers.items():
         parent = model.get_submodule(_parent(path))
@@ -37,15 +37,15 @@ def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:
     for parameter in model.parameters():
         held = cuts.slices.get(id(parameter))
         if held is not None:
-            if any(parameter.shape[cut.dim] != cut.size for cut in held.cuts):  # else it was filled with its part alone
+            if any(parameter.shape[cut.dim] != cut.size for cut in held.cuts):  # else only this part was loaded
                 parameter.data = take(parameter.data, held)
             set_slice(parameter, held)
 
 
 def defer_weights(modules: Iterable[nn.Module], deferral: Deferral) -> None:
-    """Make the linear layers among ``modules`` leave gradients of weights and biases to ``deferral``.
+    """Make ``deferral`` compute the gradients of weights and biases of the linear layers among ``modules``.
 
-    A gradient that must be summed over ranks is not deferred: deferred gradients need no communication.
+    A gradient that must be summed over ranks is not deferred, so that deferred gradients need no communication.
     """
     for module in modules:
         layer = module.__dict__.get("forward")
@@ -81,13 +81,13 @@ def _parent(path: str) -> str:
 
 
 def part_of(cuts: ShardingPlan, parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's part of the ``value`` for the whole ``parameter``."""
+    """Return this rank's part of ``value``, a value of the full ``parameter``."""
     held = cuts.slices.get(id(parameter))
     return value if held is None else take(value, held)
 
 
 def take(whole: Tensor, held: Slice) -> Tensor:
-    """A copy of the part of ``whole`` that ``held`` describes."""
+    """Copy the part of ``whole`` that ``held`` describes."""
     part = whole
     for cut in held.cuts:
         pieces = [part.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges]
@@ -98,14 +98,14 @@ def take(whole: Tensor, held: Slice) -> Tensor:
 #: Called as ``pair(x, comm, unit)``.
 Pair = Callable[[Tensor, Comm, str], Tensor]
 
-#: What a module's first argument goes through, by style.
+#: Function that is applied to a module's first argument, by style.
 _GIVEN: dict[str, Pair] = {"sequence_begin": own_seq, "sequence_input": gather_seq, "sequence_whole": join_seq}
-#: What its output goes through.
+#: Function that is applied to a module's output, by style.
 _GIVES: dict[str, Pair] = {"sequence_end": join_seq, "sequence_whole": own_seq}
 
 
 def divide_sequence(model: nn.Module, paths: Mapping[str, Sequence[str]], comm: Comm) -> None:
-    """Divide inputs and outputs of modules by positions, or gather them, by hooks around the modules."""
+    """Divide inputs and outputs of modules by positions, or gather them, with hooks on the modules."""
     for style in paths:
         for path in paths[style]:
             module = model.get_submodule(path)
@@ -116,7 +116,7 @@ def divide_sequence(model: nn.Module, paths: Mapping[str, Sequence[str]], comm: 
 
 
 class _Given:
-    """Forward pre-hook: the first argument, which transformers may give by name, goes through ``pair``."""
+    """Forward pre-hook that applies ``pair`` to the first argument, which transformers may pass by name."""
 
     def __init__(self, pair: Pair, comm: Comm, unit: str) -> None:
         self._pair = pair
@@ -131,7 +131,7 @@ class _Given:
 
 
 class _Gives:
-    """Forward hook: the output goes through ``pair``."""
+    """Forward hook that applies ``pair`` to the output."""
 
     def __init__(self, pair: Pair, comm: Comm, unit: str) -> None:
         self._pair = pair

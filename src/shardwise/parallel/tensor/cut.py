@@ -1,4 +1,4 @@
-"""From a table of styles to a plan of what is cut and replaced in a model, by names and shapes alone."""
+"""Makes a tensor-parallel plan from a table of styles: the slices and replaced forwards, by names and shapes only."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ from shardwise.spec.styles import (
 
 #: Makes the forward that replaces that of a module.
 MakeForward = Callable[[nn.Module, str, Comm], ReplacedForward]
-#: Where the parts of a dimension that a rank keeps begin and end.
+#: Begin and end of each part of a dimension that a rank keeps.
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass
 class ShardingPlan:
-    """The cuts of a model for tensor parallelism on one rank.
+    """The tensor-parallel plan of a model on one rank.
 
     Attributes:
         model: The model.
-        size: Ranks of ``tp``.
+        size: Number of ranks of ``tp``.
         rank: This rank on ``tp``.
-        slices: The part that this rank keeps of each parameter, by ``id``.
-        uses: For each cut parameter, by ``id``, its names by (``id`` of the module, attribute).
-        replaced_forwards: Makes the forward that replaces that of the module at a path.
-        attributes: New values of attributes, by path and name.
+        slices: The part of each parameter that this rank keeps, by ``id`` of the parameter.
+        uses: For each divided parameter, by ``id``, its names by (``id`` of the module, attribute).
+        replaced_forwards: By path of a module, a function that makes the forward that replaces the module's.
+        attributes: New values of module attributes, by path and name.
         sequence: Paths of modules by style of sequence parallelism.
         notes: Lines for a summary.
     """
@@ -74,11 +74,11 @@ class ShardingPlan:
         return self.is_in("sequence_layers", path) and not self.is_in("sequence_whole", path)
 
     def is_in(self, style: str, path: str) -> bool:
-        """Whether the module at ``path``, or one around it, has this style of :attr:`sequence`."""
+        """Whether the module at ``path``, or an enclosing one, has this style of :attr:`sequence`."""
         return any(path == held or path.startswith(f"{held}.") for held in self.sequence.get(style, ()))
 
     def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
-        """Keep the part of a parameter that ``cuts`` describe."""
+        """Add the part of a parameter that ``cuts`` describe; refuses different cuts of tied parameters."""
         parameter, name = _held(module, attribute), _join(path, attribute)
         if parameter is None:
             return
@@ -101,11 +101,11 @@ class _Site:
     path: str
     style: Style
     attribute: str | None = None
-    adapted: str | None = None  # path of the layer that an adapter has put this one into
+    adapted: str | None = None  # path of the adapter layer (peft) that contains this one
 
     @property
     def owner(self) -> str:
-        """Path of the module that the layer is a part of."""
+        """Path of the module that contains the layer."""
         return (self.adapted or self.path).rpartition(".")[0]
 
     @property
@@ -116,7 +116,11 @@ class _Site:
 def find_cuts(
     model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0, *, divides_sequence: bool = False
 ) -> ShardingPlan:
-    """The plan of ``rank`` of ``size``."""
+    """Make the plan of ``rank`` of ``size``; ``table`` is the user's and takes precedence over known tables.
+
+    Raises:
+        PlanError: The model cannot be divided this way.
+    """
     cuts = ShardingPlan(model, size, rank)
     for site in [*_sites(model, table), *(_sequence_sites(model) if divides_sequence else ())]:
         try:
@@ -138,7 +142,7 @@ def find_cuts(
 def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
     """Find the modules that the user's table matches, and those that known tables match in addition.
 
-    Of several patterns that match a module the one with fewer ``*`` holds, of these the later one.
+    If several patterns match a module, the one with the fewest ``*`` applies, and of these the last.
     """
     modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -176,7 +180,7 @@ def _sequence_sites(model: nn.Module) -> list[_Site]:
 
 
 def _counted(module: nn.Module, pattern: str) -> str:
-    """``pattern`` with the index of the last of a list where it has ``-1``."""
+    """Replace ``-1`` in ``pattern`` by the index of the last member of that list."""
     head, mark, tail = pattern.partition(".-1")
     return f"{head}.{len(module.get_submodule(head)) - 1}{tail}" if mark else pattern  # type: ignore[arg-type]
 
@@ -194,10 +198,10 @@ def _matches(table: Mapping[str, str], modules: Mapping[str, nn.Module], paramet
 
 
 def _inside_adapter(site: _Site) -> list[_Site]:
-    """The layers that take over the style of one which peft has put an adapter around.
+    """Return the layers that get the style of a layer in a peft adapter.
 
-    Of a LoRA these are the layer itself, and the factor that has its outputs (or, where it is cut by inputs, its
-    inputs); the other factor stays whole.
+    In a LoRA these are the base layer, and the factor with its outputs (or, if it is divided by inputs, its inputs).
+    The other factor stays replicated.
     """
     side = "lora_A" if site.style.name.startswith("rowwise") else "lora_B"
     factors, base = getattr(site.module, side, None), getattr(site.module, "base_layer", None)
@@ -208,15 +212,15 @@ def _inside_adapter(site: _Site) -> list[_Site]:
 
 
 def known_table(model: nn.Module) -> dict[str, str]:
-    """The styles known for the classes of ``model`` and its parts: our tables before the model's own."""
+    """Return the known styles for ``model`` and its submodules: our tables take precedence over the model's."""
     table: dict[str, str] = {}
     for path, module in model.named_modules():
         for kind in type(module).__mro__:
             for pattern, style in TABLES.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
                 table.setdefault(_join(path, pattern) if pattern else path, style)
     for path, module in model.named_modules():
-        # In transformers 5.10 the table of an instance hides that of its class, which alone has the head. Embeddings
-        # are in neither, so a head that is tied to them stays whole.
+        # In transformers 5.10 the table of an instance hides that of its class, and only the latter has the head.
+        # Neither has embeddings, so a head that is tied to them stays replicated.
         is_tied = getattr(getattr(module, "config", None), "tie_word_embeddings", False)
         own = [getattr(place, "_tp_plan", None) for place in ((module,) if is_tied else (module, type(module)))]
         for pattern, style in itertools.chain(*(each.items() for each in own if isinstance(each, Mapping))):
@@ -240,7 +244,7 @@ def _check_ties(model: nn.Module, cuts: ShardingPlan) -> None:
 
 
 def _check_positions(model: nn.Module, cuts: ShardingPlan) -> None:
-    """Check divided positions: gradients of uncut parameters are partial, and some forward must sum them."""
+    """Check layers with divided positions: a forward must sum the partial gradients of replicated parameters."""
     for path, module in model.named_modules():
         if not cuts.divides_sequence(path):
             continue
@@ -259,7 +263,7 @@ def _check_positions(model: nn.Module, cuts: ShardingPlan) -> None:
 
 
 def _linear(site: _Site) -> tuple[int, int]:
-    """Dims of the weight's outputs and inputs."""
+    """Return the dimensions of outputs and inputs in a linear layer's weight."""
     weight = _held(site.module, "weight")
     if weight is None or weight.dim() != 2 or isinstance(site.module, nn.Embedding):
         raise PlanError(f"a {type(site.module).__name__} is not a linear layer{_advice_on_wrapper(site)}")
@@ -268,7 +272,7 @@ def _linear(site: _Site) -> tuple[int, int]:
 
 
 def _advice_on_wrapper(site: _Site) -> str:
-    """Advice for a module that is no linear layer but may contain some, as that of a LoRA does."""
+    """Return advice for a module that is no linear layer but may contain some, as a LoRA layer does."""
     inside = {
         f"{site.path}.{name}": layer.weight.shape
         for name, layer in site.module.named_modules()
@@ -289,7 +293,7 @@ def _advice_on_wrapper(site: _Site) -> str:
 
 
 def _check_forward(module: nn.Module, base: type[nn.Module], name: str) -> None:
-    """Refuse a class whose own forward would be lost."""
+    """Refuse a class with a different forward than ``base``, because the replaced forward would ignore it."""
     known = [base.forward, *(kind.forward for kind in type(module).__mro__ if kind.__name__ == name)]
     if type(module).forward not in known or "forward" in module.__dict__:
         raise PlanError(
@@ -299,8 +303,8 @@ def _check_forward(module: nn.Module, base: type[nn.Module], name: str) -> None:
 
 
 def _check_embedding(module: nn.Module) -> None:
-    """Refuse an embedding that does more than to look up rows, or to scale them."""
-    # What transformers calls so gives nn.Embedding's rows, all times embed_scale.
+    """Refuse an embedding that does more than look up rows, or scale them."""
+    # transformers' classes of this name multiply nn.Embedding's rows by embed_scale.
     scaled = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__.endswith("ScaledWordEmbedding")), "")
     _check_forward(module, nn.Embedding, scaled)
 
@@ -312,7 +316,7 @@ def _features(site: _Site, dim: int) -> int:
 
 
 def _cut_outputs(site: _Site, cuts: ShardingPlan, ranges_of: Callable[[int], Ranges]) -> int:
-    """Cut a linear layer, or a stack of weights (..., outputs, inputs), by outputs; returns how many it has."""
+    """Divide a linear layer, or stacked weights (..., outputs, inputs), by outputs; returns the number of outputs."""
     if site.attribute is not None:
         parameter = _held(site.module, site.attribute)
         assert parameter is not None
@@ -334,7 +338,7 @@ def _colwise(site: _Site, cuts: ShardingPlan) -> None:
 
 
 def _colwise_heads(site: _Site, cuts: ShardingPlan, *, is_shared: bool = False) -> None:
-    """Divide by whole heads; several ranks hold a head of keys and values where there are fewer heads than ranks."""
+    """Divide by heads; with fewer key-value heads than ranks, several ranks have copies of a head."""
     outputs, _ = _linear(site)
     features, parent = _features(site, outputs), site.owner
     width = getattr(cuts.model.get_submodule(parent), "head_dim", None)
@@ -370,7 +374,7 @@ def _embedding_heads(site: _Site, cuts: ShardingPlan) -> None:
 
 
 def _colwise_vocabulary(site: _Site, cuts: ShardingPlan) -> tuple[int, ...]:
-    """Sizes by rank."""
+    """Divide a projection to vocabulary ids by ids; returns the number of ids by rank."""
 
     def own(size: int) -> Ranges:
         _near_even_sizes(size, cuts.size)  # refuses fewer than ranks
@@ -466,7 +470,7 @@ def _sequence_last_norm(site: _Site, cuts: ShardingPlan) -> None:
 
 
 def _replaced_by(kind: MakeForward) -> Callable[[_Site, ShardingPlan], None]:
-    """The rule of a style that replaces a module's forward, and no more."""
+    """Make the rule of a style that only replaces a module's forward."""
 
     def replace(site: _Site, cuts: ShardingPlan) -> None:
         cuts.replaced_forwards[site.path] = kind

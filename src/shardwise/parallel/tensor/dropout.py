@@ -1,9 +1,9 @@
 """Dropout of tensors that are divided over the ranks of ``tp``.
 
 GPT-2, BERT, ViT and T5 of transformers and our GPT need it: their default configurations drop attention weights or
-features (T5) inside of what ``tp`` divides. All ranks of ``tp`` must have the same random state, as for dropout of
-replicated tensors, and keep the same state. Each rank draws the mask of its own part under a seed of its own
-(:func:`drawing_own`). The seed follows from the common state, so that recomputation and resumed runs repeat the mask.
+features (T5) of layers that ``tp`` divides. All ranks of ``tp`` must have the same random state, as for dropout of
+replicated tensors, and keep it equal. Each rank draws the mask of its part with a different seed (:func:`drawing_own`).
+The seed is derived from the common state, so that recomputation and resumed runs repeat the mask.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from shardwise.comm.base import Comm
 from shardwise.parallel.tensor.layer import ReplacedForward
 
-#: Attributes of attention modules that hold a rate, or an ``nn.Dropout``.
+#: Attributes of attention modules with a dropout rate, or an ``nn.Dropout``.
 _RATES = ("dropout", "attention_dropout", "attn_dropout")
-#: An odd number without pattern: neighbouring seeds are those of neighbouring data-parallel ranks.
+#: An odd number without pattern. Adding 1 would give the seeds of neighbouring data-parallel ranks.
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -32,7 +32,7 @@ class FeatureDropout(ReplacedForward):
     """An ``nn.Dropout`` of features that are divided over the ranks."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """This rank's part, to the same."""
+        """Drop elements of this rank's part."""
         module = self.module
         if not module.training or not module.p:
             return x
@@ -45,10 +45,10 @@ class SequenceDropout(FeatureDropout):
 
 
 class HeadDropout(ReplacedForward):
-    """An attention module of whose heads this rank computes some."""
+    """An attention module of which this rank computes some heads."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The class's forward."""
+        """Run the class's forward, with this rank's dropout of attention weights."""
         module = self.module
         if not module.training:
             return type(module).forward(module, *args, **kwargs)
@@ -57,14 +57,14 @@ class HeadDropout(ReplacedForward):
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether an attention module drops weights."""
+    """Whether an attention module has dropout of attention weights."""
     values = [getattr(module, name, 0.0) for name in _RATES]
     rates = [value.p if isinstance(value, nn.Dropout) else value for value in values]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 class _OwnHeads(TorchFunctionMode):
-    """Has attention draw for this rank's heads, which are dimension 1, under the rank's seed."""
+    """Makes attention draw dropout masks of this rank's heads (dimension 1) with the rank's seed."""
 
     def __init__(self, comm: Comm) -> None:
         super().__init__()
@@ -83,10 +83,10 @@ class _OwnHeads(TorchFunctionMode):
 
 @contextlib.contextmanager
 def drawing_own(rank: int, device: torch.device) -> Iterator[None]:
-    """Inside, draws on a device have a seed of this rank; afterwards the common state has moved on, alike on all ranks.
+    """Draw random numbers with a seed of this rank inside; afterwards the common state has advanced on all ranks.
 
-    A GPU's generator has a seed and an offset: it keeps the offset. The CPU's has neither: the seed is a digest of its
-    state, and one number is drawn afterwards.
+    A GPU's generator has a seed and an offset; only the seed is replaced. The CPU's generator has neither: the seed is
+    a digest of its state, and one number is drawn afterwards.
     """
     if device.type == "cuda":
         common = torch.cuda.default_generators[device.index or 0]
@@ -101,7 +101,7 @@ def drawing_own(rank: int, device: torch.device) -> Iterator[None]:
             common.set_offset(offset)
     elif device.type == "cpu":
         state = torch.get_rng_state()
-        digest = zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes))  # without operations: modes may be on
+        digest = zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes))  # no torch operations: modes may be on
         torch.default_generator.manual_seed((digest + (rank + 1) * _GOLDEN) % 2**63)
         try:
             yield

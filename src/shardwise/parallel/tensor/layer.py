@@ -1,4 +1,4 @@
-"""Replaced forwards: what stands on a module in place of its class's forward where ranks of ``tp`` divide its work.
+"""Forwards that replace those of modules whose work is divided over the ranks of ``tp``.
 
 Shape suffixes: ``B`` batch, ``T`` sequence, ``C`` hidden, ``E`` experts.
 """
@@ -21,9 +21,10 @@ from shardwise.spec.replacement import Replacement
 
 
 class ReplacedForward(Replacement, ABC):
-    """A forward that communicates, installed on a module in place of its class's own.
+    """Base class of forwards that communicate, installed on a module in place of its class's forward.
 
-    It reads parameters from the module at each call: between steps these are other objects (``engine.unit``).
+    It reads parameters from the module at each call, because between steps the module has different objects
+    (``engine.unit``).
     """
 
     comm: Any
@@ -35,20 +36,20 @@ class ReplacedForward(Replacement, ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Compute the module's output."""
 
 
 def only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The one argument of a layer, given by position or by whatever name its class has for it."""
+    """Return the single argument of a layer, passed by position or by any name."""
     (given,) = (*args, *kwargs.values())
     return given
 
 
 class SharedInput:
-    """One :func:`share` for all column-parallel layers that get the very same tensor in one call of their parent.
+    """Calls :func:`share` once for all column-parallel layers that get the same tensor in one call of their parent.
 
-    Query, key and value projections read one input: the three gradients are added first and then summed over the ranks,
-    in one all-reduce. Outside of a call of the parent every layer is by itself.
+    Query, key and value projections read one input, so their three input gradients are added first and then summed over
+    the ranks, in one all-reduce. Outside of a call of the parent nothing is shared.
     """
 
     def __init__(self, parent: nn.Module, pair: Callable[[Tensor, Comm, str], Tensor] = share) -> None:
@@ -59,7 +60,7 @@ class SharedInput:
         parent.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, _module: nn.Module, _args: object) -> None:
-        self._held.clear()  # an interrupted call has not left
+        self._held.clear()  # an interrupted call has not cleared it
         self._is_inside = True
 
     def _leave(self, _module: nn.Module, _args: object, _output: object) -> None:
@@ -67,7 +68,7 @@ class SharedInput:
         self._held.clear()
 
     def __call__(self, x: Tensor, comm: Comm, unit: str) -> Tensor:
-        """``x`` for a part of the computation, as :func:`share`."""
+        """Return ``x`` for a part of the computation, as :func:`share`; the same tensor for the same ``x``."""
         has_grad = torch.is_grad_enabled()
         for seen, had_grad, shared in self._held:
             if seen is x and had_grad == has_grad:
@@ -79,12 +80,12 @@ class SharedInput:
 
 
 class Column(ReplacedForward):
-    """A linear layer that makes this rank's features. Weight (features, inputs), or (inputs, features) as Conv1D.
+    """A linear layer that computes this rank's features. Weight (features, inputs), or (inputs, features) as Conv1D.
 
     Attributes:
-        shared: What its input goes through where other layers read the same.
-        plan: How it computes and communicates.
-        is_silent: It leaves communication to the enclosing :class:`DenseMixture`.
+        shared: Function that is applied to an input that several layers read; ``None``: it reads the input alone.
+        plan: The computation and communication.
+        is_silent: Whether the enclosing :class:`DenseMixture` communicates for it.
     """
 
     is_silent = False
@@ -97,13 +98,13 @@ class Column(ReplacedForward):
         self._linear = linear_of(module)
 
     def defer(self, deferral: Deferral) -> None:
-        """Leave the gradients of weight and bias to ``deferral``: nothing is computed while the input's is summed."""
+        """Make ``deferral`` compute the gradients of weight and bias; nothing overlaps with the input's all-reduce."""
         self._linear = partial(deferral.linear, is_transposed=self.plan.is_transposed)
         if self.shared is None:
             self.shared = gather_seq if self.plan.divides_sequence else share
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(..., inputs), replicated, to (..., this rank's features), or all features where it gathers."""
+        """Map (..., inputs), replicated, to (..., this rank's features), or with gathered output to all features."""
         x, module = only(args, kwargs), self.module
         if self.is_silent:
             return self._linear(x, module.weight, module.bias)
@@ -115,10 +116,10 @@ class Column(ReplacedForward):
 
 
 class CopiedColumn(ReplacedForward):
-    """A projection to one head that several ranks hold: its gradients are summed over these ranks.
+    """A projection to one head of which several ranks have copies: its gradients are summed over these ranks.
 
     Attributes:
-        shared: What its input goes through.
+        shared: Function that is applied to its input.
     """
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, place: tuple[int, int, int]) -> None:
@@ -128,7 +129,7 @@ class CopiedColumn(ReplacedForward):
         self._linear = linear_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(..., inputs), replicated, to (..., features of the head)."""
+        """Map (..., inputs), replicated, to (..., features of the head)."""
         x, module = only(args, kwargs), self.module
         weight = share_copies(module.weight, self._place, self.comm, self.name)
         bias = module.bias
@@ -138,11 +139,11 @@ class CopiedColumn(ReplacedForward):
 
 
 class Row(ReplacedForward):
-    """A linear layer that reads this rank's features and sums over the ranks; the bias is added after that.
+    """A linear layer that reads this rank's features and sums over the ranks; the bias is added after the sum.
 
     Attributes:
-        divides_sequence: The outputs are this rank's positions of the sum.
-        is_silent: It leaves the sum and the bias to the enclosing :class:`DenseMixture`.
+        divides_sequence: Whether the output has only this rank's positions of the sum.
+        is_silent: Whether the enclosing :class:`DenseMixture` sums and adds the bias for it.
     """
 
     divides_sequence = False
@@ -155,12 +156,12 @@ class Row(ReplacedForward):
         self._add: Callable[[Tensor, Tensor], Tensor] | None = None  # adds a bias whose gradient is deferred
 
     def defer(self, deferral: Deferral) -> None:
-        """Leave the gradients to ``deferral``, but that of a bias whose sum over positions needs communication."""
+        """Make ``deferral`` compute the gradients, except that of a bias whose gradient needs communication."""
         self._linear = partial(deferral.linear, is_transposed=is_transposed(self.module))
         self._add = None if self.divides_sequence else deferral.add
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(..., this rank's features) to (..., outputs), replicated."""
+        """Map (..., this rank's features) to (..., outputs), replicated."""
         x, module = only(args, kwargs), self.module
         if self._sizes is not None:
             x = own_last(x, self._sizes, self.comm, self.name)
@@ -175,17 +176,17 @@ class Row(ReplacedForward):
 
 
 class SharedParameters(ReplacedForward):
-    """A module that all ranks hold, each using it with its part: the gradients of its parameters are summed.
+    """A replicated module that each rank uses with different features: the gradients of its parameters are summed.
 
     Attributes:
-        watch: Called with each parameter's name and the tensor that the module is about to compute with, whose
-            gradient is this rank's term.
+        watch: Called with each parameter's name and the tensor with which the module is about to compute. The gradient
+            of that tensor is this rank's term of the sum.
     """
 
     watch: Callable[[str, Tensor], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The class's forward."""
+        """Run the class's forward with shared parameters."""
         module = self.module
         held = module._parameters  # noqa: SLF001 - replaced for the call, as torch's functional_call does
         before = dict(held)
@@ -201,16 +202,16 @@ class SharedParameters(ReplacedForward):
 
 
 class Experts(ReplacedForward):
-    """Experts of whose stacked weights each rank holds a part: gets the states and the weights of the choices.
+    """Experts in stacked weights of which each rank stores a part.
 
     Attributes:
-        inner: Computes with this rank's part instead of the class's forward, where ranks of ``ep`` divide the experts.
+        inner: Computes with this rank's part in place of the class's forward, if ranks of ``ep`` divide the experts.
     """
 
     inner: Callable[..., Tensor] | None = None
 
     def __call__(self, states: Tensor, chosen: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(tokens, width), (tokens, choices) and (tokens, choices), replicated, to (tokens, width), replicated."""
+        """Map (tokens, width), (tokens, choices) and (tokens, choices), replicated, to (tokens, width), replicated."""
         module = self.module
         states, weights = share(states, self.comm, self.name), share(weights, self.comm, self.name)
         compute = self.inner or partial(type(module).forward, module)
@@ -218,27 +219,27 @@ class Experts(ReplacedForward):
 
 
 class DenseMixture(ReplacedForward):
-    """Our mixture of experts where every expert is cut over the ranks: what all experts give is summed once.
+    """Our mixture of experts, with every expert divided over the ranks: the sum over all experts is reduced once.
 
     Attributes:
-        divides_sequence: It gets and gives this rank's positions.
+        divides_sequence: Whether input and output have only this rank's positions.
     """
 
     divides_sequence = False
 
     def __call__(self, x_BTC: Tensor) -> Tensor:
-        """(B, T, C), replicated, to the same.
+        """Map (B, T, C), replicated, to (B, T, C), replicated.
 
         Collective:
-            One all-reduce on ``tp``, and two in backward: of the input's gradient and of the experts' weights'. With
-            positions divided, two all-gathers and a reduce-scatter, and in backward the opposite, after an all-reduce
-            of the experts' biases' gradients.
+            One all-reduce on ``tp``, and two in backward: of the gradients of the input and of the routing weights.
+            With positions divided, two all-gathers and a reduce-scatter, and in backward the opposite, after an
+            all-reduce of the gradients of the experts' biases.
         """
         module, place = self.module, (self.comm, self.name)
         ups = [expert.up.__dict__.get("forward") for expert in module.experts]
         downs = [expert.down.__dict__.get("forward") for expert in module.experts]
         if not all(isinstance(up, Column) and isinstance(down, Row) for up, down in zip(ups, downs, strict=True)):
-            return type(module).forward(module, x_BTC)  # a table of the user's leaves experts uncut
+            return type(module).forward(module, x_BTC)  # the user's table leaves experts replicated
         own_BTE = module.weigh(x_BTC)
         given = gather_seq if self.divides_sequence else share
         x_BTC, weight_BTE = given(x_BTC, *place), given(own_BTE, *place)
@@ -257,7 +258,7 @@ class DenseMixture(ReplacedForward):
 
 @contextlib.contextmanager
 def _silent(layers: Iterable[Any]) -> Iterator[None]:
-    """Disable the layers' own exchanges and return their term of the sum; a recomputation stops before their sums."""
+    """Disable the layers' communication, so that they return their term; a recomputation stops before the sum."""
     for layer in layers:
         layer.is_silent = True
     try:
@@ -268,14 +269,14 @@ def _silent(layers: Iterable[Any]) -> Iterator[None]:
 
 
 class VocabularyEmbedding(ReplacedForward):
-    """An embedding of which this rank holds the rows of some ids; the others' rows come by an all-reduce."""
+    """An embedding of which this rank stores the rows of some ids; an all-reduce adds the rows of other ranks."""
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, start: int, stop: int) -> None:
         super().__init__(module, name, comm)
         self._start, self._stop = start, stop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Ids to their rows."""
+        """Map ids to their rows."""
         ids, module = only(args, kwargs), self.module
         check_ids(ids, module.num_embeddings, f"{self.name!r}: an id")
         is_foreign = (ids < self._start) | (ids >= self._stop)
@@ -283,7 +284,7 @@ class VocabularyEmbedding(ReplacedForward):
         padding = module.padding_idx
         try:
             if padding is not None:
-                # Row 0 stands in for foreign ids, but their outputs are replaced: no gradient comes from there.
+                # Row 0 replaces ids of other ranks. Their outputs are masked, so they have no gradient.
                 module.padding_idx = padding - self._start if self._start <= padding < self._stop else None
             rows = type(module).forward(module, local)
         finally:
@@ -292,14 +293,14 @@ class VocabularyEmbedding(ReplacedForward):
 
 
 def check_ids(ids: Tensor, count: int, what: str, *, ignored: int | None = None) -> None:
-    """Refuse ids that no rank holds, which would pass as rows and logits of zeros."""
+    """Refuse ids that no rank stores, which would silently become zero rows and logits."""
     if ids.device.type == "meta":
         return
     is_wrong = (ids < 0) | (ids >= count)
     if ignored is not None:
         is_wrong &= ids != ignored
     if ids.device.type != "cpu":
-        torch._assert_async(~is_wrong.any())  # noqa: SLF001 - the only assertion that does not wait for the device
+        torch._assert_async(~is_wrong.any())  # noqa: SLF001 - the only assertion without a wait for the device
     elif is_wrong.any():
         found = int(ids[is_wrong][0])
         raise IndexError(f"{what} is {found}, expected 0 to {count - 1}.\n  Check the tokenizer against the model.")

@@ -1,7 +1,6 @@
-"""A column-parallel linear layer that computes while it communicates.
+"""A column-parallel linear layer that overlaps communication with computation.
 
-In backward it starts the sum of its input's gradient over the ranks, computes the gradients of weight and bias, and
-then waits.
+In backward it starts the all-reduce of its input's gradient, computes the gradients of weight and bias, and then waits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Deferral(Protocol):
         ...
 
     def add(self, output: Tensor, bias: Tensor) -> Tensor:
-        """``output`` with ``bias`` added in place."""
+        """Add ``bias`` to ``output`` in place."""
         ...
 
 
@@ -35,10 +34,10 @@ class ColumnPlan:
     """The computation and communication of a column-parallel layer.
 
     Attributes:
-        comm: The axis ``tp``.
-        unit: Path of the layer, in traces.
-        is_transposed: The weight is (inputs, outputs).
-        divides_sequence: The input is divided by positions, instead of replicated.
+        comm: Comm of ``tp``.
+        unit: Path of the layer, for traces.
+        is_transposed: Whether the weight is (inputs, outputs).
+        divides_sequence: Whether the input is divided by positions, instead of replicated.
     """
 
     comm: Comm
@@ -47,25 +46,25 @@ class ColumnPlan:
     divides_sequence: bool = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """This rank's features."""
+        """Compute this rank's features."""
         return linear_transposed(x, weight, bias) if self.is_transposed else F.linear(x, weight, bias)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """The gradient of the input, (..., inputs)."""
+        """Compute the gradient of the input, (..., inputs)."""
         made = grad.reshape(-1, grad.shape[-1]).mm(weight.t() if self.is_transposed else weight)
-        return made.view(*grad.shape[:-1], made.shape[-1])  # an expert may have no tokens, and -1 then no meaning
+        return made.view(*grad.shape[:-1], made.shape[-1])  # not -1, which is ambiguous without tokens
 
     def to_weight(self, grad: Tensor, x: Tensor) -> Tensor:
-        """The gradient of the weight."""
+        """Compute the gradient of the weight."""
         grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         return rows.t().mm(grads) if self.is_transposed else grads.t().mm(rows)
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPlan) -> Tensor:
-    """This rank's features of a replicated input.
+    """Compute this rank's features of a replicated input.
 
     Collective:
-        In backward an all-reduce of the input's gradient on ``tp``, where it needs one. With positions divided, an
+        In backward an all-reduce of the input's gradient on ``tp``, if it needs one. With positions divided, an
         all-gather of the input and in backward a reduce-scatter.
     """
     if torch.is_grad_enabled():
@@ -74,24 +73,24 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPl
 
 
 def linear_of(module: nn.Module) -> Any:
-    """``F.linear``, or the same for weights (inputs, outputs), as transformers' Conv1D has them."""
+    """Return ``F.linear``, or :func:`linear_transposed` for transformers' Conv1D."""
     return linear_transposed if is_transposed(module) else F.linear
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as of transformers' Conv1D."""
+    """Whether the weight is (inputs, outputs), as in transformers' Conv1D."""
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
 def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` for a weight (inputs, outputs)."""
+    """Compute ``F.linear`` for a weight (inputs, outputs)."""
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
     return y.view(*x.shape[:-1], weight.shape[1])
 
 
 def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Casts as autocast does; inside of an autograd function its casts would have no gradient."""
+    """Cast as autocast does, because autocast's casts inside an autograd function would have no gradient."""
     assert tensors[0] is not None
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -106,7 +105,7 @@ class _ColumnLinear(torch.autograd.Function):
         x = gathered_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x
         ctx.save_for_backward(x, weight)
         ctx.plan = plan
-        return plan.forward(x, weight, bias).detach()  # no view of what addmm made: a model may write to it in place
+        return plan.forward(x, weight, bias).detach()  # not a view, because a model may write to it in place
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""Cross entropy of logits of which every rank holds the columns of some ids. No rank ever has all logits.
+"""Cross entropy of logits of which every rank has the columns of some ids. No rank ever has all logits.
 
 Each rank reduces its logits of a position to three numbers: their maximum, the sum of their exponentials above the
 maximum, and the target's logit if the rank has it. These are gathered, and every rank computes the same loss from them.
@@ -36,9 +36,9 @@ class Vocabulary:
         Args:
             logits: (positions, ids of this rank).
             targets: (positions,).
-            unit: Path of the module, in traces.
-            ignored: The target of positions that do not count.
-            num_items: Divides the sum; ``None``: the number of positions that count.
+            unit: Path of the module, for traces.
+            ignored: The target of ignored positions.
+            num_items: Divisor of the sum; ``None``: the number of positions that are not ignored.
 
         Collective:
             All-gather on ``tp`` of three numbers for each position.
@@ -50,40 +50,40 @@ class Vocabulary:
 
 
 class GPTLoss(ReplacedForward):
-    """Replaces our GPT's loss, and gets this rank's logits; ``sizes`` are the ids by rank."""
+    """The loss of our GPT, computed from this rank's logits; ``sizes`` are the numbers of ids by rank."""
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int]) -> None:
         super().__init__(module, name, comm)
         self._vocabulary = Vocabulary(sizes, comm)
 
     def __call__(self, logits_BTV: Tensor, targets: Tensor | None = None) -> Tensor:
-        """All logits, or the loss."""
+        """Return the loss, or without targets all logits."""
         if targets is None:
             return join_last(logits_BTV, self._vocabulary.sizes, self.comm, self.name)
         return self._vocabulary.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten().long(), self.name)
 
 
 class VocabularyHead(Column):
-    """An output projection to all logits, or to this rank's while its model computes a loss (``CausalLoss``)."""
+    """An output projection to all logits, or to this rank's logits while its model computes a loss (``CausalLoss``)."""
 
     is_local = False
-    has_given_part = False  # since the model's forward began
+    has_given_part = False  # whether it has returned this rank's logits in the present forward
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int]) -> None:
         super().__init__(module, name, comm)
         self.vocabulary = Vocabulary(sizes, comm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(..., inputs), replicated, to (..., all ids) or (..., ids of this rank)."""
+        """Map (..., inputs), replicated, to (..., all ids) or (..., ids of this rank)."""
         y = super().__call__(*args, **kwargs)
         self.has_given_part = self.is_local
         return y if self.is_local else join_last(y, self.vocabulary.sizes, self.comm, self.name)
 
 
 class CausalLoss:
-    """Replaces ``loss_function`` of a causal language model of transformers.
+    """The ``loss_function`` of a causal language model of transformers.
 
-    A call of the model with labels computes the loss from each rank's logits, and leaves ``logits`` out of its output.
+    A call of the model with labels computes the loss from each rank's logits, and its output has no ``logits``.
     """
 
     def __init__(self, head: VocabularyHead, original: Callable[..., Tensor]) -> None:
@@ -92,7 +92,7 @@ class CausalLoss:
 
     def install(self, model: nn.Module) -> None:
         """Replace the model's loss."""
-        model.__dict__["_loss_function"] = self  # what the property of that name reads
+        model.__dict__["_loss_function"] = self  # read by the property ``loss_function``
         position = [*inspect.signature(type(model).forward).parameters].index("labels") - 1
         head = self._head
 
@@ -108,7 +108,7 @@ class CausalLoss:
         model.register_forward_hook(end, always_call=True)
 
     def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
-        """The mean cross entropy of each position's next label, as transformers' ``ForCausalLMLoss``."""
+        """Return the mean cross entropy of each position's next label, as transformers' ``ForCausalLMLoss``."""
         if not self._head.is_local:
             return self._original(logits, labels, vocab_size, *args, **kwargs)
         return self._local(logits, labels, *args, **kwargs)
@@ -134,7 +134,7 @@ class CausalLoss:
 
 
 def loss_of(model: nn.Module) -> Any:
-    """The ``loss_function`` of a model of transformers; ``None`` where there is none."""
+    """The ``loss_function`` of a transformers model; ``None`` if it has none."""
     return getattr(model, "loss_function", None)
 
 
@@ -149,14 +149,14 @@ def has_loss(model: nn.Module) -> bool:
 
 
 def without_logits(output: Any) -> Any:
-    """An output of transformers without its logits."""
+    """Return an output of a transformers model without its logits."""
     if isinstance(output, tuple):
         return (output[0], None, *output[2:])
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each position. Keeps this rank's part of the softmax for backward."""
+    """The loss of each position. Saves this rank's part of the softmax for backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary, unit: str) -> Tensor:
@@ -168,7 +168,7 @@ class _CrossEntropy(torch.autograd.Function):
         found = x.new_empty(comm.size, 3, x.shape[0])
         largest, total, chosen = found[comm.rank]
         torch.amax(x, dim=1, out=largest)
-        largest.clamp_(min=torch.finfo(wide).min)  # where all are -inf, their distance from it is -inf and no NaN
+        largest.clamp_(min=torch.finfo(wide).min)  # if all are -inf, differences are -inf instead of NaN
         chosen.copy_(x.gather(1, local).squeeze(1).masked_fill_(~is_own, 0))
         torch.sum(x.sub_(largest.unsqueeze(1)).exp_(), dim=1, out=total)
         comm.all_gather(found.view(-1), unit=unit).wait()

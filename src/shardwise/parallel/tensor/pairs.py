@@ -1,4 +1,4 @@
-"""Collectives on ``tp`` as autograd functions: what forward does on the one side, backward does on the other.
+"""Collectives on ``tp`` as autograd functions, each with its transpose in backward.
 
 ===================  =======================  =======================
 function             forward                  backward
@@ -15,10 +15,10 @@ function             forward                  backward
 
 The last four are for sequence parallelism: activations between the layers are divided by positions (dimension 1).
 
-``share`` and ``add_up`` turn a *replicated* tensor (the same on every rank) into partial ones, of which each rank has a
-term of the sum, and back. Sums run in rank order, so a replicated tensor has the same bits on every rank.
+``share`` begins a computation in which each rank uses a *replicated* tensor (the same on every rank) for one term of a
+sum, and ``add_up`` adds these terms. Sums run in rank order, so a replicated tensor is bitwise equal on every rank.
 
-In all functions ``comm`` is the axis ``tp`` and ``unit`` the path of the module, for traces.
+In all functions ``comm`` is the Comm of ``tp`` and ``unit`` the path of the module, for traces.
 """
 
 from __future__ import annotations
@@ -35,25 +35,31 @@ from shardwise.spec.errors import StateError
 
 
 def share(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """``x``, replicated, for a computation of which each rank does a part.
+    """Return ``x``, replicated, for a computation of which each rank does a part.
 
     Collective:
-        In backward an all-reduce of the gradient on ``tp``, where ``x`` needs one.
+        In backward an all-reduce of the gradient on ``tp``, if ``x`` needs one.
     """
     return _Share.apply(x, comm, unit) if comm.size > 1 and torch.is_grad_enabled() else x
 
 
 def share_copies(parameter: Tensor, place: tuple[int, int, int], comm: Comm, unit: str) -> Tensor:
-    """``parameter``, a part of a tensor that some other ranks hold too and use with parts of the computation.
+    """Return ``parameter``, a part of a tensor of which some other ranks have copies, for a part of the computation.
+
+    Args:
+        parameter: The part.
+        place: The dimension in which the tensor is divided, its full size there, and the offset of the part.
+        comm: Comm of ``tp``.
+        unit: Path of the module, for traces.
 
     Collective:
-        In backward an all-reduce on ``tp`` of the gradient of the whole tensor, of which every rank adds its part.
+        In backward an all-reduce on ``tp`` of the gradient of the full tensor, to which every rank adds its part.
     """
     return _ShareCopies.apply(parameter, place, comm, unit) if comm.size > 1 else parameter
 
 
 def add_up(x: Tensor, comm: Comm, unit: str, bias: Tensor | None = None) -> Tensor:
-    """The sum of every rank's ``x``, and a replicated ``bias``.
+    """Return the sum of every rank's ``x``, plus a replicated ``bias``.
 
     Collective:
         All-reduce on ``tp``.
@@ -62,7 +68,7 @@ def add_up(x: Tensor, comm: Comm, unit: str, bias: Tensor | None = None) -> Tens
 
 
 def join_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
-    """Every rank's ``x``, of ``sizes`` in the last dimension, side by side, for computations that all ranks repeat.
+    """Concatenate every rank's ``x`` in the last dimension (``sizes`` by rank), for a computation on every rank.
 
     Collective:
         All-gather on ``tp``.
@@ -73,16 +79,16 @@ def join_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
 
 
 def own_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
-    """This rank's part of a replicated ``x``, cut in the last dimension.
+    """Return this rank's part of a replicated ``x``, divided in the last dimension.
 
     Collective:
-        In backward an all-gather of the gradient on ``tp``, where ``x`` needs one.
+        In backward an all-gather of the gradient on ``tp``, if ``x`` needs one.
     """
     return _OwnLast.apply(x, tuple(sizes), comm, unit) if comm.size > 1 else x
 
 
 def gather_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """All positions, for a computation of which each rank does a part.
+    """Gather all positions, for a computation of which each rank does a part.
 
     Collective:
         All-gather on ``tp``; in backward a reduce-scatter of the gradient.
@@ -91,7 +97,7 @@ def gather_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def scatter_seq(x: Tensor, comm: Comm, unit: str, bias: Tensor | None = None) -> Tensor:
-    """This rank's positions of the sum of every rank's ``x``, and a replicated ``bias``.
+    """Return this rank's positions of the sum of every rank's ``x``, plus a replicated ``bias``.
 
     Collective:
         Reduce-scatter on ``tp``; in backward an all-reduce of the bias's gradient and an all-gather.
@@ -100,10 +106,10 @@ def scatter_seq(x: Tensor, comm: Comm, unit: str, bias: Tensor | None = None) ->
 
 
 def own_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """This rank's positions of a replicated ``x``.
+    """Return this rank's positions of a replicated ``x``.
 
     Collective:
-        In backward an all-gather of the gradient on ``tp``, where ``x`` needs one.
+        In backward an all-gather of the gradient on ``tp``, if ``x`` needs one.
     """
     if x.shape[1] % comm.size:
         raise StateError(
@@ -115,7 +121,7 @@ def own_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def join_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """All positions, for a computation that all ranks repeat.
+    """Gather all positions, for a computation that every rank does fully.
 
     Collective:
         All-gather on ``tp``.
@@ -124,7 +130,7 @@ def join_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def gathered_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """A new tensor with every rank's positions.
+    """Return a new tensor with every rank's positions.
 
     Collective:
         All-gather on ``tp``.
@@ -136,7 +142,7 @@ def gathered_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def scattered_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """A new tensor with this rank's positions of the sum of every rank's ``x``.
+    """Return a new tensor with this rank's positions of the sum of every rank's ``x``.
 
     Collective:
         Reduce-scatter on ``tp``.
@@ -154,7 +160,7 @@ def start_scattered_seq(x: Tensor, comm: Comm, unit: str) -> tuple[Tensor, Handl
 
 
 def summed(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """A new tensor with the sum of every rank's ``x``.
+    """Return a new tensor with the sum of every rank's ``x``.
 
     Collective:
         All-reduce on ``tp``.
@@ -172,7 +178,7 @@ def start_summed(x: Tensor, comm: Comm, unit: str) -> tuple[Tensor, Handle]:
 
 
 def joined(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
-    """A new tensor with every rank's ``x`` side by side in the last dimension.
+    """Return a new tensor with every rank's ``x``, concatenated in the last dimension.
 
     Collective:
         All-gather on ``tp``.
@@ -230,7 +236,7 @@ class _ShareCopies(torch.autograd.Function):
 
 
 class _AddUp(torch.autograd.Function):
-    # It saves nothing for backward: a recomputation stops before it.
+    # It saves no tensor for backward, so that a recomputation stops before it.
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, comm: Comm, unit: str) -> Tensor:
         del ctx
