@@ -376,6 +376,7 @@ def test_every_target_of_the_tables_is_a_key_of_a_configuration() -> None:
         assert key in sections[section].model_fields, target  # type: ignore[union-attr]
     for row in rows():
         assert row.sets or row.text, row
+        assert "](" not in row.text, row  # a comment of a YAML file cannot follow a link
 
 
 def test_every_key_of_accelerate_is_known() -> None:
