@@ -1,4 +1,4 @@
-"""Worlds and processes: which rank this is, starting workers, what they leave behind, exit codes."""
+"""Worlds and processes: finding this rank, starting workers, their notes and logs, exit codes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class _Package(types.ModuleType):
-    """The package, which can be called: ``sw.launch`` is ``shardwise.launch.function.launch``."""
+    """The package as a callable: ``sw.launch(...)`` calls ``shardwise.launch.function.launch``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
 
     @property
-    def __wrapped__(self) -> Any:  # whose signature and words help() and inspect show
+    def __wrapped__(self) -> Any:  # help() and inspect show its signature and docstring
         from shardwise.launch.function import launch
 
         return launch

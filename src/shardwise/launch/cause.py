@@ -1,4 +1,4 @@
-"""The rank that ended an attempt, and why: from exit notes, exit codes and heartbeats to one block for people."""
+"""Finds the rank that ended an attempt, and why, from exit notes, exit codes and heartbeats, and describes it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardwise.launch.stop_request import INTERRUPTED
 from shardwise.spec.run_files import CHECKPOINTS
 from shardwise.spec.text import printable, size
 
-#: Exit codes after which a restart can help: an exception without a code, a lost peer, a hang. So can it after signals.
+#: Exit codes after which a restart can help: an uncoded exception, a lost peer, a hang. Signals count too.
 RESTARTABLE = {1, PEER_LOST, TIMED_OUT}
-#: Signals that are sent to a process, or, as SIGABRT, raised by a library when a peer has died.
+#: Signals that other processes send, or, for SIGABRT, that a library raises when a peer has died.
 _OTHERS_KILL_WITH = {signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
-#: Signals that an error in the process itself raises: faulthandler has written the stack.
+#: Signals that an error in the process itself raises; faulthandler has written the stack.
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-#: A rank that is seen to end so much later than the first one was ended by the launcher.
+#: Seconds after the first end from which on a rank is taken to have been ended by the launcher.
 _LATER_S = 2.0
 _LOG_TAIL_LINES = 12
-#: A message names the memory of at most so many ranks.
+#: Maximum number of ranks whose memory a message lists.
 _MOST_RANKS = 16
 
 
@@ -33,12 +33,12 @@ class Cause:
     """Why an attempt ended."""
 
     code: int
-    rank: int | None = None  # the rank that ended it; ``None`` where none did
-    text: str = ""  # what happened to the rank, in words that follow its name
-    step: int | None = None  # the step at which that was
+    rank: int | None = None  # the rank that ended it; ``None`` if none did
+    text: str = ""  # what happened to the rank; follows the rank's name in messages
+    step: int | None = None  # the step at which the rank ended
     signal_number: int | None = None  # the signal that killed the rank, or that asked the launcher to stop
     is_shown: bool = False  # whether the rank has printed the reason on the terminal
-    victims: tuple[int, ...] = ()  # ranks that ended because this one had
+    victims: tuple[int, ...] = ()  # ranks that ended in consequence
 
     @property
     def can_restart(self) -> bool:
@@ -54,10 +54,10 @@ def find_cause(
     stopped_by: int | None,
     hang: Hang | None = None,
 ) -> Cause:
-    """Find the rank that failed first; the others are its victims.
+    """Find the rank that failed first; the other failed ranks are its victims.
 
-    ``failures`` are exit code (negative: signal) and time of the workers that the agent saw fail; ``stopped_by`` is the
-    signal that asked this process to stop.
+    ``failures`` are exit code (negative: signal) and time of the failed workers; ``stopped_by`` is the signal that
+    asked this process to stop.
     """
     if hang is not None:
         return Cause(TIMED_OUT, hang.beat.rank, hang.text, hang.beat.step)
@@ -65,7 +65,7 @@ def find_cause(
     if stopped_by is not None:
         own = [
             end for end in ends if end[0] < 2 and (end[3].code < 128 or end[3].is_shown)
-        ]  # it has said what it saved
+        ]  # the rank has reported what it saved
         if not own:
             all_finished = bool(notes) and all(note.code == 0 for note in notes.values()) and not failures
             if all_finished:
@@ -75,14 +75,14 @@ def find_cause(
     if not ends:
         return Cause(1, text="the workers failed, and none of them said why") if failures else Cause(0)
     _, _, rank, cause = min(ends, key=lambda end: end[:3])
-    is_shown = any(end[3].is_shown and end[3].code == cause.code for end in ends)  # rank 0 says it for all
+    is_shown = any(end[3].is_shown and end[3].code == cause.code for end in ends)  # rank 0 reports for all
     return replace(cause, is_shown=is_shown, victims=tuple(end[2] for end in ends if end[2] != rank and end[0] > 1))
 
 
 def _ends(
     notes: Mapping[int, ExitNote], failures: Mapping[int, tuple[int, float]]
 ) -> list[tuple[int, float, int, Cause]]:
-    """The end of each failed rank: how little it counts as a cause, when, its rank, the cause that it would be."""
+    """Return the end of each failed rank as (order, time, rank, cause); a low order means a likely root cause."""
     ends: list[tuple[int, float, int, Cause]] = []
     first_s = min((time_s for _, time_s in failures.values()), default=0.0)
     for rank in sorted({*notes, *failures}):
@@ -94,7 +94,7 @@ def _ends(
         elif status < 0:
             number = -status
             order = 3 if number == signal.SIGTERM else 1 if number in _OTHERS_KILL_WITH else 0
-            if time_s > first_s + _LATER_S:  # the agent ends the others, in the end by SIGKILL
+            if time_s > first_s + _LATER_S:  # the agent ends the others, finally by SIGKILL
                 order = 3
             text = f"killed by {signal_name(number)}"
             ends.append((order, time_s, rank, Cause(128 + number, rank, text, None, number)))
@@ -104,7 +104,7 @@ def _ends(
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal; of a real-time signal, which has none of its own, its number."""
+    """Return the name of a signal, or its number if it is a real-time signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -116,10 +116,10 @@ def _stopped(number: int) -> str:
 
 
 def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool = False, out_of_memory: int = 0) -> str:
-    """Describe an end: its cause, the process, the step; where to look; what is safe; what to do next.
+    """Describe an end: its cause, process and step, where to look, what is safe, and what to do next.
 
-    ``with_tail`` shows the end of the rank's log instead of naming the file, which will be removed; ``out_of_memory``
-    counts the processes of this machine that the kernel has killed meanwhile for want of memory.
+    ``with_tail`` includes the end of the rank's log instead of its path, because the file will be removed.
+    ``out_of_memory`` counts the processes that this machine's kernel killed meanwhile because of lack of memory.
     """
     if cause.rank is None:
         lines = [f"shardwise: {cause.text}"]
@@ -147,18 +147,18 @@ def describe(cause: Cause, logs: Path, *, next_words: str = "", with_tail: bool 
 
 
 def has_begun(logs: Path) -> bool:
-    """Whether the run has begun a step: what it has saved is good, and going on from there makes sense."""
+    """Return whether the run has started a step, so that it makes sense to continue it."""
     beat = heartbeat.read(logs, 0)
     return beat is not None and beat.step > 0
 
 
 def what_next(beat: heartbeat.Beat | None, logs: Path, next_words: str) -> str:
-    """The last lines of the block: what is safe, and what to do next."""
+    """Return the last lines of a description: what is safe, and what to do next."""
     return f"  safe: {safe(beat, logs)}\n  next: {next_words}"
 
 
 def safe(beat: heartbeat.Beat | None, logs: Path) -> str:
-    """The newest safe checkpoint: by a rank's heartbeat, else, as where a rank died early, by the folder."""
+    """Describe the newest safe checkpoint, from a rank's heartbeat, or if that has none, from the folder."""
     folder = logs.parent / CHECKPOINTS
     step = 0 if beat is None else beat.saved_step
     if not step:
@@ -186,7 +186,7 @@ def _headline(cause: Cause, beat: heartbeat.Beat | None, out_of_memory: int) -> 
 
 
 def _memory_of_all(logs: Path) -> list[str]:
-    """A line with the most memory that each process has held; none where that is not known."""
+    """Return a line with the peak memory of each process; empty if it is not known."""
     beats = [heartbeat.read(logs, int(path.stem.rpartition("-")[2])) for path in logs.glob("heartbeat-*.json")]
     known = sorted((beat.rank, beat.peak_rss_bytes) for beat in beats if beat is not None and beat.peak_rss_bytes)
     if len(known) < 2:

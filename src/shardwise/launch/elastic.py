@@ -1,9 +1,9 @@
-"""Start the workers of one machine, through torch elastic, and return the exit code of the rank that is the cause.
+"""Starts the workers of one machine through torch elastic, and returns the exit code of the root cause.
 
-torch elastic starts the processes, watches them, passes signals on and ends all when one fails. This module adds: ranks
-meet through files in a private directory, and nothing listens beyond loopback; a worker dies with its launcher; every
-attempt has a rendezvous of its own; the exit code of the root cause survives; a run that was asked to stop, or whose
-configuration is wrong, is not started again.
+torch elastic starts the processes, watches them, forwards signals and ends all when one fails. In addition, here: ranks
+rendezvous through files in a private directory, and sockets listen only on loopback; a worker is killed when its
+launcher dies; every attempt has a separate rendezvous; the exit code of the root cause is returned; a run that was
+asked to stop, or whose configuration is wrong, is not restarted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shardwise.launch.worker import LAUNCHER_PID
 from shardwise.launch.world import RENDEZVOUS_DIR, RESTART_COUNT, loopback_interface
 from shardwise.spec.errors import ConfigError
 
-#: The agent takes no signals: the supervisor does. A name that no signal has, as an empty list means the default.
+#: The agent handles no signals, because the supervisor does. An empty list would mean the default set of signals.
 _NO_SIGNALS = "NONE"
-#: Where there is no GPU, this many processes share the CPU unless --nproc says otherwise.
+#: Default number of processes on a machine without GPUs.
 _CPU_WORKERS = 2
-#: More processes than this per core cannot be what was meant.
+#: Maximum number of processes per core; more are taken for a mistake.
 _MOST_PER_CORE = 8
 
 
@@ -53,32 +53,32 @@ def launch(
 ) -> int:
     """Run ``python -m entry args`` on ``nproc`` processes of this machine and wait for them.
 
-    Rank 0 writes to the terminal and to ``log_dir/rank-0.log``, the others to their log files only. Each leaves
-    ``log_dir/exit-RANK.json``. The first SIGTERM, SIGINT, SIGHUP, SIGQUIT or SIGUSR1 to this process is passed to every
-    worker, which then has ``grace_s`` to end; a second one ends all at once. Workers that write heartbeats
-    (``launch.heartbeat``) are ended with code 82 when one of them makes no progress. A worker that sees
-    ``SHARDWISE_RESTART_COUNT`` above 0 has been started again and should continue from the newest checkpoint.
+    Rank 0 writes to the terminal and to ``log_dir/rank-0.log``, the others only to their log files. Each rank writes
+    ``log_dir/exit-RANK.json``. The first SIGTERM, SIGINT, SIGHUP, SIGQUIT or SIGUSR1 to this process is forwarded to
+    every worker, which then has ``grace_s`` to exit; a second one kills all workers at once. Workers that write
+    heartbeats (``launch.heartbeat``) are killed, with exit code 82, when one of them makes no progress. A worker that
+    sees ``SHARDWISE_RESTART_COUNT`` above 0 has been restarted and should continue from the newest checkpoint.
 
     Args:
-        entry: A module, found in every worker as it is here.
+        entry: A module that workers can import.
         args: Its arguments.
         nproc: Number of workers.
-        max_restarts: How often to start all workers again after one was killed, lost a peer, hung or raised.
-        log_dir: Where logs and exit notes go; by default a private directory that is removed at the end.
-        env: Environment variables to add for the workers.
-        grace_s: Time that workers have between the request to end and SIGKILL.
-        stop_words: What the workers do when they are asked to end.
-        next_words: What a user can do after a failure, such as the command that resumes; printed with what is safe.
-        next_words_after: Others, by exit code.
-        restarts_from: Names what a restart continues from, such as ``step 10``.
+        max_restarts: How many times all workers are restarted after one was killed, lost a peer, hung or raised.
+        log_dir: Directory of logs and exit notes; by default a private directory that is removed at the end.
+        env: Additional environment variables for the workers.
+        grace_s: Seconds between the request to stop and SIGKILL.
+        stop_words: What the workers do when they are asked to stop.
+        next_words: What a user can do after a failure, such as the command that resumes; printed after what is safe.
+        next_words_after: Different ``next_words`` by exit code.
+        restarts_from: Returns what a restart continues from, such as ``step 10``.
 
     Returns:
-        0; or the code of the rank that is the cause, 1 where it is none of ``exit_codes.CODES``; or, where a rank was
-        killed by signal n, 128 + n if no restarts were allowed and 81 if they are exhausted; or 128 + n where signal n
-        asked this process to stop and the workers did not save (75 if they did).
+        0; or the code of the root cause, or 1 if that is not in ``exit_codes.CODES``; or, if a rank was killed by
+        signal n, 128 + n if no restarts were allowed and 81 if they are exhausted; or 128 + n if signal n asked this
+        process to stop and the workers did not save (75 if they did).
 
     Raises:
-        ConfigError: ``nproc`` or ``max_restarts`` makes no sense. Nothing has been started.
+        ConfigError: ``nproc`` or ``max_restarts`` is invalid. Nothing was started.
     """
     if nproc < 1:
         raise ConfigError(f"cannot start {nproc} processes: expected at least 1.\n  Set --nproc to 1 or more.")
@@ -125,7 +125,7 @@ def launch(
 
 
 def num_workers(nproc: int | None = None) -> int:
-    """The number of workers to start on this machine: ``nproc``, by default one for each GPU, else two."""
+    """Return the number of workers to start on this machine: ``nproc``, or by default one for each GPU, else two."""
     gpus = num_gpus()
     if nproc is None:
         return gpus or _CPU_WORKERS
@@ -153,8 +153,8 @@ def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> di
         ATTEMPT: f"{private.name}-{uuid.uuid4().hex}-{attempt}",
         LOG_DIR: str(logs),
         LAUNCHER_PID: str(os.getpid()),
-        # Without this the agent shares a TCP store that listens on all interfaces, and ranks of a new attempt can read
-        # the addresses of the dead one: https://github.com/pytorch/pytorch/issues/173909
+        # Otherwise the agent shares a TCP store that listens on all interfaces, and ranks of a new attempt can read the
+        # addresses of the old one: https://github.com/pytorch/pytorch/issues/173909
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -178,12 +178,12 @@ def _run_once(
     rendezvous: Path,
     grace_s: float,
 ) -> dict[int, tuple[int, float]]:
-    """One attempt, from the start of the workers until none is left. Exit code and time of those that failed."""
+    """Run one attempt until no worker is left. Return exit code and time of the workers that failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # torch 2.11 waits 30 s for the other workers after one was lost, whatever ``grace_s`` is.
+    # torch 2.11 waits 30 s for the other workers after one was lost, for any ``grace_s``.
     has_timeout = "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}
     timeout: dict[str, Any] = {"shutdown_timeout": max(1, round(grace_s))} if has_timeout else {}
     config = LaunchConfig(
@@ -218,7 +218,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the workers, which inherit this process's environment; the agent has no other way."""
+    """Set variables that the workers inherit from this process, because the agent offers no other way."""
     kept = {name: os.environ.get(name) for name in [*variables, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
     os.environ.update(variables)
     try:
@@ -233,12 +233,12 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Hide the forty lines that the agent logs on a failure, unless LOGLEVEL is set; :func:`launch` prints its own."""
+    """Hide the agent's long log of a failure, unless LOGLEVEL is set; :func:`launch` prints its own description."""
     if "LOGLEVEL" in os.environ:
         yield
         return
     import torch.distributed.elastic.multiprocessing
-    import torch.distributed.launcher.api  # noqa: F401 - makes the loggers
+    import torch.distributed.launcher.api  # noqa: F401 - creates the loggers
 
     prefixes = ("torch.distributed.elastic", "torch.distributed.launcher")
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(prefixes)]

@@ -14,7 +14,7 @@ _PACKAGES = ("numpy", "pydantic", "safetensors", "transformers", "tensorboard", 
 
 
 def environment() -> dict[str, Any]:
-    """Facts by name; values are text, numbers, switches or lists of text."""
+    """Return facts by name; values are text, numbers, booleans or lists of text."""
     import torch
     from torch import distributed
 
@@ -63,9 +63,9 @@ def _cpu_bf16() -> str:
 
 @functools.cache
 def program() -> dict[str, str]:
-    """The program that this process runs, to be compared over ranks: versions that differ compute other numbers.
+    """Return facts about the running program to compare over ranks, because different versions give different results.
 
-    Versions of Python and torch, and a hash of shardwise's source files, which hold its version.
+    These are the versions of Python and torch, and a hash of shardwise's source files, which includes its version.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""The text that torchrun prints about a failed rank: our words instead of "To enable traceback see ...".
+"""The text that torchrun prints about a failed rank: our error instead of "To enable traceback see ...".
 
-torchrun's agent gives each rank the name of a file, ``TORCHELASTIC_ERROR_FILE``. When ranks fail it reads these files,
-takes the earliest for the root cause, and ends its output with what that one says.
+torchrun's agent gives each rank the path of a file, ``TORCHELASTIC_ERROR_FILE``. When ranks fail, the agent reads these
+files, takes the earliest as the root cause, and prints its text at the end of the output.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwise.launch.world import World
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.text import printable
 
-#: Name of the variable, of torch.distributed.elastic.multiprocessing.errors.
+#: Environment variable of torch.distributed.elastic.multiprocessing.errors.
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def reported(work: Callable[[], int], world: World, next_words: str) -> Callable[[], int]:
-    """``work``, which tells torchrun why where it raises.
+    """Return ``work``, extended so that torchrun gets the reason if ``work`` raises.
 
-    The traceback of an error that is not ours goes to ``logs/rank-RANK.log`` of the run's folder, whoever started it.
+    The traceback of an error that is not ours is appended to ``logs/rank-RANK.log`` in the run's folder.
     """
 
     def run() -> int:
@@ -47,7 +47,7 @@ def reported(work: Callable[[], int], world: World, next_words: str) -> Callable
 
 
 def _write(path: Path, error: Exception, rank: int, logs: Path | None, next_words: str) -> None:
-    """The file: a message, and when it happened. A rank whose peer has gone comes a second after the cause."""
+    """Write the message and its time; one second later for a rank whose peer is gone, which is not the cause."""
     code = error.exit_code if isinstance(error, ShardwiseError) else 1
     text = str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
     if logs is not None:

@@ -1,7 +1,7 @@
-"""Exit codes, and the notes in which workers tell their launcher the code and the reason.
+"""Exit codes, and the notes in which workers report the code and the reason to their launcher.
 
-A launcher sees only the exit codes of its workers, and torch elastic makes one of them: 1. So each worker writes
-``exit-RANK.json`` into the run's log directory, and the launcher returns the code of the rank that is the cause.
+A launcher sees only the exit codes of its workers, and torch elastic replaces them by 1. So each worker writes
+``exit-RANK.json`` into the run's log directory, and the launcher returns the code of the root cause.
 
 =====  ==============================================  =====  ==============================================
 code   meaning                                         code   meaning
@@ -11,7 +11,7 @@ code   meaning                                         code   meaning
 65     checkpoint or data unusable                     83     ranks disagree
 74     I/O: disk full, permission                      84     another run owns the directory
 75     stopped on request, checkpoint committed        128+n  killed by signal n
-78     bad configuration                               1      an exception that has no code of its own
+78     bad configuration                               1      an exception without a code
 80     non-finite loss
 =====  ==============================================  =====  ==============================================
 """
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 
 #: Directory of logs and exit notes, set by our launcher.
 LOG_DIR = "SHARDWISE_LOG_DIR"
-#: Name of the attempt to which a worker belongs, set by our launcher; no other attempt of any run ever has it.
+#: Id of the attempt to which a worker belongs, set by our launcher; unique over all attempts of all runs.
 ATTEMPT = "SHARDWISE_ATTEMPT"
 
 FINISHED, STOPPED, PEER_LOST, TIMED_OUT = 0, 75, 81, 82
-#: Codes with a meaning. A launcher returns no others, whatever a program of its ranks leaves with: a scheduler that
-#: knows the table must not take a number that a library chose for something else.
+#: Codes with a meaning. A launcher returns no others, whatever exit code a rank has: a scheduler that knows this table
+#: must not misinterpret the code of some library.
 CODES = frozenset({0, 1, 2, 65, 74, 75, 78, 80, 81, 82, 83, 84, 130})
 
-#: Where all ranks raise the same, rank 0 has shown it and its note comes first.
+#: If all ranks raise the same error, rank 0 prints it and its note comes first.
 _AFTER_RANK_0_S = 0.5
 
-#: What a disk says that is full, whose quota is used up, or that cannot be written any more.
+#: Errors of a disk that is full, over its quota, or read-only.
 _REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
-#: Room for an exit note that is taken at the start, and the characters of its reason that fit there however they are
-#: written.
+#: Bytes reserved at the start for an exit note, and the maximum number of characters of a reason that always fit there,
+#: in any encoding.
 _RESERVE_BYTES, _SHORT_REASON = 4096, 600
 
-#: Errors that a rank sees when a peer is gone: a consequence, not a cause.
+#: Errors of a rank whose peer is gone: a consequence, not a cause.
 PEER_LOST_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
@@ -67,25 +67,25 @@ class ExitNote:
 
     code: int
     rank: int
-    step: int | None = None  # the step at which the worker ended, where known
-    reason: str = ""  # one line for people; may be empty
-    is_shown: bool = False  # whether the reason has been printed on the terminal
+    step: int | None = None  # the step at which the worker ended, if known
+    reason: str = ""  # one readable line; may be empty
+    is_shown: bool = False  # whether the reason was printed on the terminal
     time_s: float = 0.0  # time of the end, in seconds since the epoch
-    attempt: str = ""  # the attempt in which the worker ran
+    attempt: str = ""  # id of the worker's attempt
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this rank ended because another one had."""
+        """Whether this rank ended because another rank had ended."""
         return is_consequence(self.code, self.reason)
 
 
 def is_consequence(code: int, reason: str) -> bool:
-    """Whether a rank that ends with this code and this reason does so because another one has ended."""
+    """Return whether this code and reason mean that the rank ended because another rank had ended."""
     return code == PEER_LOST or any(text in reason for text in PEER_LOST_TEXTS)
 
 
 def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool = False) -> None:
-    """Write this rank's exit note (:class:`ExitNote`), under a launcher of ours. An attempt's first note stays."""
+    """Write this rank's exit note (:class:`ExitNote`) if our launcher started it. An attempt's first note is kept."""
     directory = os.environ.get(LOG_DIR)
     if not directory:
         return
@@ -95,7 +95,7 @@ def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool
     path = Path(directory) / f"exit-{rank}.json"
     note = ExitNote(code, rank, step, reason, is_shown, time.time(), os.environ.get(ATTEMPT, ""))
     reserve = _reserve_of(Path(directory), rank)
-    with contextlib.suppress(OSError):  # without the folder, the process's exit code has to do
+    with contextlib.suppress(OSError):  # without the folder, only the exit code remains
         try:
             replace(path, json.dumps(asdict(note)) + "\n")
         except OSError:
@@ -107,10 +107,10 @@ def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool
 
 
 def reserve_exit_note(directory: Path, rank: int) -> None:
-    """Take room for this rank's exit note, so that it can be written when the disk is full.
+    """Reserve disk space for this rank's exit note, so that it can be written when the disk is full.
 
     Raises:
-        OSError: There is none.
+        OSError: The disk has no space left.
     """
     _reserve_of(directory, rank).write_bytes(b" " * _RESERVE_BYTES)
 
@@ -120,7 +120,7 @@ def _reserve_of(directory: Path, rank: int) -> Path:
 
 
 def show_error(error: ShardwiseError) -> None:
-    """One block on stderr: the kind of error, what happened, what to do."""
+    """Print an error to stderr: its class, what happened, what to do."""
     sys.stderr.write(f"{type(error).__name__}: {printable(error, is_block=True)}\n")
     sys.stderr.flush()
 
@@ -128,11 +128,11 @@ def show_error(error: ShardwiseError) -> None:
 def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseError], object]) -> int:
     """Run one rank's part of a command.
 
-    ``show`` prints an error; it is called on rank 0 alone, as most errors are the same on all ranks.
+    ``show`` prints an error; it is called only on rank 0, because most errors are the same on all ranks.
 
     Returns:
-        The exit code with which the process is to leave. For a ShardwiseError it is the error's, and the launcher finds
-        it in a note; what a disk refuses, wherever that was, counts as one. Other exceptions are raised.
+        The exit code of the process. For a ShardwiseError it is the error's code, which is also written in a note for
+        the launcher; an error of a full or read-only disk counts as one. Other exceptions are raised.
     """
     try:
         return work()
@@ -143,7 +143,7 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
         to_log = getattr(sys.stderr, "write_to_log", None)
         is_shown = world.rank == 0
         if is_shown and error.exit_code == PEER_LOST and to_log is not None:
-            to_log(f"{error}\n")  # the launcher says why the peer has gone, which comes first
+            to_log(f"{error}\n")  # the launcher reports why the peer is gone
             is_shown = False
         elif is_shown:
             show(error)
@@ -154,7 +154,7 @@ def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseE
 
 
 def refusal_of(error: OSError) -> StorageError:
-    """Turn the system's error about a file into one with an exit code."""
+    """Turn the system's error about a file into an error with an exit code."""
     where = f"{printable(error.filename)}: " if error.filename is not None else ""
     refused = StorageError(f"{where}{error.strerror or error}.\n  See to the disk and the permissions.")
     refused.__cause__ = error
@@ -162,7 +162,7 @@ def refusal_of(error: OSError) -> StorageError:
 
 
 def read_exit_notes(directory: Path, attempt: str | None = None) -> dict[int, ExitNote]:
-    """The notes of an attempt, by default of this process's, by rank. Files that are not notes are left out."""
+    """Return the notes of an attempt by rank, by default of this process's attempt. Invalid files are skipped."""
     attempt = os.environ.get(ATTEMPT, "") if attempt is None else attempt
     notes: dict[int, ExitNote] = {}
     for path in sorted(directory.glob("exit-*.json")):

@@ -1,13 +1,12 @@
-"""Faults by name, for tests of what a run survives: ``SHARDWISE_FAULT="mid_shard_write@rank=1@step=20:kill"``.
+"""Injected faults, for tests of recovery: ``SHARDWISE_FAULT="mid_shard_write@rank=1@step=20:kill"``.
 
-The code calls :func:`at` at each of these points. It does nothing unless the variable names that point and
-``SHARDWISE_ARM_FAULTS=1`` stands beside it; no configuration can set either. Several faults are separated by ``;``.
+The code calls :func:`at` at each of the points below. The call has no effect unless the variable names the point and
+``SHARDWISE_ARM_FAULTS=1`` is set too; no configuration can set either. Several faults are separated by ``;``.
 
-Conditions: ``rank`` (default: every rank), ``step`` (every step), ``attempt`` (0: a restarted run is left alone; or
-``any``).
+Conditions: ``rank`` (default: every rank), ``step`` (every step), ``attempt`` (0: not in a restarted run; or ``any``).
 Actions: ``kill`` (SIGKILL), ``segv``, ``stop`` (SIGSTOP), ``term`` and ``int`` (SIGTERM and SIGINT to this process),
-``raise``, ``exit=CODE``, ``enospc`` (as a full disk), ``edquot`` (as a used-up quota), ``sleep=SECONDS``, ``spin`` (for
-ever, in Python), ``nan`` and ``flip`` (of the first tensor that the point offers).
+    ``raise``, ``exit=CODE``, ``enospc`` (as a full disk), ``edquot`` (as an exceeded quota), ``sleep=SECONDS``,
+    ``spin`` (an endless loop in Python), ``nan`` and ``flip`` (in the first tensor that the point offers).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 FAULT, ARMED = "SHARDWISE_FAULT", "SHARDWISE_ARM_FAULTS"
 
-#: Where a fault can strike, in the order in which a run comes by.
+#: Points of faults, in the order in which a run reaches them.
 POINTS = (
     "load_begin",
     "load_mid_shard",
@@ -46,7 +45,7 @@ POINTS = (
     "gc_before_delete",
     "gc_mid_delete",
 )
-#: In the process that copies a checkpoint to a store.
+#: Points in the process that copies a checkpoint to a store.
 STORE_POINTS = (
     *("store_begin", "store_before_file", "store_after_file", "store_before_manifest", "store_after_manifest"),
     *("store_before_delete", "store_mid_delete", "store_end"),
@@ -63,12 +62,12 @@ _FAULT = re.compile(r"(?P<point>\w+)(?P<conditions>(?:@\w+=\w+)*):(?P<action>\w+
 
 
 class InjectedError(RuntimeError):
-    """The action ``raise``."""
+    """The error of the action ``raise``."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault that is armed."""
+    """One armed fault."""
 
     point: str
     conditions: dict[str, str]
@@ -76,7 +75,7 @@ class Fault:
     value: float = 0.0
 
     def is_due(self, point: str, step: int | None) -> bool:
-        """Whether it strikes here and now."""
+        """Return whether the fault must be injected here and now."""
         here = {
             "rank": _variable("RANK", "SLURM_PROCID"),
             "attempt": _variable("SHARDWISE_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"),
@@ -87,7 +86,7 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults that ``text`` names."""
+    """Parse the faults in ``text``."""
     faults = []
     for part in filter(None, text.split(";")):
         match = _FAULT.fullmatch(part.strip())
@@ -111,10 +110,10 @@ _FAULTS = _armed()
 
 
 def at(point: str, step: int | None = None, tensors: Callable[[], Iterable[Any]] = tuple) -> None:
-    """A place where a fault can strike.
+    """Inject the faults for this point, if any are armed.
 
     Raises:
-        InjectedError, OSError: The fault asks for it.
+        InjectedError, OSError: An armed fault requests it.
     """
     for fault in _FAULTS:
         if fault.is_due(point, step):
@@ -153,5 +152,5 @@ def _damage(tensor: Any, action: str) -> None:
 
 
 def _variable(*names: str) -> str:
-    """The first of the variables that is set, else 0."""
+    """Return the first of the variables that is set, else "0"."""
     return next((os.environ[name] for name in names if name in os.environ), "0")

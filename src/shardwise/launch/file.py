@@ -1,4 +1,4 @@
-"""Files that appear whole: other processes and later ones see the old content or the new, never a part."""
+"""Atomic replacement of files: other processes see the old content or the new, never a part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def replacing(path: Path, *, is_durable: bool = False) -> Iterator[BinaryIO]:
 
     Args:
         path: The file to replace, which need not exist.
-        is_durable: Bring the content to the disk first, so that it survives a power cut.
+        is_durable: Sync the content to the disk first, so that it survives a power cut.
 
     Yields:
         The new file, under a temporary name in the same folder.
@@ -36,6 +36,6 @@ def replacing(path: Path, *, is_durable: bool = False) -> Iterator[BinaryIO]:
 
 
 def replace(path: Path, content: str | bytes, *, is_durable: bool = False) -> None:
-    """Write ``content`` (text as UTF-8) to ``path`` in one step, as :func:`replacing` does."""
+    """Write ``content`` (text as UTF-8) to ``path`` atomically, as :func:`replacing` does."""
     with replacing(path, is_durable=is_durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)

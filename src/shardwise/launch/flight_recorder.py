@@ -1,11 +1,11 @@
-"""torch's flight recorders of a run that hangs, in files for torch's own tool (``torchfrtrace``).
+"""Writes torch's flight recorders of a hanging run to files for torch's tool (``torchfrtrace``).
 
-torch keeps the newest collectives of NCCL in each process (``TORCH_FR_BUFFER_SIZE``) and would write them when its own
-watch over NCCL times out, which is later than ``launch.hang`` ends the run. A rank is therefore asked for them through
-the folder of heartbeats: whoever watches makes the file ``flight-request`` (:func:`request`), and the thread that
+torch stores the newest NCCL collectives in each process (``TORCH_FR_BUFFER_SIZE``), and would write them when its NCCL
+watchdog times out, which is later than ``launch.hang`` ends the run. Therefore ranks are asked for them through the
+folder of heartbeats: the watching process creates the file ``flight-request`` (:func:`request`), and the thread that
 writes the heartbeat answers with ``flight-rank-RANK``, in torch's format.
 
-Everything here is for a message that can do without: what is missing is left out.
+The message about a hang does not depend on these files: a missing file is ignored.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _PREFIX, _REQUEST = "flight-rank-", "flight-request"
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """The file that a rank writes its recorder to."""
+    """Return the file for a rank's flight recorder."""
     return directory / f"{_PREFIX}{rank}"
 
 
 def request(directory: Path) -> None:
-    """Ask all ranks for their recorders, once in an attempt: several ranks may find a hang at the same time."""
+    """Ask all ranks for their recorders, once per attempt, because several ranks may find a hang at the same time."""
     with contextlib.suppress(OSError):
         (directory / _REQUEST).touch(exist_ok=False)
 
 
 def clear(directory: Path) -> None:
-    """Remove what an earlier attempt has asked for and got."""
+    """Remove request and answers of an earlier attempt."""
     for path in [directory / _REQUEST, *directory.glob(f"{_PREFIX}*")]:
         path.unlink(missing_ok=True)
 
 
 def requested(directory: Path) -> tuple[int, int] | None:
-    """The newest request, to be compared with the one before; ``None`` where there is none."""
+    """Return an identity of the newest request, to detect a new one; ``None`` if there is none."""
     try:
         found = (directory / _REQUEST).stat()
     except OSError:
@@ -45,10 +45,10 @@ def requested(directory: Path) -> tuple[int, int] | None:
 
 
 def write(directory: Path, rank: int) -> None:
-    """Write this process's recorder; an empty file where it has none."""
-    if "torch" not in sys.modules:  # where nobody has loaded it there is nothing to write
+    """Write this process's recorder, or an empty file if it has none."""
+    if "torch" not in sys.modules:  # without torch there is no recorder
         return
-    with contextlib.suppress(Exception):  # a private function, in a process that is in trouble
+    with contextlib.suppress(Exception):  # a private function, in a process with a problem
         from shardwise.torch_private import recorded_collectives
 
         partial = directory / f"flight-partial-{rank}"
@@ -57,7 +57,7 @@ def write(directory: Path, rank: int) -> None:
 
 
 def summary(directory: Path, ranks: Iterable[int]) -> list[str]:
-    """The line of a message that names the files and what reads them; empty where there are none."""
+    """Return a line that names the files and the tool for them; empty if there are none."""
     sizes = [path.stat().st_size if (path := path_of(directory, rank)).exists() else 0 for rank in ranks]
     if not any(sizes):
         return []

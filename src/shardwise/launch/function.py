@@ -1,7 +1,7 @@
-"""``sw.launch``: a function on several processes, from a script or a notebook; and the program of its workers.
+"""``sw.launch``: runs a function on several processes, from a script or a notebook; also the program of its workers.
 
-The function travels by cloudpickle, so that one that a notebook's cell has defined is found by fresh processes. Nothing
-is forked: threads and CUDA of the calling process do not matter.
+The function is sent by cloudpickle, so that new processes can run functions that are defined in a notebook's cell.
+Processes are not forked: threads and CUDA state of the calling process do not matter.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _CALL = "call.pkl"
 
 
 def packed(value: Any) -> bytes:
-    """``value`` by cloudpickle, with the folders in which this process looks for modules."""
+    """Serialize ``value`` by cloudpickle, with the module search path of this process."""
     import cloudpickle
 
     return cloudpickle.dumps((sys.path, cloudpickle.dumps(value)))
 
 
 def unpacked(raw: bytes) -> Any:
-    """Undo :func:`packed`. Modules are looked for where the packing process looked, after this one's own places."""
+    """Undo :func:`packed`. Modules are also searched in the packing process's folders, after this process's own."""
     import cloudpickle
 
     path, value = cloudpickle.loads(raw)
@@ -42,23 +42,23 @@ def launch(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on several processes of this machine.
 
-    Each is one rank of a world, as under ``torchrun``: ``sw.parallelize`` in it joins the others. Rank 0 writes to the
-    terminal or the cell. In a process that is one of several already the function is called here, so that a script
-    works under ``torchrun`` too.
+    Each process is one rank of a world, as under ``torchrun``: ``sw.parallelize`` in it joins the others. Rank 0 writes
+    to the terminal or the notebook's cell. If this process is already one of several, the function is called directly,
+    so that a script also works under ``torchrun``.
 
     Args:
-        fn: A function; also one that a notebook's cell has defined.
+        fn: A function, which may be defined in a notebook's cell.
         *args: Its arguments, which are copied.
-        nproc: Processes; by default one for each GPU, or two on a CPU.
-        max_restarts: How often all processes are started again after one was lost.
-        **kwargs: Further arguments of ``fn``.
+        nproc: Number of processes; by default one for each GPU, or two on a CPU.
+        max_restarts: How many times all processes are restarted after one was lost.
+        **kwargs: Keyword arguments of ``fn``.
 
     Returns:
-        What ``fn`` returned, by rank; under ``torchrun`` of this rank alone.
+        The results of ``fn`` by rank; under ``torchrun`` only this rank's.
 
     Raises:
-        ConfigError: ``nproc`` makes no sense here.
-        ShardwiseError: A rank failed: what it said has been shown; ``exit_code`` is the launcher's.
+        ConfigError: ``nproc`` is not possible here.
+        ShardwiseError: A rank failed, and its error was printed; ``exit_code`` is the launcher's.
     """
     import cloudpickle
 
@@ -80,7 +80,7 @@ def launch(
 
 
 def _work(folder: Path) -> int:
-    """As one of the ranks: call the function and leave what it returns."""
+    """Call the function as one of the ranks, and store its result."""
     import cloudpickle
 
     world = read_world()

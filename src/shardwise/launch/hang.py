@@ -1,12 +1,12 @@
-"""The search for a rank that has stopped making progress, its stack, and the end of the run.
+"""Finds a rank that makes no progress, shows the ranks' stacks, and ends the run.
 
-A run hangs when a rank's heartbeat (``launch.heartbeat``) stays at one place for longer than the limit that the rank
-has written there itself. The ranks that wait for it are overdue at the same time; the rank named is the one that the
-others wait for: stopped or gone, else the one that is in no collective, else the one whose step is the lowest.
+A run hangs when a rank's heartbeat (``launch.heartbeat``) does not change for longer than the limit that the rank
+itself has written there. The ranks that wait for it are overdue at the same time. The message names the rank that the
+others wait for: a stopped or ended one, else one that is in no collective, else the one with the lowest step.
 
 Our launcher watches the ranks that it has started. Elsewhere (torchrun, Slurm) each rank has a thread that watches its
-own main thread. ``comm.stall`` asks another question, whether waiting ranks disagree about what comes next, and
-answers it within seconds; here any lack of progress counts, and the limit is a matter of time.
+main thread. ``comm.stall`` answers a different question within seconds: whether waiting ranks disagree about the next
+collective. Here any lack of progress counts, after a time limit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from shardwise.launch import flight_recorder, heartbeat
 from shardwise.launch.exit_codes import TIMED_OUT, note_exit
 from shardwise.launch.heartbeat import Beat
 
-#: Interval between two looks.
+#: Seconds between two checks.
 INTERVAL_S = 0.5
-#: Time over which the use of the processor is measured, and that ranks have to write their stacks.
+#: Seconds over which the use of the processor is measured, and in which ranks must write their stacks.
 _SAMPLE_S = 0.5
-#: Time that ranks have beyond that to write their flight recorders: their threads look for a request twice a second.
+#: Further seconds for ranks to write their flight recorders; their threads check for a request twice a second.
 _RECORDERS_S = 1.5
-#: Time that a rank has to explain a hang and to end.
+#: Seconds that a rank has to explain a hang and to exit.
 _LONGEST_S = 60.0
-#: A record of another machine that is older than this comes from a process that does not run.
+#: Seconds after which a heartbeat of another machine is taken as that of a process that does not run.
 _SILENT_S = 10.0
-#: A record of this machine that is older than this comes from a process whose threads do not get to run.
+#: Seconds after which a heartbeat of this machine is taken as that of a process whose threads cannot run.
 _LOCKED_S = 4.0
-#: A message names at most so many ranks.
+#: Maximum number of ranks in a message.
 _MOST_LINES = 16
 
-#: States of a main thread, those that explain a hang first.
+#: States of a main thread; the states that explain a hang come first.
 GONE, STOPPED, SILENT, LOCKED, COMPUTING, ELSEWHERE, WAITING = (
     "gone: the process does not exist",
     "stopped: state T, by SIGSTOP, a debugger or a frozen container",
@@ -59,15 +59,15 @@ _ORDER = (GONE, STOPPED, SILENT, LOCKED, COMPUTING, ELSEWHERE, WAITING)
 class Hang:
     """A run that makes no progress."""
 
-    beat: Beat  # the record of the rank that the others wait for
-    text: str  # what has been found, in lines
+    beat: Beat  # heartbeat of the rank that the others wait for
+    text: str  # the findings, in lines
 
 
 class HangWatch:
-    """Finds ranks whose heartbeat stays at one place.
+    """Finds ranks whose heartbeat does not change.
 
-    Only time during which this object was called counts: a machine that slept, or a container that was frozen and has
-    been thawed, is not a hang.
+    Only time during which this object is called counts, so that a machine that slept, or a container that was frozen
+    for a while, is not taken for a hang.
     """
 
     def __init__(self, directory: Path, ranks: Iterable[int]) -> None:
@@ -76,7 +76,7 @@ class HangWatch:
         self._looked_at = time.monotonic()
 
     def overdue(self) -> Beat | None:
-        """A rank that has been at one place for longer than its limit. Call it every ``INTERVAL_S``."""
+        """Return a rank that has made no progress for longer than its limit. Call this every ``INTERVAL_S``."""
         now = time.monotonic()
         passed_s, self._looked_at = min(now - self._looked_at, 4 * INTERVAL_S), now
         found = None
@@ -92,7 +92,7 @@ class HangWatch:
 
 
 def explain(directory: Path, ranks: Sequence[int], late: Beat) -> Hang:
-    """Make the ranks write their stacks and flight recorders, and name the rank that the others wait for."""
+    """Make the ranks write their stacks and flight recorders, and find the rank that the others wait for."""
     beats = [beat for rank in ranks if (beat := heartbeat.read(directory, rank)) is not None] or [late]
     here = [beat for beat in beats if beat.host == socket.gethostname()]
     before = {beat.pid: _main_thread(beat.pid) for beat in here}
@@ -142,13 +142,13 @@ def _await_recorders(directory: Path, ranks: Sequence[int]) -> None:
 
 
 def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], str]) -> threading.Event:
-    """Watch this process from a thread of its own, and end it with code 82 when its main thread makes no progress.
+    """Watch this process from a separate thread, and end it with code 82 when its main thread makes no progress.
 
-    For worlds that our launcher has not started. The first rank that gets there prints the message, and ends processes
-    of its machine that are stopped, which would not end by themselves.
+    For worlds that our launcher has not started. The first rank that finds a hang prints the message, and kills stopped
+    processes of its machine, which would not end otherwise.
 
     Returns:
-        What ends the watch when it is set.
+        An event that ends the watch when it is set.
     """
     ends = threading.Event()
     said = directory / "hang.txt"
@@ -168,7 +168,7 @@ def watch_own_rank(directory: Path, rank: int, size: int, *, safe: Callable[[], 
 
 
 def _end_own_rank(directory: Path, ranks: Sequence[int], late: Beat, said: Path, safe: Callable[[], str]) -> None:
-    # CUDA may hang in a call for the flight recorder, with the interpreter's lock held; this ends the process then.
+    # CUDA may hang in a call for the flight recorder and hold the interpreter's lock; this ends the process then.
     faulthandler.dump_traceback_later(_LONGEST_S, exit=True)
     hang = explain(directory, ranks, late)
     text = f"{hang.text}\n{safe()}"
@@ -200,9 +200,9 @@ def _state(beat: Beat, before: tuple[str, float] | None, *, is_here: bool) -> st
 
 
 def _main_thread(pid: int) -> tuple[str, float] | None:
-    """State of a process's main thread, and the seconds in which it had a processor or waited for one.
+    """Return the state of a process's main thread, and the seconds in which it ran or waited for a processor.
 
-    ``None`` where there is no such process. Kernels without ``schedstat`` tell of the processor alone.
+    ``None`` if there is no such process. On kernels without ``schedstat`` the seconds include only running.
     """
     for folder in (Path(f"/proc/{pid}/task/{pid}"), Path(f"/proc/{pid}")):
         with contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
-"""This rank's present activity, in a small file that others read while it hangs: ``logs/heartbeat-RANK.json``.
+"""This rank's current activity, in a small file that other processes read during a hang: ``logs/heartbeat-RANK.json``.
 
 The main thread writes the file whenever it enters another phase or step; a thread writes it twice a second with the
-collective that the main thread is in. A record has a fixed size and is written by one ``pwrite`` without fsync, which
-takes some microseconds. ``launch.hang`` reads the files.
+main thread's current collective. A record has a fixed size and is written by one ``pwrite`` without fsync, which takes
+some microseconds. ``launch.hang`` reads the files.
 
-:func:`begin` also lets this process write the stacks of all its threads to ``logs/stack-RANK.txt`` when it gets
-``STACKS_SIGNAL``. faulthandler does that in C, so that it works while a thread holds the interpreter's lock. The thread
-that writes the records also answers requests for torch's flight recorders (``launch.flight_recorder``).
+:func:`begin` also makes this process write the stacks of all threads to ``logs/stack-RANK.txt`` when it receives
+``STACKS_SIGNAL``. faulthandler does that in C, so it works while a thread holds the interpreter's lock. The thread that
+writes the records also answers requests for torch's flight recorders (``launch.flight_recorder``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.launch.process import peak_rss_bytes
 #: A real-time signal that neither Python nor torch, NCCL, Slurm or torch elastic uses.
 STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
-#: Interval at which the thread writes.
+#: Seconds between the thread's records.
 INTERVAL_S = 0.5
 
 RECORD_BYTES = 1024
@@ -41,17 +41,17 @@ class Beat:
     """One record."""
 
     rank: int
-    pid: int = field(default_factory=os.getpid)  # its number
-    host: str = field(default_factory=socket.gethostname)  # name of its machine
-    step: int = 0  # the step that is being made; 0 before the first
-    #: What the main thread does: ``start``, ``step``, ``evaluation``, ``save``, ``load`` or ``end``.
+    pid: int = field(default_factory=os.getpid)  # process number
+    host: str = field(default_factory=socket.gethostname)  # name of the machine
+    step: int = 0  # the current step; 0 before the first
+    #: Phase of the main thread: ``start``, ``step``, ``evaluation``, ``save``, ``load`` or ``end``.
     phase: str = "start"
-    moves: int = 0  # counts what the main thread has finished inside the phase, such as microbatches
-    limit_s: float = 0.0  # how long the main thread may take for the next move, phase or step; 0: for ever
+    moves: int = 0  # progress of the main thread within the phase, such as the number of microbatches
+    limit_s: float = 0.0  # seconds that the main thread may take for the next move, phase or step; 0: no limit
     saved_step: int = 0  # the newest step of this run that is in a checkpoint; 0 for none
     collective: str = ""  # the collective that the main thread waits in, or the last one
     is_waiting: bool = False  # whether the main thread, or the device, waits in that collective
-    peak_rss_bytes: int = 0  # the most memory of the host that the process has held; 0 where that is not known
+    peak_rss_bytes: int = 0  # peak host memory of the process; 0 if unknown
     time_s: float = 0.0  # time of the record, in seconds since the epoch
 
     @property
@@ -73,7 +73,7 @@ class Heart:
         self._file = os.open(path_of(directory, rank), os.O_RDWR | os.O_CREAT, 0o644)
         self._stacks = stacks_of(directory, rank).open("a", encoding="utf-8")
         if threading.current_thread() is threading.main_thread():
-            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # what is left after end(): one that comes late ends nothing
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # stays after end(), so that a late signal does not kill
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self.directory, self._request = directory, flight_recorder.requested(directory)
         self._ends = threading.Event()
@@ -82,7 +82,7 @@ class Heart:
         self._thread.start()
 
     def write(self) -> None:
-        """Write a record. A disk that refuses is left alone: a run does not end for want of a heartbeat."""
+        """Write a record. Errors of the disk are ignored: a run must not end because of a heartbeat."""
         beat = self.beat
         beat.time_s = time.time()
         record = json.dumps({name: getattr(beat, name) for name in beat.__slots__}).encode()
@@ -90,18 +90,18 @@ class Heart:
             os.pwrite(self._file, record.ljust(RECORD_BYTES - 1) + b"\n", 0)
 
     def look_where(self) -> None:
-        """Note the collective that the main thread is in, and the memory that the process has held."""
+        """Record the main thread's collective, and the process's peak memory."""
         if self._where is not None:
             collective, self.beat.is_waiting = self._where()
             self.beat.collective = collective[:_LONGEST_COLLECTIVE]
         self.beat.peak_rss_bytes = peak_rss_bytes()
 
     def ask(self, where: Callable[[], tuple[str, bool]]) -> None:
-        """Use ``where`` to ask which collective the main thread is in, and whether it waits there."""
+        """Set the function that returns the main thread's collective, and whether the thread waits in it."""
         self._where = where
 
     def end(self) -> None:
-        """Stop the thread; the last record stays."""
+        """Stop the thread; the last record is kept."""
         self._ends.set()
         self._thread.join(timeout=2 * INTERVAL_S)
         faulthandler.unregister(STACKS_SIGNAL)
@@ -121,15 +121,15 @@ class Heart:
         self._request = request
 
 
-#: The one of this process, while there is one.
+#: The heartbeat of this process, if it writes one.
 _heart: Heart | None = None
 
 
 def begin(directory: Path, rank: int) -> Heart:
-    """Begin to write this process's records into ``directory``; where that has been done, nothing changes.
+    """Start writing this process's records into ``directory``; no effect if that was already done.
 
     Raises:
-        OSError: The files cannot be made.
+        OSError: The files cannot be created.
     """
     global _heart  # noqa: PLW0603 - one per process, as its main thread is one
     if _heart is None:
@@ -146,7 +146,7 @@ def end() -> None:
 
 
 def enter(phase: str, *, step: int | None = None, limit_s: float | None = None, saved_step: int | None = None) -> None:
-    """Note that the main thread enters a phase or a step. What is not given stays. Nothing where nobody has begun."""
+    """Record that the main thread enters a phase or a step. Values that are ``None`` stay. No effect before begin()."""
     if _heart is None:
         return
     _heart.look_where()
@@ -159,28 +159,28 @@ def enter(phase: str, *, step: int | None = None, limit_s: float | None = None, 
 
 
 def move() -> None:
-    """Note that the main thread has gone on inside its phase; the thread writes that soon."""
+    """Record progress of the main thread within its phase; the thread writes it soon."""
     if _heart is not None:
         _heart.beat.moves += 1
 
 
 def directory() -> Path | None:
-    """The folder of this process's records; ``None`` where it writes none."""
+    """Return the folder of this process's records; ``None`` if it writes none."""
     return None if _heart is None else _heart.directory
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """The file of a rank's records."""
+    """Return the file of a rank's records."""
     return directory / f"heartbeat-{rank}.json"
 
 
 def stacks_of(directory: Path, rank: int) -> Path:
-    """The file that a rank writes its stacks to."""
+    """Return the file of a rank's stacks."""
     return directory / f"stack-{rank}.txt"
 
 
 def read(directory: Path, rank: int) -> Beat | None:
-    """A rank's newest record; ``None`` where there is none, or none that is whole."""
+    """Return a rank's newest record; ``None`` if there is none or it is incomplete."""
     try:
         with path_of(directory, rank).open("rb") as file:
             return Beat(**json.loads(file.read(RECORD_BYTES)))
@@ -189,7 +189,7 @@ def read(directory: Path, rank: int) -> Beat | None:
 
 
 def clear(directory: Path) -> None:
-    """Remove the records of an earlier attempt, so that nobody takes them for those of this one."""
+    """Remove the records of an earlier attempt, so that they are not mistaken for records of this one."""
     for path in directory.glob("heartbeat-*.json"):
         path.unlink(missing_ok=True)
     flight_recorder.clear(directory)

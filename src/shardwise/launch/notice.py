@@ -1,4 +1,4 @@
-"""Words to the user, once per process, from rank 0 alone."""
+"""Messages to the user, printed once per process, only on rank 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _told: set[str] = set()
 
 
 def cpu_notice(device_type: str, num_gpus: int) -> str | None:
-    """The remark about a model on a device of this type on a machine with so many GPUs; ``None``: there is none."""
+    """Return the notice for a model on the CPU of a machine with GPUs; ``None`` otherwise."""
     if device_type != "cpu" or num_gpus == 0:
         return None
     return (
@@ -19,7 +19,7 @@ def cpu_notice(device_type: str, num_gpus: int) -> str | None:
 
 
 def tell_once(text: str) -> None:
-    """Print ``text`` on rank 0, unless that has been done before."""
+    """Print ``text`` on rank 0, unless it was printed before."""
     if text in _told:
         return
     _told.add(text)

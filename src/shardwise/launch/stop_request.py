@@ -1,4 +1,4 @@
-"""Requests to stop that reach this process as signals, caught from its first moment on."""
+"""Requests to stop that this process receives as signals, caught from the start of the process."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-#: Finished steps are saved: resubmit.
+#: Exit code: finished steps are saved, resubmit.
 STOPPED = 75
 INTERRUPTED = 128 + signal.SIGINT
 
-#: Each asks a run to save and end: schedulers send SIGTERM or what they are told (Slurm's --signal: often SIGUSR1), a
-#: closed terminal sends SIGHUP, its keys SIGINT and SIGQUIT.
+#: Signals that ask a run to save and stop: schedulers send SIGTERM or a configured one (Slurm's --signal: often
+#: SIGUSR1), a closed terminal sends SIGHUP, and its keys send SIGINT and SIGQUIT.
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
-#: Set for workers whose program takes requests with a :class:`StopRequest`; others are ended by them.
+#: Set for workers whose program handles requests with a :class:`StopRequest`; other workers are killed by them.
 CATCHES_STOPS = "SHARDWISE_CATCHES_STOPS"
 
-#: What came before a :class:`StopRequest` was there to take it: number and time.
+#: Number and time of signals received before a :class:`StopRequest` existed.
 _early: list[tuple[int, float]] = []
 
 
 def catch_early() -> None:
-    """Keep requests for the :class:`StopRequest` that comes. Without one, the process would end in the middle of work.
+    """Store requests for a later :class:`StopRequest`, so that they do not kill the process.
 
-    A second one ends the process: nothing in it may be going to take the first.
+    A second request ends the process, because there may never be a :class:`StopRequest`.
     """
     for number in REQUESTS:
         signal.signal(number, _note_early)
@@ -43,17 +43,17 @@ def _note_early(number: int, frame: FrameType | None) -> None:
 class StopRequest:
     """Catches requests to stop while it is open. A second Ctrl-C ends the process at once.
 
-    A second SIGTERM does not: torch elastic sends one to the ranks that are still saving when the first has left.
+    A second SIGTERM does not, because torch elastic sends one to ranks that are still saving when the first has exited.
     """
 
     def __init__(self) -> None:
-        self.signal_number = 0  # the first signal that came, 0 for none
-        self.came_at_s = 0.0  # when, on ``time.monotonic``
-        self.safe = ""  # what is said at the second Ctrl-C
+        self.signal_number = 0  # the first signal, 0 for none
+        self.came_at_s = 0.0  # its time, on ``time.monotonic``
+        self.safe = ""  # text printed at the second Ctrl-C
         self._kept: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        """Take over the signals. Only the main thread can; elsewhere nothing is caught."""
+        """Install the signal handlers. Outside of the main thread this is not possible, and nothing is caught."""
         if threading.current_thread() is threading.main_thread():
             for number in REQUESTS:
                 self._kept[number] = signal.signal(number, self._note)
@@ -64,7 +64,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._kept.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._kept.clear()
@@ -79,5 +79,5 @@ class StopRequest:
 
 
 def exit_code(signal_number: int) -> int:
-    """The exit code of a run that was stopped by a signal and has saved its steps."""
+    """Return the exit code of a run that was stopped by a signal and has saved its steps."""
     return INTERRUPTED if signal_number == signal.SIGINT else STOPPED

@@ -1,4 +1,4 @@
-"""The launcher while its workers run: it passes signals on, and ends a run that hangs or does not stop."""
+"""The launcher's supervision of its workers: forwards signals, and ends a run that hangs or does not stop."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from shardwise.launch.process import parent
 from shardwise.launch.stop_request import REQUESTS
 from shardwise.launch.worker import LAUNCHER_PID
 
-#: A worker without a heartbeat (its logs cannot be written) gets a signal all the same after this time.
+#: Seconds after which a worker gets a signal even without a heartbeat, because its logs may not be writable.
 _LATEST_S = 10.0
 
 
 class Supervisor:
-    """Watches the workers of one launcher, whatever the attempt, from a thread.
+    """Watches the workers of one launcher, in all attempts, from a thread.
 
-    The first signal is passed to every worker as soon as the worker can take it. A second one ends all workers at once,
-    as the end of the time does that they have after the first.
+    The first signal is forwarded to every worker as soon as the worker can handle it. A second one kills all workers at
+    once, and so does the end of the grace period after the first.
     """
 
     def __init__(self, logs: Path, num_ranks: int, grace_s: float, stop_words: str) -> None:
-        self.stopped_by: int | None = None  # the first signal that came; ``None`` for none
-        #: Whether this object has ended the workers for a second signal or a hang, or because time was over.
+        self.stopped_by: int | None = None  # the first signal received; ``None`` for none
+        #: Whether this object has killed the workers: because of a second signal, a hang or the grace period.
         self.is_ended = False
-        self.hang: Hang | None = None  # the hang for which the workers were ended
+        self.hang: Hang | None = None  # the hang because of which the workers were killed
         self._logs, self._num_ranks, self._grace_s, self._stop_words = logs, num_ranks, grace_s, stop_words
         self._stopped_at_s = 0.0
         self._told: set[int] = set()
@@ -42,7 +42,7 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def __enter__(self) -> Self:
-        """Take over this process's signals, where this is the main thread, and begin to watch."""
+        """Install signal handlers if this is the main thread, and start watching."""
         if threading.current_thread() is threading.main_thread():
             for number in REQUESTS:
                 self._kept[number] = signal.signal(number, self._note)
@@ -52,7 +52,7 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Watch no longer and give the signals back."""
+        """Stop watching and restore the signal handlers."""
         self._ends.set()
         self._thread.join()
         for number, handler in self._kept.items():
@@ -77,7 +77,7 @@ class Supervisor:
             late = watch.overdue()
             if late is not None and self.hang is None and not self.is_ended and late.pid in self._workers():
                 hang = explain(self._logs, range(self._num_ranks), late)
-                if late.pid in self._workers():  # else it was about to end, and has
+                if late.pid in self._workers():  # otherwise it has just exited
                     self.hang = hang
                     self._end()
 
@@ -96,19 +96,19 @@ class Supervisor:
         kill_workers()
 
     def _workers(self) -> set[int]:
-        """The workers themselves, without the processes that they have started."""
+        """Return the workers without the processes that they have started."""
         return {pid for pid in _started_here() if parent(pid) == os.getpid()}
 
 
 def kill_workers() -> None:
-    """Kill all workers of this process and what they have started. A worker leads a session of its own."""
+    """Kill all workers of this process and the processes that they have started. Each worker leads a session."""
     for pid in _started_here():
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def num_killed_for_memory() -> int:
-    """The number of processes that this machine's kernel has killed for want of memory since it started."""
+    """Return the number of processes that this machine's kernel has killed because of lack of memory since boot."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,7 +1,7 @@
-"""Settings of torch's own watch over NCCL, so that it does not end a process before ``launch.hang`` has said why.
+"""Settings of torch's NCCL watchdog, so that it does not end a process before ``launch.hang`` has explained a hang.
 
-torch reads them when the first process group with NCCL is made. What the user has set stays; where that hides a message
-of ours, a warning says so. https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
+torch reads them when the first process group with NCCL is created. The user's settings are kept; if they would hide one
+of our messages, a warning is printed. https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import logging
 import math
 import os
 
-#: How much longer than our own time limit torch's watch waits.
+#: Seconds by which torch's watchdog waits longer than our time limit.
 MARGIN_S = 60.0
 
 _logger = logging.getLogger("shardwise")
 
-#: A thread of torch ends the process when its watchdog, stuck in a call of CUDA or NCCL, is silent for so many seconds.
+#: torch ends the process when its watchdog is stuck in a call of CUDA or NCCL for this many seconds.
 _HEARTBEAT_S, _IS_MONITORED = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "TORCH_NCCL_ENABLE_MONITORING"
 _DEFAULT_HEARTBEAT_S = 480
-#: Collectives that the flight recorder keeps, by its name of today and its earlier one. 0 turns it off.
+#: Number of collectives in the flight recorder, by its current name and an earlier one. 0 turns the recorder off.
 _RECORDS, _NUM_RECORDS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), 2000
-#: The host waits in every collective, so that ``comm.stall`` does not get to compare what the ranks have issued.
+#: Variables that make the host wait in every collective, so that ``comm.stall`` cannot compare the ranks' collectives.
 _BLOCKS = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def prepare(timeout_s: float) -> None:
-    """Set the environment of torch's watch where collectives may take ``timeout_s``, and warn of conflicts."""
+    """Set the environment of torch's watchdog for collectives of up to ``timeout_s``, and warn of conflicts."""
     if not any(name in os.environ for name in _RECORDS):
         os.environ[_RECORDS[0]] = str(_NUM_RECORDS)
     heartbeat_s = math.ceil(timeout_s + MARGIN_S)
@@ -48,6 +48,6 @@ def prepare(timeout_s: float) -> None:
 
 
 def _is_on(name: str, *, default: bool = False) -> bool:
-    """Whether a switch is on, in the values that torch takes."""
+    """Return whether a variable is on, by the rules of torch."""
     value = os.environ.get(name, "").lower()
     return value in {"1", "y", "yes", "t", "true"} or (default and not value)

@@ -1,7 +1,7 @@
 """The program of a worker: ``python -m shardwise.launch.worker MODULE ARGS...`` runs ``MODULE`` as ``python -m`` does.
 
-In addition the worker dies with its launcher, writes to its rank's log file (rank 0 to the terminal too), and leaves an
-exit note. Nothing here imports torch, so that a worker is bound to its launcher from its first moment.
+In addition the worker is killed when its launcher dies, writes to its rank's log file (rank 0 also to the terminal),
+and writes an exit note. Nothing here imports torch, so that a worker is bound to its launcher as early as possible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.launch import heartbeat
 from shardwise.launch.exit_codes import LOG_DIR, note_exit, reserve_exit_note
 from shardwise.launch.stop_request import CATCHES_STOPS, catch_early
 
-#: The process that a worker must not outlive.
+#: Process number of the launcher, which a worker must not outlive.
 LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"
 
 _PR_SET_PDEATHSIG = 1
@@ -35,11 +35,10 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]|\x07")
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """End this process with SIGKILL as soon as its parent is gone.
+    """Make the kernel kill this process when its parent dies.
 
-    Call it as the first thing in a worker. A training worker that outlives its launcher keeps a device, and writes
-    checkpoints beside those of the run that replaces it. With ``parent_pid`` also where the parent has died before this
-    call.
+    Call it first in a worker. A training worker that outlives its launcher occupies a device, and writes checkpoints
+    into the folder of the run that replaces it. With ``parent_pid`` this works even after the parent's death.
     """
     parent = parent_pid if parent_pid is not None else os.getppid()
     if not _ask_the_kernel():
@@ -80,7 +79,7 @@ class _Tee:
         return written
 
     def write_to_log(self, text: str) -> None:
-        """Write to the log alone."""
+        """Write only to the log."""
         self._log.write(text)
 
     def flush(self) -> None:
@@ -88,7 +87,7 @@ class _Tee:
         self._log.flush()
 
     def finish(self) -> None:
-        """Write the last line, if it has no end."""
+        """Write the last line if it is incomplete."""
         if _plain(self._line):
             self._log.write(_plain(self._line) + "\n")
         self._line = ""
@@ -104,7 +103,7 @@ def _plain(line: str) -> str:
 
 
 def _open_log(rank: int) -> TextIO:
-    """The rank's log file. Ranks other than 0 write nothing else, C++ included."""
+    """Open the rank's log file. All output of ranks other than 0 goes only there, including that of C++."""
     directory = os.environ.get(LOG_DIR)
     log = _lossy(os.devnull)
     if directory:
@@ -123,7 +122,7 @@ def _open_log(rank: int) -> TextIO:
 
 
 class _Lossy(io.FileIO):
-    """A file that loses what the disk does not take: a run ends for what it cannot save, not for want of a log."""
+    """A file that ignores write errors, because a run must not end when a log cannot be written."""
 
     def write(self, data: Any) -> int:
         try:
@@ -138,7 +137,7 @@ def _lossy(file: str | int) -> TextIO:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``arguments[0]`` as ``python -m`` would. Returns the exit code."""
+    """Run ``arguments[0]`` as ``python -m`` would. Return the exit code."""
     die_with_parent(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
     rank = int(os.environ.get("RANK", "0"))
     log = _open_log(rank)
@@ -150,7 +149,7 @@ def main(arguments: list[str]) -> int:
             heartbeat.begin(Path(os.environ[LOG_DIR]), rank)
             reserve_exit_note(Path(os.environ[LOG_DIR]), rank)
     module, *rest = arguments
-    if module != "shardwise":  # a program of the user's, who may have it in the current folder: see the option -P
+    if module != "shardwise":  # a user's module may be in the current folder, which -P hides
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     sys.argv = [module, *rest]
     try:
@@ -163,7 +162,7 @@ def main(arguments: list[str]) -> int:
             print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
     except KeyboardInterrupt:
         code, reason, is_shown = 130, "interrupted", False
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher is to know
+    except BaseException as error:  # noqa: BLE001 - the launcher must be notified of any error
         code, is_shown = getattr(error, "exit_code", 1), False
         reason = "".join(traceback.format_exception_only(error)).strip()
         log.write("".join(_traceback(error)))
@@ -186,7 +185,7 @@ def _code_of(end: SystemExit) -> tuple[int, str]:
 
 
 def _traceback(error: BaseException) -> list[str]:
-    """The traceback without the frames of this module and of runpy."""
+    """Return the traceback without the frames of this module and of runpy."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -1,22 +1,22 @@
 """Join the world that the environment describes.
 
-:func:`read_world` turns environment variables into a :class:`World`; it is pure, so that every launcher's variables can
-be tested as a dictionary. :func:`init_process_group` makes torch.distributed's default group from it.
+:func:`read_world` converts environment variables to a :class:`World`. It is pure, so the variables of every launcher
+can be tested as a dictionary. :func:`init_process_group` creates torch.distributed's default group from it.
 
 The sources of a world, in the order in which they are tried:
 
 =============  =======================================================================================================
 ``launcher``   RANK, WORLD_SIZE, ... and SHARDWISE_RENDEZVOUS_DIR: our own ``launch.elastic``
 ``torchrun``   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_*
-``variables``  RANK and WORLD_SIZE from anywhere else
+``variables``  RANK and WORLD_SIZE, set by anything else
 ``slurm``      SLURM_STEP_ID, SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST: tasks of ``srun``
 ``alone``      none of them: a world of one
 =============  =======================================================================================================
 
-The store of a world on one machine, and what Gloo opens while that world is joined, listen on 127.0.0.1 only; NCCL
-does where our own launcher started the processes (``launch.elastic`` sets ``NCCL_SOCKET_IFNAME`` for them). A world on
-several machines listens on rank 0's own address, never on all interfaces, and its network must be private: whoever
-reaches the port can write the keys by which the ranks meet.
+On one machine the store, and the sockets that Gloo opens while joining, listen only on 127.0.0.1. So does NCCL if our
+launcher started the processes (``launch.elastic`` sets ``NCCL_SOCKET_IFNAME``). On several machines the store listens
+on rank 0's own address, never on all interfaces, and the network must be private: whoever can reach the port can write
+the keys by which the ranks find each other.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-#: Where our own launcher lets the ranks of one machine meet: a directory that only this user can enter.
+#: Directory for the rendezvous of our launcher's ranks on one machine, accessible only to this user.
 RENDEZVOUS_DIR = "SHARDWISE_RENDEZVOUS_DIR"
-#: How many times our own launcher has started this run anew.
+#: Number of times that our launcher has restarted this run.
 RESTART_COUNT = "SHARDWISE_RESTART_COUNT"
 
 DEFAULT_TIMEOUT_S = 300.0
 _LOOPBACK = "127.0.0.1"
-#: Names the network that Gloo listens on; without it that is the one to which the machine's own name belongs.
+#: Selects Gloo's network interface; by default the one to which the machine's host name belongs.
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-#: Asks Linux for the address of an interface.
+#: ioctl for the address of an interface on Linux.
 _SIOCGIFADDR = 0x8915
 _DEFAULT_PORT = 29500
-#: How often rank 0 looks who of a world of torchrun has come.
+#: Seconds between rank 0's checks for ranks that have joined a world of torchrun.
 _ANSWERS_EVERY_S = 0.02
 _logger = logging.getLogger("shardwise")
 
@@ -72,10 +72,10 @@ class World:
         local_rank: From 0 to ``local_size - 1`` on this machine; the index of its device.
         local_size: Number of processes on this machine.
         num_nodes: Number of machines.
-        master_addr: Where rank 0 can be reached.
-        master_port: Its port; 0 where none is needed.
-        source: Which variables described the world: a name of the table at the top of this module.
-        restart_count: How many times the run has been started anew by its launcher.
+        master_addr: Address of rank 0.
+        master_port: Port of rank 0; 0 if none is needed.
+        source: The kind of variables that described the world, from the table at the top of this module.
+        restart_count: Number of times that the launcher has restarted the run.
     """
 
     rank: int = 0
@@ -95,12 +95,12 @@ class World:
 
     @property
     def ranks_per_machine(self) -> int | None:
-        """Ranks on each machine; ``None`` where they differ from machine to machine."""
+        """Ranks on each machine; ``None`` if machines have different numbers of ranks."""
         return self.local_size if self.local_size * self.num_nodes == self.size else None
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> World:
-    """The world that ``environ`` (by default this process's environment) describes.
+    """Return the world that ``environ`` (by default this process's environment) describes.
 
     Raises:
         MeshError: Variables contradict each other.
@@ -123,7 +123,7 @@ def read_world(environ: Mapping[str, str] | None = None) -> World:
 
 
 def ranks_per_machine(size: int) -> int | None:
-    """The number of the world's ``size`` ranks on each machine; ``None`` if the environment does not say."""
+    """Return the number of the world's ``size`` ranks on each machine; ``None`` if the environment does not say."""
     with contextlib.suppress(ConfigError, MeshError):
         world = read_world()
         if world.size == size:
@@ -133,7 +133,7 @@ def ranks_per_machine(size: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Variables:
-    """Environment variables, read with errors that name them."""
+    """Environment variables; errors name the variable."""
 
     environ: dict[str, str] = field(repr=False)
 
@@ -144,7 +144,7 @@ class _Variables:
         return next((self.environ[name].strip() for name in names if self.has(name)), None)
 
     def number(self, *names: str, minimum: int = 0) -> int | None:
-        """The first of ``names`` that is set, as a number."""
+        """Return the first of ``names`` that is set, as a number."""
         for name in names:
             if self.has(name):
                 text = self.environ[name].strip()
@@ -199,7 +199,7 @@ def _local_of_rank_variables(variables: _Variables, rank: int, size: int, addres
     local_size = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", minimum=1)
     if local_rank is not None and local_size is not None:
         return local_rank, local_size
-    if _is_loopback(address) or size == 1:  # all on this machine
+    if _is_loopback(address) or size == 1:  # all ranks are on this machine
         return rank if local_rank is None else local_rank, size if local_size is None else local_size
     if local_rank is None:
         return 0, local_size or 1  # one process for each machine
@@ -210,9 +210,9 @@ def _local_of_rank_variables(variables: _Variables, rank: int, size: int, addres
 
 
 def _is_task_of_slurm(variables: _Variables) -> bool:
-    """Whether ``srun`` has started this process as one of the ranks.
+    """Return whether ``srun`` has started this process as one of the ranks.
 
-    A batch script has the variables of a task 0 too, but no step; a shell of ``srun --pty`` is a step of one task.
+    A batch script also has the variables of a task 0, but no step; a shell of ``srun --pty`` is a step of one task.
     """
     is_in_step = variables.has("SLURM_PROCID") and variables.has("SLURM_STEP_ID")
     is_shell = variables.has("SLURM_PTY_PORT") and variables.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == "1"
@@ -255,13 +255,13 @@ def _from_slurm(variables: _Variables) -> World:
 
 
 def _port_of_step(variables: _Variables) -> int:
-    """A port that jobs and steps on the same machine do not share, below those that the system gives away itself."""
+    """Return a port that jobs and steps on one machine do not share, below the system's ephemeral ports."""
     job, step = variables.number("SLURM_JOB_ID", "SLURM_JOBID") or 0, variables.number("SLURM_STEP_ID") or 0
     return 15000 + (job + 97 * step) % 17000
 
 
 def _slurm_local_size(variables: _Variables, size: int, num_nodes: int) -> int:
-    """Tasks on this node, from ``SLURM_TASKS_PER_NODE`` such as ``4(x2),3`` where it is set."""
+    """Return the tasks on this node, from ``SLURM_TASKS_PER_NODE`` such as ``4(x2),3`` if it is set."""
     name = "SLURM_STEP_TASKS_PER_NODE" if variables.has("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
     text = variables.text(name)
     if text is not None:
@@ -289,7 +289,7 @@ def _slurm_local_size(variables: _Variables, size: int, num_nodes: int) -> int:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The hosts of a Slurm node list: ``"n[01-03,7],gpu-[1-2]-ib"`` gives n01, n02, n03, n7, gpu-1-ib, gpu-2-ib."""
+    """Expand a Slurm node list: ``"n[01-03,7],gpu-[1-2]-ib"`` gives n01, n02, n03, n7, gpu-1-ib, gpu-2-ib."""
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", text):
         parts = re.split(r"\[([^\[\]]*)\]", item)
@@ -323,7 +323,7 @@ def _port(variables: _Variables) -> int | None:
 
 
 def _check(world: World) -> None:
-    """Refuse worlds that contradict themselves, before any rank waits for another."""
+    """Refuse inconsistent worlds, before any rank waits for another."""
     if world.rank >= world.size:
         raise MeshError(
             f"rank {world.rank} is not in a world of {world.size} (variables of {world.source}).\n"
@@ -349,24 +349,24 @@ def _check(world: World) -> None:
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 _has_initialized = False
-#: See :func:`hold_group_while`.
+#: Conditions under which the group is kept; see :func:`hold_group_while`.
 _held_while: list[Callable[[], bool]] = []
 
 
 def init_process_group(
     world: World, device: torch.device | str = "cpu", *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> None:
-    """Make torch.distributed's default group: Gloo for host memory, and NCCL for CUDA devices where ``device`` is one.
+    """Create torch.distributed's default group: Gloo for host memory, and NCCL for CUDA if ``device`` is a GPU.
 
-    Does nothing where a default group exists already.
+    Does nothing if a default group already exists.
 
     Args:
-        world: What :func:`read_world` returned.
-        device: The device that this rank computes on.
-        timeout_s: How long a rank waits for its peers, here and in every collective.
+        world: The result of :func:`read_world`.
+        device: The device on which this rank computes.
+        timeout_s: Seconds that a rank waits for its peers, here and in every collective.
 
     Raises:
-        ConfigError: Other machines cannot reach this one by its name, and nothing says which network they share.
+        ConfigError: Other machines cannot reach this one by its host name, and no variable selects a network interface.
 
     Collective:
         All ranks of the world must call.
@@ -384,8 +384,9 @@ def init_process_group(
         watchdog.prepare(timeout_s)
     try:
         with gloo_on_loopback() if world.is_single_node else contextlib.nullcontext():
-            # No device_id: torch would connect all ranks over NCCL now, and split every later group off that
-            # communicator, which takes the whole world, not only the ranks of the group.
+            # No device_id: with one, torch would connect all ranks over NCCL now, and create every later group by a
+            # split of
+            # that communicator, in which the whole world must take part, not only the ranks of the group.
             distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
                 store=_store(world, timeout),
@@ -405,14 +406,14 @@ def init_process_group(
 
 
 def own_device(world: World) -> torch.device:
-    """The device of this rank, made the current one: a GPU of its own, or the CPU where there is none."""
+    """Return this rank's device and make it the current one: a GPU per rank, or the CPU on a machine without GPUs."""
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
     num_gpus, index = torch.cuda.device_count(), world.local_rank
     if num_gpus == 1 and world.source == "slurm":
-        index = 0  # --gpus-per-task: each task sees its own GPU alone
+        index = 0  # --gpus-per-task: each task sees only its own GPU
     if index >= num_gpus:
         raise MeshError(
             f"{world.local_size} ranks on this machine need {world.local_size} GPUs, but rank {world.rank} sees"
@@ -430,7 +431,7 @@ def own_device(world: World) -> torch.device:
 
 
 def join(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
-    """Take this rank's device and join the default process group, which :func:`shutdown` leaves.
+    """Select this rank's device and join the default process group, which :func:`shutdown` leaves.
 
     Returns:
         The device of this rank.
@@ -448,7 +449,7 @@ def join(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
 
 @contextlib.contextmanager
 def joined(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
-    """:func:`join`, and at the end :func:`shutdown` of a group that it made. All ranks of the world must enter."""
+    """Call :func:`join`, and at the end :func:`shutdown` if that created the group. All ranks must enter."""
     from torch import distributed
 
     was_there = distributed.is_initialized()
@@ -461,14 +462,14 @@ def joined(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[to
 
 
 def hold_group_while(is_needed: Callable[[], bool]) -> None:
-    """Make :func:`shutdown` keep the default group while ``is_needed()``."""
+    """Make :func:`shutdown` keep the default group while ``is_needed()`` returns true."""
     _held_while.append(is_needed)
 
 
 def shutdown() -> None:
-    """Destroy the default group if :func:`init_process_group` made it. A group made by the user stays.
+    """Destroy the default group if :func:`init_process_group` created it. A group made by the user stays.
 
-    Where a device waits for a peer that will not come, nothing is destroyed: torch would wait for the device.
+    If a device waits for a peer that will not come, nothing is destroyed, because torch would wait for the device.
     """
     global _has_initialized  # noqa: PLW0603 - see init_process_group
     if not _has_initialized:
@@ -481,7 +482,7 @@ def shutdown() -> None:
 
 
 def _store(world: World, timeout: dt.timedelta) -> Store:
-    """The store in which the ranks meet. Attempts to start a run share no keys."""
+    """Return the store through which the ranks find each other. Different attempts of a run share no keys."""
     from torch import distributed
 
     if world.size == 1:
@@ -501,11 +502,11 @@ def _store(world: World, timeout: dt.timedelta) -> Store:
 
 
 def _agree_on_name(store: Store, world: World, timeout: dt.timedelta) -> str:
-    """A name that this world's ranks have in common, and no earlier world that has met in the same store.
+    """Return a name that is common to this world's ranks, and different from that of any earlier world in the store.
 
-    torchrun's agents keep a store over restarts, and count them each for itself. So every rank asks under a new token,
-    and rank 0 answers each with the name that it has drawn, until all ranks have thanked for it: a rank of an earlier
-    world that has asked under the same number is answered too, and does not thank.
+    torchrun's agents keep a store over restarts, and each agent counts restarts separately. Therefore every rank asks
+    under a new token, and rank 0 answers each token with a random name, until all ranks have acknowledged the name. A
+    rank of an earlier world that has asked under the same rank number is answered too, but does not acknowledge.
     """
     place = "shardwise/meeting"
     if world.rank != 0:
@@ -552,7 +553,7 @@ def _tcp_store(world: World, timeout: dt.timedelta) -> Store:
         world.size,
         is_master=True,
         timeout=timeout,
-        master_listen_fd=listener.detach(),  # the store closes it
+        master_listen_fd=listener.detach(),  # closed by the store
         wait_for_workers=False,
     )
 
@@ -574,10 +575,10 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _check_own_name(world: World) -> None:
-    """Refuse a machine of several whose own name stands for loopback, as in Debian's /etc/hosts.
+    """Refuse one of several machines if its host name resolves to loopback, as in Debian's /etc/hosts.
 
-    Gloo listens where that name leads, and no other machine would reach it: all ranks would wait for the time limit.
-    Under other launchers than Slurm the machine of rank 0 is let through, as all ranks may be on it.
+    Gloo listens on the address of that name, and no other machine would reach it: all ranks would wait for the time
+    limit. Under launchers other than Slurm the machine of rank 0 is accepted, because all ranks may be on it.
     """
     if world.is_single_node or os.environ.get(_GLOO_INTERFACE):
         return
@@ -592,7 +593,7 @@ def _check_own_name(world: World) -> None:
 
 
 def _stays_here(name: str) -> bool:
-    """Whether a name leads to loopback, or nowhere."""
+    """Return whether a name resolves to loopback, or not at all."""
     try:
         return _is_loopback(_resolved(name))
     except OSError:
@@ -604,8 +605,8 @@ def _resolved(name: str) -> str:
 
 
 def _own_address(address: str) -> str:
-    """The numeric address on which rank 0 of several machines listens: the one it was given, never all interfaces."""
-    if _is_loopback(address):  # some launchers tell rank 0 "localhost" and the others its name
+    """Return the numeric address on which rank 0 of several machines listens: the given one, never all interfaces."""
+    if _is_loopback(address):  # some launchers give rank 0 "localhost" and the other ranks its name
         address = socket.gethostname()
     try:
         found = _resolved(address)
@@ -620,7 +621,7 @@ def _own_address(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine (``netdevice(7)``)."""
+    """Return the IPv4 address of a network interface of this machine (``netdevice(7)``)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     return socket.inet_ntoa(answer[20:24])
@@ -644,7 +645,7 @@ def gloo_on_loopback() -> Iterator[None]:
 
 
 def loopback_interface() -> str:
-    """Name of this machine's loopback interface."""
+    """Return the name of this machine's loopback interface."""
     with contextlib.suppress(OSError):
         names = [name for _, name in socket.if_nameindex()]
         return next((name for name in ("lo", "lo0") if name in names), "lo")

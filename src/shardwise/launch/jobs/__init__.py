@@ -1,1 +1,1 @@
-"""Files with which a scheduler starts a run: Slurm, Kubernetes, SkyPilot. Text in, text out; nothing is started."""
+"""Files with which a scheduler starts a run: Slurm, Kubernetes, SkyPilot. Only text is made; nothing is started."""

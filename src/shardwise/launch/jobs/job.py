@@ -1,4 +1,4 @@
-"""A run as a scheduler sees it, and the files for Slurm, Kubernetes and SkyPilot, from the templates in this folder."""
+"""A run as a job of a scheduler, and its files for Slurm, Kubernetes and SkyPilot from this folder's templates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.run_files import CONFIG
 from shardwise.spec.text import printable
 
-#: ``train.grace_s`` of a job whose configuration leaves it open: what a large checkpoint takes.
+#: Default of ``train.grace_s`` in a job: seconds for saving a large checkpoint.
 GRACE_S = 120
-#: The longest name of a pod's host is 63 characters, and Kubeflow's operator adds ``-worker-`` and a number.
+#: Maximum length of a name: a pod's host name has at most 63 characters, and Kubeflow adds ``-worker-`` and a number.
 _LONGEST_NAME = 48
 
 
@@ -27,12 +27,12 @@ _LONGEST_NAME = 48
 class Volume:
     """Storage that outlives machines and is shared by all of them."""
 
-    name: str  # the cluster's name for it
-    path: str  # where the machines find it
+    name: str  # the cluster's name of the volume
+    path: str  # where the machines mount it
 
     @classmethod
     def parse(cls, text: str) -> Volume:
-        """``NAME:/path``."""
+        """Parse ``NAME:/path``."""
         name, _, path = text.partition(":")
         if not name or not path.startswith("/") or path == "/":
             raise ConfigError(
@@ -43,42 +43,42 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run as a scheduler sees it."""
+    """A run as a job of a scheduler."""
 
     name: str
-    config: str  # path of its configuration, as it was given
-    num_nodes: int  # machines
-    ranks_per_node: int  # processes on each of them
+    config: str  # path of its configuration, as given
+    num_nodes: int  # number of machines
+    ranks_per_node: int  # processes on each machine
     has_gpus: bool = True  # whether each process has a GPU; otherwise it computes on CPUs
-    max_restarts: int = 3  # how often all ranks are started again in the same job after one was lost
+    max_restarts: int = 3  # how many times all ranks are restarted in the same job after one was lost
     grace_s: int = GRACE_S  # seconds that the ranks have to save after they were asked to stop
-    run_dir: str | None = None  # the run's folder; ``None``: chosen by the writer of the job
-    overrides: tuple[str, ...] = ()  # what ``--set`` gave
-    #: The configuration with what it extends and the overrides, for jobs that carry it.
+    run_dir: str | None = None  # the run's folder; ``None``: the file's writer chooses one
+    overrides: tuple[str, ...] = ()  # values given by ``--set``
+    #: The configuration, merged with what it extends and the overrides, for jobs that contain it.
     content: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A line for a comment: which command runs where."""
+        """Return a line for a comment that says which command runs where."""
         each = f"{self.ranks_per_node} {'GPU' if self.has_gpus else 'process'}"
         plural = ("s" if self.has_gpus else "es") if self.ranks_per_node > 1 else ""
         return f"{self.config} on {self.num_nodes} node{'s' if self.num_nodes > 1 else ''} with {each}{plural} each"
 
     def training(self, config: str | None = None) -> str:
-        """The words behind ``shardwise`` or ``-m shardwise``.
+        """Return the arguments of ``shardwise`` or ``-m shardwise``.
 
         Args:
-            config: Where the job has put the configuration, in which the overrides are; ``None``: it is read from where
-                it lies, with the overrides beside it.
+            config: Path of the configuration in the job, which includes the overrides. ``None``: the configuration is
+                read from its original path, with the overrides as arguments.
 
         Returns:
-            For the shell, whose variable ``run_dir`` holds the run's folder.
+            Text for the shell, whose variable ``run_dir`` is the run's folder.
         """
         sets = () if config is not None else self.overrides
         words = ["train", config or self.config, *(word for each in sets for word in ("--set", each))]
         return f'{shlex.join(words)} --run-dir "$run_dir"'
 
     def folder_in(self, volume: Volume) -> str:
-        """The run's folder."""
+        """Return the run's folder, which must be on the volume."""
         if self.run_dir is None:
             return f"{volume.path}/{self.name}"
         if not self.run_dir.startswith(f"{volume.path}/"):
@@ -89,22 +89,22 @@ class Job:
         return self.run_dir
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of torchrun's agents and their ranks."""
+        """Return environment variables for torchrun's agents and their ranks."""
         return {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/launching.md: machines that come back
-            "PYTHONSAFEPATH": "1",  # no code from the folder in which the container starts
+            "PYTHONSAFEPATH": "1",  # no code from the container's working directory
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.grace_s),
             **({"NCCL_DEBUG": "WARN"} if self.has_gpus else {"OMP_NUM_THREADS": "1"}),
         }
 
 
 def slurm(job: Job, *, folder: str, time: str, image: str | None = None, volume: Volume | None = None) -> str:
-    """A batch script for ``sbatch``.
+    """Return a batch script for ``sbatch``.
 
-    It runs in ``folder``, on a disk that all nodes share. With ``image`` the ranks run in a container (pyxis), which
-    has ``volume`` in addition to ``folder``.
+    It runs in ``folder``, on a disk that all nodes share. With ``image`` the ranks run in a container (pyxis) that
+    mounts ``volume`` in addition to ``folder``.
     """
-    saves_s = max(300, job.grace_s + 60)  # before the limit: a step, a save, and Slurm's minute of inaccuracy
+    saves_s = max(300, job.grace_s + 60)  # before the limit: a step, a save, and a minute of inaccuracy of Slurm
     _check_time(time, saves_s)
     places = {folder: folder, **({volume.name: volume.path} if volume is not None else {})}
     held = tuple(f"{place.rstrip('/')}/" for place in places.values())
@@ -120,7 +120,7 @@ def slurm(job: Job, *, folder: str, time: str, image: str | None = None, volume:
 
 
 def kubernetes(job: Job, *, image: str, volume: Volume) -> str:
-    """A manifest for ``kubectl apply``.
+    """Return a manifest for ``kubectl apply``.
 
     ``volume`` is a persistent volume claim that many pods can write (ReadWriteMany).
     """
@@ -134,7 +134,7 @@ def kubernetes(job: Job, *, image: str, volume: Volume) -> str:
 
 
 def skypilot(job: Job, *, gpu: str | None, image: str, volume: Volume) -> str:
-    """A task for ``sky jobs launch``."""
+    """Return a task for ``sky jobs launch``."""
     return _written("skypilot.yaml", job, gpu=gpu, image=image, volume=volume, begin=_begin(job, volume))
 
 
@@ -154,7 +154,7 @@ def _yaml(value: Any) -> str:
 
 
 def _begin(job: Job, volume: Volume) -> str:
-    """Lines for the shell: ``run_dir``, and ``again`` with what continues the run that is there already, if one is."""
+    """Return shell lines that set ``run_dir``, and ``again`` with the options that continue an existing run."""
     return (
         f"run_dir={shlex.quote(job.folder_in(volume))}\n"
         "again=\n"
@@ -163,7 +163,7 @@ def _begin(job: Job, volume: Volume) -> str:
 
 
 def _check_time(time: str, saves_s: int) -> None:
-    """Refuse what is none of Slurm's times, and one that is over before the ranks can save."""
+    """Refuse a time that is not in Slurm's format, or that ends before the ranks can save."""
     if time.upper() in {"INFINITE", "UNLIMITED"}:
         return
     match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+(?::[0-9]+){0,2})", time)
@@ -184,7 +184,7 @@ def _check_time(time: str, saves_s: int) -> None:
 
 
 def machines(num_ranks: int, most_on_one: int) -> tuple[int, int]:
-    """The number of machines, and of ranks on each."""
+    """Return the number of machines, and the number of ranks on each."""
     if num_ranks < 1 or most_on_one < 1:
         raise ConfigError(
             f"--gpus {num_ranks}, --gpus-per-node {most_on_one}: expected numbers of at least 1.\n  Set --gpus 8."
