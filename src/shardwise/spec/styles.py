@@ -163,6 +163,10 @@ TABLES: dict[str, dict[str, str]] = {
         "act_fn": "replicated_with_grad_allreduce",  # xIELU learns two slopes that all features share
     },
     "transformers.models.vit.modeling_vit.ViTMLP": {"fc1": "colwise", "fc2": "rowwise"},
+    # Its mask has a row for every head, of all values: the attention stays whole.
+    "transformers.models.doge.modeling_doge.DogeAttention": dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj"), "replicate"
+    ),
 }
 
 
@@ -302,7 +306,8 @@ def translated(pattern: str, style: str) -> str:
     name = pattern.rpartition(".")[2]
     if style == "colwise" and name in {"q_proj", "k_proj", "v_proj"}:
         return "colwise_heads" if name == "q_proj" else "colwise_kv_heads"
-    return {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}.get(style, style)
+    same = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "local_params": "replicate"}
+    return same.get(style, style)
 
 
 def matches(pattern: str, name: str) -> bool:

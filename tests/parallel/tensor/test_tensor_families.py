@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.spec.styles import translated
 from shardwise.testing import run_on_ranks
 from tests.common.split import Case, check
 from tests.parallel.tensor.test_tensor import SEQUENCE
@@ -61,7 +62,7 @@ def _is_cut(model: nn.Module) -> bool:
     return any("_shardwise" in module.__dict__ for module in model.modules())
 
 
-def _build(name: str, changes: dict[str, Any]) -> nn.Module:  # noqa: PLR0911 - one for each family
+def _build(name: str, changes: dict[str, Any]) -> nn.Module:  # noqa: C901, PLR0911 - one for each family
     import transformers as tf
 
     decoder = {
@@ -88,6 +89,8 @@ def _build(name: str, changes: dict[str, Any]) -> nn.Module:  # noqa: PLR0911 - 
         return tf.CohereForCausalLM(tf.CohereConfig(**decoder, use_qk_norm=True))
     if name == "apertus":  # its activation learns two slopes
         return tf.ApertusForCausalLM(tf.ApertusConfig(**decoder))
+    if name == "doge":  # its mask has a row for every head
+        return tf.DogeForCausalLM(tf.DogeConfig(**decoder))
     if name == "gpt2":
         rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4, "use_cache": False}
@@ -117,6 +120,7 @@ def test_every_family_equals_one_process():
         Family(name="gemma2", has_labels=True, dtype=torch.float32),
         Family(name="cohere", has_labels=True, dtype=torch.float32),
         Family(name="apertus", has_labels=True, dtype=torch.float32),
+        Family(name="doge", has_labels=True, dtype=torch.float32),
         Family(name="gpt2", has_labels=True, dtype=torch.float32),
         Family(name="t5", has_labels=True, dtype=torch.float32, max_norm=0.3, model=(("dropout_rate", 0.2),)),
         Family(name="t5", model=(("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False))),
@@ -173,3 +177,7 @@ def outputs() -> dict[str, Any]:
 def test_logits_are_there_without_labels_or_when_asked_for():
     first, second = run_on_ranks(outputs, 2)
     assert first == second
+
+
+def test_a_module_that_only_holds_cut_parameters_is_left_as_it_is():
+    assert translated("layers.*.self_attn", "local_params") == "replicate"

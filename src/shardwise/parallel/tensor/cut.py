@@ -161,7 +161,8 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
             "  Pass tp_plan={pattern: style}, for example {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'},"
             " or set tp=1."
         )
-    return [*(site for site in _matches(known, modules, names) if site.name not in given), *given.values()]
+    decided = {*given, *(name for name, style in known.items() if style == "replicate")}
+    return [*(site for site in _matches(known, modules, names) if site.name not in decided), *given.values()]
 
 
 def _sequence_sites(model: nn.Module) -> list[_Site]:
