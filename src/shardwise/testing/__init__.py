@@ -1,4 +1,4 @@
-"""Tools for tests of distributed code, and the checks of a user's own model: ``sw.parity``, ``--check-streams``."""
+"""Tools for tests of distributed code, and checks of a user's model: ``sw.parity``, ``--check-streams``."""
 
 from shardwise.measure.storage import StorageCount
 from shardwise.testing.locate import Location, NoDifference

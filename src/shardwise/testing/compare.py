@@ -1,4 +1,4 @@
-"""A rank's tensors of a step beside its parts of those of one process, as sketches."""
+"""Comparison of a rank's tensors of a step with the corresponding parts in one process, as sketches."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from shardwise.testing.record import Record, shape_point
 from shardwise.testing.sketch import SIZE
 from shardwise.testing.tap import GRADIENTS, INPUT, INPUT_GRADIENT, LOSS, OUTPUT, OUTPUT_GRADIENT, VALUE, Point
 
-#: The allowed distance in multiples of that of one process from fp64, and in units in the last place of the norm.
+#: The permitted distance: multiples of the distance between one process and fp64, and units in the last place of the
+#: norm.
 _NOISE, _ULPS = 30.0, 100.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rank's tensor beside that of one process.
+    """The comparison of a rank's tensor with that of one process.
 
     Attributes:
-        tick: When it is there in one process.
-        label: The part that this rank has.
-        axis: The axes that divide it.
-        got: Its sketch.
-        expected: The sketch of the part of one process.
-        allowed: The distance that rounding makes.
+        tick: Time at which one process computes the tensor, as a count of tensors.
+        label: The part of the tensor that this rank has.
+        axis: The axes that divide the tensor.
+        got: Sketch of this rank's tensor.
+        expected: Sketch of the part in one process.
+        allowed: The distance that rounding may cause.
         shape: Shape of this rank's tensor.
         biases: Sketches of the biases that an output may have in every row.
     """
@@ -43,17 +44,17 @@ class Finding:
 
     @property
     def gap(self) -> float:
-        """The distance."""
+        """The distance between ``got`` and ``expected``."""
         return apart(self.got, self.expected)
 
     @property
     def is_right(self) -> bool:
-        """Nothing differs but rounding."""
+        """Whether the tensor differs by no more than rounding."""
         return self.gap <= self.allowed
 
 
 def apart(left: Sequence[float], right: Sequence[float]) -> float:
-    """The distance of two tensors, from their sketches; infinite where one is not finite."""
+    """The distance of two tensors, from their sketches; infinite if one is not finite."""
     return _norm([a - b for a, b in zip(left, right, strict=True)])
 
 
@@ -70,19 +71,19 @@ def _norm(numbers: Sequence[float]) -> float:
 class Comparison:
     """The comparison of a step on one rank.
 
-    Gradients of activations are ``context`` times those of one process inside of a model whose sequences ``context``
-    ranks divide: the loss of each rank counts so often, as gradients of parameters are then averaged over these ranks.
+    If ``context`` ranks divide sequences, gradients of activations inside the model are ``context`` times those of one
+    process: each rank's loss has this factor, because gradients of parameters are then averaged over these ranks.
 
     Args:
         planned: The record under the plan.
         alone: The record of one process.
-        other: That of one process in another precision, if the model can be converted.
+        other: The record of one process in another precision, if the model can be converted.
         context: Ranks along ``cp``.
         num_microbatches: Microbatches of a step.
 
     Attributes:
-        findings: By point. Of modules that read the very same tensor, whose gradients of it a plan may add up before
-            any of them returns, the first one has the sum for all.
+        findings: Findings by point. If several modules read the same tensor, the first one's finding is about the sum
+            of their gradients, because a plan may add these up before any of the modules returns.
         unseen: Paths of modules whose inputs and outputs could not be compared.
     """
 
@@ -105,7 +106,7 @@ class Comparison:
         self.unseen = sorted((watched - compared) | {path for path in planned.routed if path in alone.calls})
 
     def _not_alike(self, num_microbatches: int) -> set[str]:
-        """Modules that the plan calls in another number, or from several stages and so in another order."""
+        """Modules that the plan calls a different number of times, or from several stages and so in another order."""
         planned, alone = self._planned.calls, self._alone.calls
         spread = {path for path in self._planned.spread if alone.get(path, 0) > num_microbatches}
         return spread | {path for path, count in planned.items() if count != alone.get(path)}
@@ -121,11 +122,11 @@ class Comparison:
         if shape is None or (got is None and first.kind not in GRADIENTS):
             return None
         if self._context > 1 and not shape and first.path and first.kind != VALUE:
-            return None  # a scalar inside of a model whose sequences are divided is of some positions
+            return None  # with divided sequences, a scalar inside the model depends on some positions only
         if got is None and first.kind == OUTPUT_GRADIENT and first not in self._planned.hooked:
-            return None  # the output needs no gradient here: that of the module's input is missing
+            return None  # the output needs no gradient here; a missing gradient shows at the module's input
         if first.kind == INPUT and first.path in self._planned.spread and got is not None and not got.any():
-            return None  # a module that every stage calls; other stages than the first give it zeros
+            return None  # every stage calls this module, and stages except the first pass zeros
         found = self._nearest(points, shape)
         if found is not None and not found.is_right and len(points) > 1:
             wrong = [point for point in points if (alone := self._nearest([point], shape)) and not alone.is_right]
@@ -142,7 +143,7 @@ class Comparison:
             for label in self._alone.sketches[points[0]]
             if (finding := self._beside(numbers, tuple(shape), points, label)) is not None
         ]
-        # Of a tensor that is wrong, a part that explains it no better than the usual one explains nothing.
+        # If a tensor is wrong, another part must be clearly nearer than the usual one to count as an explanation.
         nearest = min(found, key=lambda finding: finding.gap, default=None)
         return nearest if nearest is None or nearest.is_right or nearest.gap < found[0].gap / 2 else found[0]
 
@@ -163,12 +164,12 @@ class Comparison:
         return Finding(tick, label, alone.axes.get(label, ""), got, numbers, allowed, shape, biases)
 
     def members(self, first: Point) -> list[Point]:
-        """The points whose sum the finding at ``first`` is of: if only some of them are wrong, those."""
+        """The points whose sum the finding at ``first`` compares; if only some of them are wrong, these."""
         everyone = [each for each, leader in self._planned.siblings.items() if leader == first]
         return self._members.get(first) or everyone or [first]
 
 
 def added(record: Record, points: Sequence[Point], label: str) -> Tensor | None:
-    """The sketch of the sum of several tensors, of those that there are."""
+    """The sketch of the sum of those of several tensors that exist; ``None`` if none exists."""
     held = [record.sketches[point][label] for point in points if label in record.sketches.get(point, {})]
     return torch.stack(held).sum(0).cpu() if held else None

@@ -1,4 +1,4 @@
-"""The first difference, and how it came about, from the sketches of all ranks."""
+"""The first difference of a step, and its kind, from the sketches of all ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Difference:
     Attributes:
         point: The tensor.
         ranks: The ranks on which it differs.
-        axis: The axis that the difference has to do with; empty where none is known.
-        kind: Its kind, where sketches show that.
-        is_term: It is a term of a sum, which may follow.
+        axis: The axis that causes the difference; empty if it is not known.
+        kind: The kind, if it follows from sketches.
+        is_term: The tensors are terms of a sum, which may be computed later.
     """
 
     point: Point
@@ -63,16 +63,16 @@ class Judge:
     ) -> Difference | None:
         """The first tensor that is wrong.
 
-        What is inside of a module whose output (in backward: its input's gradient) is right is not wrong; but a scalar
-        shows nothing, as a loss may hardly depend on what is inside. A term of a sum is not wrong if its caller goes on
-        with tensors that are right, or if nothing after it is wrong.
+        Tensors inside a module whose output (in backward: its input's gradient) is right are not wrong. A scalar output
+        does not count, because a loss may hardly depend on the inside. A term of a sum is not wrong if its caller
+        continues with right tensors, or if nothing after the term is wrong.
 
         Args:
             table: The tensors that differ on some rank.
-            seen: The times of all tensors that were compared.
+            seen: The times of all compared tensors.
             alone: The record of one process.
-            scalars: Those of ``seen`` that have one element.
-            is_exact: Differences of bits are looked for, which may vanish in later additions: the first one counts.
+            scalars: The points of ``seen`` whose tensors have one element.
+            is_exact: The first difference of bits counts, even if it vanishes in later additions.
         """
         left: list[Difference] = []
         for point in sorted(seen, key=lambda point: (min(seen[point]), point)):
@@ -85,7 +85,7 @@ class Judge:
         return None if is_harmless else left[0]
 
     def judged(self, point: Point, found: Findings) -> Difference | None:
-        """The difference of a tensor; ``None`` where it is right on every rank."""
+        """The difference of a tensor; ``None`` if it is right on every rank."""
         ranks = tuple(rank for rank, finding in found.items() if not finding.is_right)
         if not ranks:
             return None
@@ -104,7 +104,7 @@ class Judge:
         return self._of_others(point, ranks, found) or Difference(point, ranks, self._axis(ranks, found))
 
     def _is_term(self, ranks: Sequence[int], found: Findings, axis: str) -> str:
-        """Whether the tensors of the ranks of an axis add up to that of one process, or have it as their mean."""
+        """A text if the tensors of the ranks of an axis have that of one process as their sum or mean; else empty."""
         hows = {self._how(found, self.mesh.group(axis, rank)) for rank in ranks}
         return hows.pop() if len(hows) == 1 else ""
 
@@ -124,7 +124,7 @@ class Judge:
         return "tensor; their mean is that" if is_mean else ""
 
     def _of_others(self, point: Point, ranks: tuple[int, ...], found: Findings) -> Difference | None:
-        """A tensor that is another rank's, or a sum over an axis whose ranks have other samples."""
+        """The difference if a tensor is another rank's, or a sum over an axis whose ranks have different samples."""
         for axis in self.axes:
             if not all(each in found for rank in ranks for each in self.mesh.group(axis, rank)):
                 continue
@@ -146,7 +146,7 @@ class Judge:
         return any(apart(own.got, found[each].expected) <= 3 * own.allowed for each in others)
 
     def _is_sum_over(self, rank: int, found: Findings, missing: str | None, axis: str) -> bool:
-        """Whether a tensor (or its sum over ``missing``) is the sum of what the ranks of ``axis`` should have."""
+        """Whether a tensor (or its sum over ``missing``) is the sum of the right tensors of the ranks of ``axis``."""
         terms = [rank] if missing is None else self.mesh.group(missing, rank)
         if not all(each in found for each in terms):
             return False
@@ -155,7 +155,7 @@ class Judge:
         return apart(left, right) <= 3 * sum(each.allowed for each in members)
 
     def _axis(self, ranks: Sequence[int], found: Findings) -> str:
-        """The axis along which some ranks are right and others wrong, or that divides the tensor; else the only one."""
+        """The axis along which some ranks are right and others wrong, or that divides the tensor, or the only one."""
         right = found.keys() - set(ranks)
         for axis in self.axes if right else ():
             if all(any(each in right for each in self.mesh.group(axis, rank)) for rank in ranks):
@@ -176,7 +176,7 @@ def _is_multiple(finding: Finding, factor: float) -> bool:
 
 
 def _is_settled(difference: Difference, right: Point, alone: Record) -> bool:
-    """Whether the right tensor at ``right`` shows that a difference before it is none of the result."""
+    """Whether a right tensor shows that an earlier difference does not affect the result."""
     point = difference.point
     is_alike = (point.kind in GRADIENTS) == (right.kind in GRADIENTS)
     if not is_alike or VALUE in {point.kind, right.kind} or GRADIENT in {point.kind, right.kind}:
@@ -189,7 +189,7 @@ def _is_settled(difference: Difference, right: Point, alone: Record) -> bool:
 
 
 def _callers(point: Point, alone: Record) -> Iterator[tuple[str, int]]:
-    """The calls around a call, from the inside out."""
+    """The calls that enclose a call, from the innermost to the outermost."""
     at = point.path, point.call
     while (around := alone.callers.get(at)) is not None:
         yield around

@@ -1,4 +1,4 @@
-"""Kinds of differences between two tensors: how the wrong one could have come from the right one."""
+"""Classification of differences between two tensors: how the wrong one could result from the right one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 SCALED, MISSING_SUM, DOUBLED_SUM, PERMUTED = "scaled", "missing sum", "doubled sum", "permuted"
 SHIFTED, ROUNDING, MISSING, NOT_FINITE, OTHER = "shifted", "rounding", "missing", "not finite", "other"
 
-#: Relative differences up to which a difference may be that of a narrower dtype.
+#: Largest relative differences that rounding to a narrower dtype may cause.
 _NARROW = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-#: A relative difference that is rounding of the dtype that was computed in.
+#: Largest relative difference that rounding of the computing dtype may cause.
 _ROUNDING = 1e-5
-#: Slices of a dimension that are compared with each other.
+#: Most slices of a dimension that are compared with each other.
 _MAX_SLICES = 2048
-#: How near slices must be to be taken for equal, relative to their norm.
+#: Largest distance of equal slices, relative to their norm.
 _NEAR = 1e-3
 
 
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 
 def scaled(factor: float, sizes: Mapping[str, int]) -> tuple[Kind, list[str]]:
-    """The kind of a tensor times a number, and what has that size."""
+    """The kind of a tensor that is wrong by a factor, and the names of the ``sizes`` that equal the factor."""
     for how, value in ((" times", factor), ("/", 1 / factor)):
         names = [name for name, size in sizes.items() if size > 1 and abs(value - size) < 1e-2 * size]
         if names:
@@ -43,12 +43,12 @@ def scaled(factor: float, sizes: Mapping[str, int]) -> tuple[Kind, list[str]]:
 
 
 def of_tensors(got: Tensor, part: Tensor, whole: Tensor, tables: Sequence[tuple[str, Tensor]] = ()) -> Kind:
-    """The kind of the difference between ``got`` and ``part``, which it should be.
+    """The kind of the difference between a rank's tensor ``got`` and the right one.
 
     Args:
-        got: What a rank has.
-        part: What it should have.
-        whole: What ``part`` is a part of.
+        got: The rank's tensor.
+        part: The right tensor.
+        whole: The full tensor to which ``part`` belongs.
         tables: Parameters of the module, by name.
     """
     got, part, whole = (_real(tensor) for tensor in (got, part, whole))
@@ -77,7 +77,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _narrow(got: Tensor, relative: float, shown: str) -> Kind | None:
-    """A difference as small as rounding to 16 bits is."""
+    """A difference that rounding to 16 bits may cause."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
         if torch.equal(got.to(dtype).double(), got) and relative < 16 * _NARROW[name]:
             return Kind(ROUNDING, f"rounded to {name}: {shown}")
@@ -88,7 +88,7 @@ def _narrow(got: Tensor, relative: float, shown: str) -> Kind | None:
 
 
 def _counted(gap: Tensor, tables: Sequence[tuple[str, Tensor]]) -> Kind | None:
-    """A difference that is a multiple of a bias, the same for all rows."""
+    """A difference that is the same multiple of a bias in all rows."""
     for name, table in ((name, _real(table)) for name, table in tables if table.dim() == 1):
         if gap.shape[-1:] != table.shape or not table.any():
             continue
@@ -99,7 +99,7 @@ def _counted(gap: Tensor, tables: Sequence[tuple[str, Tensor]]) -> Kind | None:
 
 
 def _moved(got: Tensor, part: Tensor, whole: Tensor) -> Kind | None:
-    """Slices that are at other places than they should be."""
+    """Right slices at wrong places."""
     if got.dim() != whole.dim():
         return None
     for dim in range(got.dim()):
@@ -127,7 +127,7 @@ def _named(expected: Tensor, found: Tensor, dim: int) -> Kind:
 
 
 def _places(some: Tensor, source: Tensor, dim: int) -> Tensor:
-    """The place in ``source`` of each slice of ``some`` along ``dim``; -1 where there is none, or several."""
+    """The index in ``source`` of each slice of ``some`` along ``dim``; -1 if there is none, or several."""
     left, right = (each.movedim(dim, 0).reshape(each.shape[dim], -1) for each in (some, source))
     gaps = torch.cdist(left, right)
     allowed = _NEAR * left.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -136,7 +136,7 @@ def _places(some: Tensor, source: Tensor, dim: int) -> Tensor:
 
 
 def _moved_rows(got: Tensor, part: Tensor, tables: Sequence[tuple[str, Tensor]]) -> Kind | None:
-    """Rows of a table (an embedding) that are those of other ids."""
+    """Rows of a table (an embedding) that belong to different ids."""
     for name, table in tables:
         if table.dim() != 2 or got.dim() < 2 or got.shape[-1:] != table.shape[-1:] or len(table) > _MAX_SLICES:
             continue
@@ -159,7 +159,7 @@ def _moved_rows(got: Tensor, part: Tensor, tables: Sequence[tuple[str, Tensor]])
 
 
 def _by_rows(got: Tensor, part: Tensor) -> Kind | None:
-    """Rows that are each scaled, or of which only some are wrong."""
+    """Rows with a factor each, or of which only some are wrong."""
     if got.dim() < 2:
         return None
     rows, right = got.flatten(0, -2), part.flatten(0, -2)

@@ -1,13 +1,13 @@
-"""The place where a plan departs from one process: the first wrong module in the order of the step.
+"""Search for the first module, in the order of a step, whose tensors under a plan differ from one process.
 
-A step is made under the plan and in one process (``record``). Every rank compares its tensors, as sketches, with its
-parts of the tensors of one process (``compare``). Ranks then exchange the sketches that differ, and judge them alike
-(``judge``). What is allowed is measured: a multiple of the distance between the step in one process and the same step
-in fp64, and 100 units in the last place.
+A step is run under the plan and in one process (``record``). Every rank compares its tensors, as sketches, with the
+corresponding parts in one process (``compare``). Ranks then exchange the sketches that differ, and each computes the
+same verdict (``judge``). The permitted distance is measured: a multiple of the distance between the step in one process
+and the same step in fp64, plus 100 units in the last place.
 
-A tensor that differs need not be wrong. A layer that is cut by its inputs gives a term of a sum, and its caller adds
-up: what is inside of a module whose output is right is that module's own affair, and so it is in backward. The first
-difference that remains is examined in a second run of the step, which keeps these tensors whole (``kind``).
+A tensor that differs need not be wrong. For example, a layer that is cut by its inputs returns a term of a sum, which
+its caller completes. So differences inside a module whose output is right are ignored, and likewise in backward. The
+first remaining difference is examined in a second run of the step, which keeps the full tensors (``kind``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.testing.record import Parallelize, Record, record_one_process, re
 from shardwise.testing.sketch import parts
 from shardwise.testing.tap import GRADIENT, INPUT, LOSS, OUTPUT_GRADIENT, VALUE, Point
 
-#: Tensors that a rank names to the others.
+#: Most tensors that a rank reports to the others.
 _MAX_NAMED = 300
 
 
@@ -42,19 +42,20 @@ class Location:
     """The first difference between a plan and one process.
 
     Attributes:
-        module: Path of the module that makes it; empty for the model itself, ``(loss)`` for what computes the loss.
-        tensor: Which tensor of it differs.
+        module: Path of the module that computes the tensor; empty for the model, ``(loss)`` for the code that computes
+            the loss.
+        tensor: Description of the tensor of this module that differs.
         kind: ``scaled``, ``missing sum``, ``doubled sum``, ``permuted``, ``shifted``, ``rounding``, ``missing``,
             ``not finite`` or ``other``.
-        text: The kind in a sentence.
-        ranks: The ranks on which it differs.
-        axis: The axis of the mesh that it has to do with; empty where that is not known.
+        text: A sentence about the kind.
+        ranks: The ranks on which the tensor differs.
+        axis: The mesh axis that causes the difference; empty if it is not known.
         difference: The largest absolute difference of an element, on any rank.
         largest: The largest absolute value of an element in one process.
         step: The step, from 0.
         microbatch: The microbatch, from 0; ``None`` for parameters.
-        num_right: Tensors that were compared before it and are right, over all ranks.
-        unseen: Modules whose tensors were not compared, because the plan runs them in another way.
+        num_right: Number of earlier tensors that were compared and are right, over all ranks.
+        unseen: Modules whose tensors were not compared, because the plan runs them differently.
     """
 
     module: str
@@ -71,7 +72,7 @@ class Location:
     unseen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Four lines."""
+        """A report of four lines."""
         at = f"step {self.step}" + (f", microbatch {self.microbatch}" if self.microbatch is not None else "")
         axis = f" over {self.axis}" if self.axis else ""
         return (
@@ -85,12 +86,12 @@ class Location:
 
 @dataclass(frozen=True)
 class NoDifference:
-    """Every tensor that was compared is that of one process, up to rounding.
+    """The result if every compared tensor equals that of one process, up to rounding.
 
     Attributes:
-        num_right: Tensors that were compared, over all ranks and steps.
-        steps: Steps.
-        unseen: As of :class:`Location`.
+        num_right: Number of compared tensors, over all ranks and steps.
+        steps: Number of steps.
+        unseen: See :class:`Location`.
     """
 
     num_right: int
@@ -98,7 +99,7 @@ class NoDifference:
     unseen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line."""
+        """A report of one line."""
         steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
         return f"no module differs: {self.num_right} tensors of {steps} are right{_unseen_text(self.unseen)}"
 
@@ -122,18 +123,18 @@ def locate_difference(
     """Find the first difference of a plan from one process, step by step.
 
     Args:
-        job: What is trained.
+        job: The training.
         plan: The plan.
-        mesh: Its mesh.
-        control: Over all ranks.
-        parallelize: As of ``sw.parity``.
-        is_exact: Without a difference above rounding look for the first one of a bit.
+        mesh: The plan's mesh.
+        control: A Comm over all ranks.
+        parallelize: See ``sw.parity``.
+        is_exact: If no difference exceeds rounding, find the first difference of a bit.
 
     Collective:
-        Those of training, up to each step, and once more where one differs; an all-gather of JSON for each step, and
-        two where one differs. All ranks must call.
+        Those of training, up to each step, and again for a step that differs. An all-gather of JSON for each step, and
+        two more for a step that differs. All ranks must call.
     """
-    plan = dataclasses.replace(plan, compile=False)  # hooks on modules inside of compiled ones would be traced
+    plan = dataclasses.replace(plan, compile=False)  # torch.compile would trace the hooks on modules
     search = _Search(job, plan, mesh, control, parallelize)
     num_right, unseen = 0, ()
     for step in range(len(job.parts)):
@@ -206,7 +207,7 @@ class _Search:
         )
 
     def _in_other_precision(self, step: int, planned: Record, eps: float) -> Record | None:
-        """One process in fp64, or in fp32 where it is in fp64; ``None`` for a model that names its dtype."""
+        """The record in fp64 (of an fp64 model: in fp32); ``None`` if the model does not run in another dtype."""
         dtype = torch.float32 if eps < torch.finfo(torch.float32).eps else torch.float64
         try:
             return self._in_one_process(step, planned, dtype=dtype)
@@ -218,7 +219,7 @@ class _Search:
     def _exchange(
         self, asked: Sequence[Point], order: Sequence[tuple[int, Point, bool]], findings: Mapping[Point, Finding]
     ) -> tuple[dict[Point, Findings], dict[Point, list[int]], set[Point]]:
-        """All ranks' findings at the points of ``asked``; the times of all that were compared; which are scalars."""
+        """All ranks' findings at the points of ``asked``, the times of all compared tensors, and points of scalars."""
         held = [dataclasses.astuple(findings[point]) if point in findings else None for point in asked]
         told = all_gather_json(self._control, [order, held])
         table: dict[Point, Findings] = {
@@ -233,7 +234,7 @@ class _Search:
                 scalars |= {Point(*point)} if is_scalar else set()
         return table, seen, scalars
 
-    # -- the same step once more, with whole tensors
+    # -- the second run of a step, with full tensors
 
     def _examined(
         self, first: Difference, findings: Findings, step: int, compared: Comparison, alone: Record
@@ -274,13 +275,13 @@ def _union(lists: Iterable[list[Any]]) -> list[Point]:
 def _from_tensors(
     own: Finding, members: Sequence[Point], planned: Record, whole: Record, factor: int
 ) -> dict[str, Any]:
-    """The kind of this rank's difference, and its size, from whole tensors."""
+    """The kind and size of this rank's difference, from full tensors."""
     held = [planned.captured[each] for each in members if each in planned.captured]
     right = [whole.captured[each] for each in members if each in whole.captured]
     if not right:
         return {"kind": Kind(kinds.OTHER, "not there in a second run"), "gap": math.nan, "largest": math.nan}
     total = factor * torch.stack(right).sum(0)
-    # A parameter is compared flat; with its rows the kind shows.
+    # Parameters are compared as flat tensors. The kind needs their rows.
     known = planned.ranges.get(members[0]._replace(kind=GRADIENT))
     shape = tuple(own.shape) if known is None or math.prod(known.shape) != math.prod(own.shape) else known.shape
     total = total.reshape(shape) if total.numel() == math.prod(shape) else total
@@ -293,7 +294,7 @@ def _from_tensors(
 
 
 def _of_terms(point: Point, own: Finding, whole: Record) -> Kind | None:
-    """A parameter's gradient without that of one microbatch, or with it twice."""
+    """The kind of a parameter's gradient in which one microbatch is missing or counted twice; else ``None``."""
     terms = whole.terms.get(point, {})
     for (reader, microbatch), term in terms.items() if len(terms) > 1 else ():
         for sign, what, name in ((-1, "is left out", kinds.MISSING_SUM), (1, "is in it twice", kinds.DOUBLED_SUM)):
@@ -303,7 +304,7 @@ def _of_terms(point: Point, own: Finding, whole: Record) -> Kind | None:
 
 
 def _module_of(point: Point, paths: Sequence[str], alone: Record) -> tuple[str, str]:
-    """The module that made a difference, and which tensor of it that is."""
+    """The module that computed a tensor, and a description of the tensor."""
     caller, _ = alone.callers.get((point.path, point.call), (LOSS, 0))
     if point.kind == INPUT:
         return caller, f"input that it gives to {_shown(point.path)}"

@@ -20,11 +20,11 @@ class Job:
 
     Attributes:
         build_model: Builds the model, with the same weights at every call.
-        parts: The batches by step, reader (ranks that differ on a data-parallel axis) and microbatch.
-        loss_fn: As for ``sw.train_step``.
-        make_optimizer: From a model, plain or parallelized, to its optimizer.
-        max_norm: Gradients are clipped to it.
-        forward: As for ``sw.train_step``.
+        parts: The batches by step, reader and microbatch. A reader is the set of ranks that read the same samples.
+        loss_fn: See ``sw.train_step``.
+        make_optimizer: Makes the optimizer of a model, plain or parallelized.
+        max_norm: Norm to which gradients are clipped.
+        forward: See ``sw.train_step``.
     """
 
     build_model: Callable[[], nn.Module]
@@ -44,11 +44,11 @@ class Run:
         norms: The gradient norm of each step.
         parameters: The parameters after the last step, on rank 0.
         lr: The largest learning rate.
-        splits_sums: Stages share a parameter, so that its gradient is added up in another order.
+        splits_sums: Gradients are added up in a different order than in one process.
         has_mean: ``losses`` are means over all ranks.
-        by_reader: Of one process: for each step, the loss of each rank's samples.
-        means: Of one process: the mean of these, for each step.
-        draws: Of one process: whether a step draws random numbers, as dropout does.
+        by_reader: In one process: the loss of each reader's samples, for each step.
+        means: In one process: the mean of ``by_reader``, for each step.
+        draws: In one process: whether a step draws random numbers, as dropout does.
     """
 
     losses: list[float]
@@ -63,15 +63,16 @@ class Run:
 
 
 class OneProcess:
-    """A plain model in training.
+    """Trains a plain model.
 
-    A reader's microbatches are added up, then the readers of each group of ``group_size``, then the groups.
+    Gradients of a reader's microbatches are added up first, then the readers of each group of ``group_size``, then the
+    groups.
 
     Attributes:
         model: The model.
-        optimizer: Its optimizer.
+        optimizer: The model's optimizer.
         losses: The loss of each reader in the last step.
-        dtype: Dtype of these losses.
+        dtype: Dtype of the losses.
     """
 
     def __init__(self, job: Job, group_size: int, model: nn.Module | None = None) -> None:
@@ -85,12 +86,12 @@ class OneProcess:
     def backward(
         self, readers: Sequence[Sequence[Any]], begins: Callable[[int, int], object] = lambda _reader, _microbatch: None
     ) -> None:
-        """Forward and backward of a step; afterwards the means of the gradients are on the parameters.
+        """Run forward and backward of a step, and set the parameters' gradients to the means over readers.
 
         Args:
             readers: The microbatches of each reader.
-            begins: Called with the reader and the microbatch that is about to run, and after the last microbatch of a
-                reader with the number of its microbatches.
+            begins: Called with the reader and the index of the microbatch before each microbatch, and with the number
+                of microbatches after the last one of a reader.
         """
         before = [buffer.clone() for buffer in self.model.buffers()]
         kept: list[Tensor] = []
@@ -120,7 +121,7 @@ class OneProcess:
             parameter.grad = grad.div_(torch.full((1,) * grad.dim(), len(readers), dtype=dtype, device=grad.device))
 
     def update(self) -> float:
-        """Clip and step; returns the norm of the gradients."""
+        """Clip gradients, step the optimizer, and return the norm of the gradients."""
         grads = [p.grad for p in self._parameters if p.grad is not None]
         wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
         norm = wide.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32)
@@ -133,12 +134,12 @@ class OneProcess:
 
 
 def _as(dtype: torch.dtype, value: float) -> float:
-    """As ``sw.train_step`` returns it, which takes the mean of microbatches in fp64."""
+    """Round a loss like ``sw.train_step``, which computes the mean of microbatches in fp64."""
     return torch.tensor(value, dtype=torch.float64).to(dtype).item()
 
 
 def run_one_process(job: Job, group_size: int) -> Run:
-    """Train in this process alone."""
+    """Run the training in this process."""
     alone = OneProcess(job, group_size)
     run = Run([], [], {}, largest_rate(alone.optimizer))
     for readers in job.parts:

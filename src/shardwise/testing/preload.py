@@ -1,8 +1,8 @@
-"""Imported once by the fork server of :mod:`shardwise.testing.ranks`, so that a rank starts with everything loaded.
+"""Imports for the fork server of :mod:`shardwise.testing.ranks`, so that ranks start with all modules loaded.
 
-Names of further modules may stand in ``SHARDWISE_TESTING_MODULES``, separated by spaces. Only imports: a fork must not
-inherit threads, open groups or a used autograd engine. A module that fails to import is left out here; the test that
-needs it then fails in its own process, where the traceback is seen.
+``SHARDWISE_TESTING_MODULES`` may name further modules, separated by spaces. This module only imports, because a fork
+must not inherit threads, open groups or a used autograd engine. Errors of imports are ignored here; the test that needs
+the module fails in its own process, where the traceback is shown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import pkgutil
 import sys
 
-#: What tests use besides shardwise. ``torch._dynamo`` is what the first optimizer step would otherwise import (1 s).
+#: Modules that tests use in addition to shardwise. The first optimizer step would otherwise import ``torch._dynamo``
+#: (1 s).
 _THIRD_PARTY = (
     "torch",
     "torch.distributed",
@@ -47,11 +48,11 @@ def _preload() -> None:
     for name in _modules():
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    with contextlib.suppress(Exception):  # the hash of all source files, which the first model of each rank asks for
+    with contextlib.suppress(Exception):  # the cached hash of all source files, which every rank's first model needs
         importlib.import_module("shardwise.launch.environment").program()
     del sys.modules["torchao"]
-    # Every rank inherits some 300,000 objects that live as long as it does. Out of the collector's sight they cost no
-    # rank a quarter of a second at each collection, nor a copy of the pages that a collection would write to.
+    # Every rank inherits some 300,000 permanent objects. Freezing them saves a quarter of a second at each garbage
+    # collection of a rank, and copies of the memory pages that a collection writes to.
     gc.collect()
     gc.freeze()
 

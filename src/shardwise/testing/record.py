@@ -1,7 +1,7 @@
 """Sketches of a step's values, module by module: under a plan, and in one process.
 
-The plan's step comes first. It keeps one sketch of each tensor, and the tensor's shape. The step in one process sees
-whole tensors, and keeps a sketch of each part that has the shape which this rank had under the plan.
+The step under the plan runs first, and keeps a sketch and the shape of each tensor. The step in one process has full
+tensors, and keeps a sketch of each part with the shape that this rank had under the plan.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from shardwise.testing.tap import GRADIENT, INPUT, INPUT_GRADIENT, LOSS, OUTPUT,
 
 Parallelize = Callable[[nn.Module, ParallelPlan], nn.Module]
 
-#: The kind of point that has the shape of a gradient.
+#: The kind of point whose tensor has the same shape as a gradient.
 _SHAPE_OF = {OUTPUT_GRADIENT: OUTPUT, INPUT_GRADIENT: INPUT}
 
 
 def shape_point(point: Point) -> Point:
-    """The point in whose place :attr:`Record.shapes` has the shape."""
+    """The point under which :attr:`Record.shapes` has the shape of ``point``."""
     return point._replace(kind=_SHAPE_OF.get(point.kind, point.kind))
 
 
 @dataclass
 class Record:
-    """A step.
+    """The record of a step. ``callers``, ``siblings``, ``fresh``, ``hooked`` and ``calls`` come from the ``Tap``.
 
     Attributes:
         shapes: Under a plan: shapes of this rank's tensors.
-        ranges: Under a plan: which elements of its parameters the rank holds.
-        sketches: Sketches by point; in one process by the label of the part, under a plan by the empty one.
+        ranges: Under a plan: the elements of each parameter on this rank.
+        sketches: Sketches by point, then by the label of the part (under a plan: the empty label).
         axes: In one process: the axes that divide a part, by its label.
-        ticks: In one process: when each tensor was there, in the order of the step.
-        terms: In one process: the gradient's sketch of each reader and microbatch.
-        callers: As of :class:`~shardwise.testing.tap.Tap`.
-        siblings: As of :class:`~shardwise.testing.tap.Tap`.
-        fresh: As of :class:`~shardwise.testing.tap.Tap`.
-        hooked: As of :class:`~shardwise.testing.tap.Tap`.
+        ticks: In one process: time of each tensor, as a count of tensors in the step.
+        terms: In one process: sketches of a parameter's gradient from each (reader, microbatch).
+        callers: See :class:`~shardwise.testing.tap.Tap`.
+        siblings: See :class:`~shardwise.testing.tap.Tap`.
+        fresh: See :class:`~shardwise.testing.tap.Tap`.
+        hooked: See :class:`~shardwise.testing.tap.Tap`.
         biases: In one process: the sketches of the biases that an output may have in every row.
         calls: Number of calls by path.
-        spread: Under a plan: paths of modules that several stages of a pipeline have.
+        spread: Under a plan: paths of modules in several stages of a pipeline.
         routed: Under a plan: paths of modules that compute the tokens of several ranks.
-        captured: Whole tensors of the points that were asked for.
-        tables: In one process: the parameters of the modules of captured points that are vectors or matrices, by name.
+        captured: Full tensors of the requested points.
+        tables: In one process: parameters with one or two dimensions of the captured points' modules, by name.
         at: In one process: size of each axis, and this rank's position on it.
-        eps: The coarsest rounding of a parameter's dtype.
+        eps: The coarsest rounding among the parameters' dtypes.
     """
 
     shapes: dict[Point, torch.Size] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Record:
         self.captured[point] = tensor.detach().clone() if held is None else held + tensor.detach()
 
     def keep_taps(self, tap: Tap) -> None:
-        """Take over what the hooks know of calls, and remove them."""
+        """Copy the tap's data on calls, and remove its hooks."""
         tap.remove()
         self.callers, self.siblings, self.calls = tap.callers, tap.siblings, tap.calls
         self.fresh, self.hooked = tap.fresh, tap.hooked
@@ -117,7 +117,7 @@ def record_plan(
     Collective:
         Those of training. All ranks must call.
     """
-    # The comparison of copies would end the run where the record is to say more.
+    # The engine's comparison of copies is switched off: it would end a run that the record can explain.
     with mock.patch.object(Copies, "install"), _same_random_numbers():
         model = parallelize(job.build_model(), plan)
         optimizer = job.make_optimizer(model)
@@ -154,7 +154,7 @@ def record_plan(
 
 
 def _buffers(model: nn.Module, step: int) -> Iterable[tuple[str, Tensor]]:
-    """The buffers to compare: before the first step all. Later a rank's running statistics are of its own samples."""
+    """The buffers to compare: all before step 0, and none later, because running statistics then differ by rank."""
     return () if step else model.named_buffers()
 
 
@@ -166,7 +166,7 @@ def _of_several_stages(model: nn.Module) -> set[str]:
 
 
 def _around_stages(model: nn.Module) -> Iterator[str]:
-    """Modules whose calls mean nothing by themselves: those around a pipeline's stage modules, and placeholders."""
+    """Paths of modules whose calls have no meaning: those that enclose a pipeline's stage modules, and placeholders."""
     pipelined = pipelined_of(model)
     modules = [] if pipelined is None else pipelined.around()[0].modules
     paths = [path for module in modules for path in module.paths]
@@ -177,7 +177,7 @@ def _around_stages(model: nn.Module) -> Iterator[str]:
 
 
 def _of_routed_tokens(model: nn.Module) -> Iterator[str]:
-    """Modules that compute the tokens of several ranks."""
+    """Paths of modules that compute the tokens of several ranks."""
     for path, module in model.named_modules():
         layer = module.__dict__.get("forward")
         layer = layer.inner if isinstance(layer, Experts) else layer
@@ -198,17 +198,17 @@ def record_one_process(
     capture: Collection[Point] = (),
     dtype: torch.dtype | None = None,
 ) -> Record:
-    """Train up to ``step`` in one process, and record what the rank that ``plan`` is of should have computed.
+    """Train up to ``step`` in one process, and record the tensors that this rank should have computed under the plan.
 
     Args:
-        job: What is trained.
-        plan: The record of the same step under the plan.
+        job: The training.
+        plan: This rank's record of the same step under the plan.
         step: The step.
-        reader: Which of the readers this rank is.
-        group_size: As of :class:`~shardwise.testing.one_process.OneProcess`.
+        reader: This rank's reader.
+        group_size: See :class:`~shardwise.testing.one_process.OneProcess`.
         at: Size of each axis, and this rank's position on it.
-        capture: Points whose tensors are kept.
-        dtype: Converts the model, and the numbers of the batches.
+        capture: Points whose full tensors are kept.
+        dtype: Dtype to which the model and floating-point tensors of the batches are converted; ``None``: unchanged.
     """
     with _same_random_numbers():
         model = job.build_model()
@@ -227,7 +227,7 @@ def _converted(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 class _Recording:
-    """A step in one process that is being recorded."""
+    """Records a step in one process."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ def _point(name: str, kind: str) -> Point:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Every run begins with the same random state, and leaves that of the process as it was."""
+    """Seed the random state for a block, and restore the process's state afterwards."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
         yield

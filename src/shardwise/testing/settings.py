@@ -1,4 +1,4 @@
-"""Settings of a process that runs tests: what it forgets between them, and how soon a stall is reported."""
+"""Settings of a process that runs tests: cached state to reset between tests, and the time limit for stalls."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from shardwise.launch import notice
 
 
 def forget_notices() -> None:
-    """Print what is told once in a process again, when it comes up again."""
+    """Forget which notices were printed, so that each is printed once again."""
     notice._told.clear()  # noqa: SLF001
 
 
 def forget_declaration(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    """Take ``sw.declare_elementwise`` or ``sw.declare_granularity`` of a class back."""
+    """Undo ``sw.declare_elementwise`` or ``sw.declare_granularity`` for a class."""
     del optimizer._NEEDS[optimizer_class]  # noqa: SLF001
 
 
 def report_stalls_after(seconds: float, *, idle_interval_s: float | None = None) -> None:
-    """Take a collective for stalled after ``seconds``; for the rest of this process, which is a rank of a test.
+    """Report a collective as stalled after ``seconds``, for the rest of this process, a rank of a test.
 
     Args:
-        seconds: After which ranks look for what keeps each other; a busy machine must not take as long by itself.
-        idle_interval_s: Between two looks while nothing is under way; ``None``: as it is.
+        seconds: Time after which ranks search for the cause of a wait; must exceed delays on a busy machine.
+        idle_interval_s: Seconds between two checks while no collective is running; ``None``: unchanged.
     """
     stall.STALL_S, stall.INTERVAL_S = seconds, 0.1
     if idle_interval_s is not None:

@@ -1,9 +1,9 @@
-"""Short linear summaries of tensors, and the parts of a tensor that a rank may hold.
+"""Short linear summaries of tensors, and the parts of a tensor that a rank may have.
 
-A sketch is a tensor's product with :data:`SIZE` fixed random directions. Two tensors have the same sketch, bit for bit,
-if they are equal; else the root mean square of the difference of their sketches estimates the norm of their
-difference (Johnson and Lindenstrauss). Sketches are linear: those of terms add up to that of the sum, so ranks find out
-that their tensors are terms of a sum without sending a tensor.
+A sketch is a tensor's product with :data:`SIZE` fixed random directions. Equal tensors have bitwise equal sketches.
+Otherwise the root mean square of the sketches' difference estimates the norm of the tensors' difference (Johnson and
+Lindenstrauss). Sketches are linear: the sketch of a sum is the sum of the sketches. So ranks can find out that their
+tensors are terms of a sum without sending a tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.spec.traffic.context import own_ranges, padded_length
 
 #: Numbers in a sketch.
 SIZE = 16
-#: Elements that are multiplied with the same directions; their signs differ from row to row.
+#: Length of the directions. Each row of so many elements uses the same directions with different signs.
 _ROW = 4096
 #: Rows that are converted to fp64 at a time.
 _NUM_ROWS = 256
@@ -63,11 +63,11 @@ def _signs(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor, and why a rank holds it.
+    """A part of a tensor, and the division that gives it to a rank.
 
     Attributes:
-        label: For messages; empty for the whole tensor.
-        axis: The mesh axes that divide it, joined by ``x``.
+        label: Description for messages; empty for the full tensor.
+        axis: The mesh axes that divide the tensor, joined by ``x``.
         places: Positions of the part by dimension.
     """
 
@@ -83,7 +83,7 @@ class Part:
 
 
 def parts(whole: Sequence[int], shape: Sequence[int], at: Mapping[str, tuple[int, int]]) -> list[Part]:
-    """The parts of a tensor of shape ``whole`` that have ``shape`` and that a rank may hold.
+    """The parts of a tensor of shape ``whole`` that have ``shape`` and that a rank may have.
 
     Args:
         whole: The shape in one process.
@@ -91,11 +91,11 @@ def parts(whole: Sequence[int], shape: Sequence[int], at: Mapping[str, tuple[int
         at: Size of each axis, and this rank's position on it.
 
     Returns:
-        The whole tensor where the shapes are the same; nothing where no division of dimensions explains ``shape``.
+        The full tensor if the shapes are equal; nothing if no division of dimensions explains ``shape``.
     """
     if tuple(whole) == tuple(shape):
         return [Part()]
-    if len(whole) != len(shape):  # dimensions that a plan has flattened are no part
+    if len(whole) != len(shape):  # a plan may only have flattened dimensions
         return [Part()] if math.prod(whole) == math.prod(shape) else []
     divided = [dim for dim, (size, own) in enumerate(zip(whole, shape, strict=True)) if size != own]
     choices = [list(_divisions(dim, whole[dim], shape[dim], at)) for dim in divided]
@@ -124,11 +124,11 @@ def _divisions(dim: int, size: int, own: int, at: Mapping[str, tuple[int, int]])
             start, stop = near_even_range(size, tp, tp_rank)
             if stop - start == own:
                 yield f"dim {dim} by tp, unevenly", "tp", everything[start:stop]
-        groups = size // own if own and size % own == 0 else 0  # heads that several ranks hold
+        groups = size // own if own and size % own == 0 else 0  # heads that several ranks have
         if 1 < groups < tp and tp % groups == 0:
             start = tp_rank // (tp // groups) * own
             yield f"dim {dim} by tp, in copies", "tp", everything[start : start + own]
-    if cp > 1 and size == padded_length(size, cp):  # what ranks compute of padding is not that of one process
+    if cp > 1 and size == padded_length(size, cp):  # with padding, ranks' tensors differ from one process
         places = torch.cat([everything[start:stop] for start, stop in own_ranges(size, cp, cp_rank)])
         if own == len(places):
             yield f"dim {dim} by cp", "cp", places

@@ -1,10 +1,10 @@
-"""Hooks that show every tensor that goes into a module or out of it, and the gradients of both.
+"""Hooks that report every input and output of a module, and the gradients of both.
 
-Nothing is added to the model's graph. The gradient of an output comes from a hook on the tensor. An output that is used
-elsewhere too, as a parameter that a module gives out, is left out: units give out other tensors with the same values,
-of which only the outer uses have gradients. The gradient of an input is that which *this* module gives back: the terms
-that the nodes of its call hand to the input's node, which is found by a walk from the outputs. The gradient that
-arrives at the input tensor may have further terms, of a residual connection for example.
+Nothing is added to the model's graph. The gradient of an output comes from a hook on the tensor. Outputs with other
+uses, such as a parameter that a module returns, are left out: units return different tensors with the same values, and
+only their outer uses have gradients. The gradient of an input is the part that *this* module contributes: the terms
+that the nodes of its call pass to the input's node, found by a walk from the outputs. The total gradient of the input
+tensor may have further terms, for example from a residual connection.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch.utils.hooks import RemovableHandle
 from shardwise import torch_private
 from shardwise.nested import tensors_in
 
-#: Kinds of points. The first four are of calls, the others of parameters and buffers.
+#: Kinds of points. The first four belong to calls, the others to parameters and buffers.
 INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "gradient of the output", "gradient of the input"
 VALUE, GRADIENT = "value", "gradient"
-#: Those of backward.
+#: Kinds of points of backward.
 GRADIENTS = (INPUT_GRADIENT, OUTPUT_GRADIENT, GRADIENT)
 
-#: Stands for what calls the model, and computes the loss from its output.
+#: Path of the code that calls the model, and computes the loss from its output.
 LOSS = "(loss)"
 
 
 class Point(NamedTuple):
-    """A tensor of a step.
+    """The identity of a tensor in a step.
 
     Attributes:
-        path: Of the module.
-        kind: What the tensor is to it.
-        call: Number of the call of the module in this step, from 0.
-        name: Which of several: the number of the input or output, the attribute of a parameter.
+        path: Path of the module.
+        kind: Kind of the tensor: ``INPUT``, ``OUTPUT``, ...
+        call: Number of the module's call in this step, from 0.
+        name: Number of the input or output, or the attribute of a parameter.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Point(NamedTuple):
 
 @dataclass
 class _Frame:
-    """A call that has begun and not ended."""
+    """An unfinished call of a module."""
 
     path: str
     call: int
@@ -61,14 +61,15 @@ class _Frame:
 
 
 class Tap:
-    """Shows the tensors of a model's steps to ``note`` until :meth:`remove`.
+    """Calls ``note`` with the tensors of a model's steps until :meth:`remove`.
 
     Attributes:
-        callers: The call whose forward made a call, each by path and number.
-        siblings: For the input gradient of each call, that of the first call by the same caller with the very same
-            tensor. Where several layers read one tensor, a plan may add up their gradients before any of them returns.
-        hooked: Gradients of outputs that are shown if there are any.
-        fresh: Inputs that the caller has computed: it got them from no one, and gave them to no other call before.
+        callers: For each call, the call whose forward made it, as (path, number).
+        siblings: For the input gradient of each call, that of the first call by the same caller with the same tensor.
+            If several layers read one tensor, a plan may add up their gradients before any of them returns.
+        hooked: Gradients of outputs that are reported if they exist.
+        fresh: Inputs that the caller has computed: they are not its own inputs, nor inputs of an earlier call.
+        calls: Number of calls, by path.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Tap:
                 self._handles.append(module.register_forward_hook(after))
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -123,7 +124,7 @@ class Tap:
                 self._watch(frame, made)
             return
         while len(self._frames) > 1 and self._frames[-1].path != path:
-            self._frames.pop()  # calls that raised
+            self._frames.pop()  # this call raised
         frame = self._frames.pop()
         for index, tensor in enumerate(made):
             self._note(Point(path, OUTPUT, frame.call, str(index)), tensor.detach())
@@ -133,7 +134,7 @@ class Tap:
             self._without_graph.setdefault(path, []).append(frame.call)
 
     def _watch(self, frame: _Frame, made: list[Tensor]) -> None:
-        """Show the gradients of a call."""
+        """Register hooks that report the gradients of a call."""
         note = self._note
         for index, tensor in enumerate(made):
             if tensor.requires_grad and not _has_other_uses(tensor, frame, made):
@@ -142,7 +143,7 @@ class Tap:
                 self.hooked.add(point)
         edges = {}
         for index, tensor in enumerate(frame.given):
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):  # the module may use that by itself
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):  # a parameter may have other uses inside
                 edge = torch.autograd.graph.get_gradient_edge(tensor)
                 edges.setdefault((edge.node, edge.output_nr), str(index))
         for node, places in _nodes_before(made, edges, frame.since):
@@ -151,13 +152,13 @@ class Tap:
 
 
 def _has_other_uses(tensor: Tensor, frame: _Frame, made: list[Tensor]) -> bool:
-    """Whether the gradient of an output has terms of more than this output: it is a parameter, say, or an input."""
+    """Whether the gradient of an output has other terms too, because it is, for example, a parameter or an input."""
     held = [*frame.given, *(reference() for reference, _ in frame.inputs_inside)]
     return tensor.is_leaf or any(tensor is each for each in held) or sum(tensor is each for each in made) > 1
 
 
 def _show(note: Callable[[Point, Tensor], None], points: Mapping[int, Point], given: Any, _taken: object) -> None:
-    """Hook of a node of the graph: ``given`` are the gradients that it hands on."""
+    """Hook of a node of the graph; ``given`` are the gradients that the node passes on."""
     for place, point in points.items():
         if given[place] is not None:
             note(point, given[place].detach())
@@ -166,7 +167,7 @@ def _show(note: Callable[[Point, Tensor], None], points: Mapping[int, Point], gi
 def _nodes_before(
     made: list[Tensor], edges: Mapping[tuple[Any, int], str], since: int
 ) -> Iterator[tuple[Any, dict[int, str]]]:
-    """The nodes made since ``since`` that hand gradients to ``edges``, with the places of these by name."""
+    """The nodes made since ``since`` that pass gradients to ``edges``, with names by index of the gradient."""
     nodes: list[Any] = [tensor.grad_fn for tensor in made]
     seen: set[Any] = {None}
     while nodes:
@@ -187,5 +188,5 @@ def _nodes_before(
 
 
 def _floats(value: object) -> Iterator[Tensor]:
-    """The tensors of numbers with a fraction in arguments or outputs of any common shape."""
+    """The floating-point and complex tensors in nested arguments or outputs."""
     return (each for each in tensors_in(value) if each.is_floating_point() or each.is_complex())
