@@ -60,6 +60,9 @@ def test_a_page_names_every_verb_and_each_has_a_help_text_with_an_example(
     for verb in verbs:
         assert main([*verb.split(), "--help"]) == 0, verb
         assert "xample" in capsys.readouterr().out, verb
+    for group in {verb.split()[0] for verb in verbs if " " in verb}:
+        main([group, "--help"])
+        assert "...\n" not in capsys.readouterr().out  # no summary of a verb is cut off
 
 
 def test_the_first_page_is_short() -> None:

@@ -53,12 +53,18 @@ def build() -> typer.Typer:
         module, _, name = place.partition(":")
         held: Any = getattr(importlib.import_module(f"shardwise.cli.{module}"), name)
         if isinstance(held, typer.Typer):
+            for each in held.registered_commands:
+                each.short_help = _summary(each.callback)
             app.add_typer(held, name=verb)
-        else:  # its first sentence in the list, whole
-            words = held.__doc__ or "Python's -OO takes help away"
-            first = " ".join(words.split()).partition(". ")[0].removesuffix(".")
-            app.command(verb, short_help=f"{first}.")(held)
+        else:
+            app.command(verb, short_help=_summary(held))(held)
     return app
+
+
+def _summary(verb: object) -> str:
+    """The first sentence of a verb's docstring, in full, for lists of verbs."""
+    words = verb.__doc__ or "Python's -OO takes help away"
+    return " ".join(words.split()).partition(". ")[0].removesuffix(".") + "."
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

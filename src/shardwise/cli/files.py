@@ -104,11 +104,9 @@ class Backend(enum.Enum):
 
 _ModelKey = Annotated[
     str | None,
-    typer.Option(
-        help="Where the model's state dict is in the saved one, such as 'model' or 'app.model'; '': at the top."
-    ),
+    typer.Option(help="Key of the model's state dict in the saved one, such as 'model' or 'app.model'; '': the top."),
 ]
-_NO_OPTIMIZER = typer.Option("--no-optimizer", help="The model alone.")
+_NO_OPTIMIZER = typer.Option("--no-optimizer", help="Leave out the optimizer's state.")
 _FLAT = typer.Option("--flat-optimizer", help="The optimizer's settings by parameter, as torchtitan has them.")
 
 
@@ -116,11 +114,13 @@ _FLAT = typer.Option("--flat-optimizer", help="The optimizer's settings by param
 def import_(
     source: Annotated[Path, typer.Argument(help="The folder that dcp.save() was given.")],
     out: Annotated[Path, typer.Argument(help="The new checkpoint's folder, such as checkpoints/step-00001000.")],
-    trust: Annotated[bool, typer.Option("--trust", help="The folder may execute code here.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Let the folder execute code.")] = False,
     model_key: _ModelKey = None,
     optimizer_key: Annotated[str | None, typer.Option(help="The same for the optimizer's state dict.")] = None,
     no_optimizer: Annotated[bool, _NO_OPTIMIZER] = False,
-    optimizer_class: Annotated[str | None, typer.Option(help="Such as AdamW, where its state does not tell.")] = None,
+    optimizer_class: Annotated[
+        str | None, typer.Option(help="Class of the optimizer, if its state does not show it.")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the model's weights, such as fp32; by default the stored one.")
     ] = None,
