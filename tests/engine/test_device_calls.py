@@ -182,3 +182,25 @@ def test_the_host_waits_once_a_backward_for_what_other_ranks_have_used(preset):
         first, second = run_on_ranks(reads_of_unused, 2, preset, num_microbatches)
         assert first[0] == second[0] == {"tolist": num_microbatches}
         assert first[1] | second[1] == names  # a rank has no gradient of what it owns nothing of
+
+
+@on_ranks(2)
+def test_a_groups_sums_are_put_on_its_shards_in_one_operation():
+    """Where they are cast, and where they are added to those of earlier microbatches; nothing is zeroed before."""
+    low = sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="bf16")
+    found = []
+    for policy, num_microbatches in ((low, 1), (None, 1), (None, 2)):
+        torch.manual_seed(0)
+        model = sw.models.gpt("gpt-tiny", num_layers=2, hidden=16, num_heads=2, vocab_size=32, seq_len=8)
+        model = sw.parallelize(model, sw.ParallelPlan(strategy="zero2", mp_policy=policy, merge_units=False))
+        tokens = torch.arange(32).view(4, 8)
+        for _ in range(3):
+            model.zero_grad()
+            with Calls() as calls:
+                sw.train_step(model, (tokens, tokens), num_microbatches=num_microbatches)
+        found.append(calls.counts)
+    cast, plain, added = found
+    num_units = 3
+    assert cast["zero_"] == 0
+    assert cast["copy_"] <= plain["copy_"] + 2 * num_units  # parameters into the replica, and sums onto the shards
+    assert added["add_"] <= 2 * plain["add_"] + num_units

@@ -152,7 +152,7 @@ class GradientStorage:
             self.full = gradient.make_buffer()
         if self.full is None or self.is_apart:
             numel = gradient.layout.slice_numel(group.rank)
-            if is_filled:
+            if is_filled or self.is_apart:
                 self.tensor = group.form.zeros(group, numel)
             else:
                 self.tensor = torch.empty(numel, dtype=group.dtype, device=group.device)
@@ -527,7 +527,8 @@ class Gradient:
             return  # a partial sum, which waits for the last microbatch
         if home.is_lent:
             home.borrow(result)
-        is_home = result.data_ptr() == home.make().data_ptr()
+        is_filled = home.tensor is None and (not all(self._used) or self.has_sums)
+        is_home = result.data_ptr() == home.make(is_filled=is_filled).data_ptr()
         if self._maybe_unused or not is_home:
             self.group.form.wait_for_host()  # an offloaded group: the host is about to read the sum
         if self._maybe_unused:  # the second reduction of one backward
@@ -544,6 +545,8 @@ class Gradient:
         """Set or add to ``.grad`` of the shards; parameters that this rank did not use wait for their flags."""
         group, used, home = self.group, self._used, self.storage
         assert home.tensor is not None
+        if not is_home and all(used) and self._put_at_once(result, home.tensor):
+            return
         views = home.plain if is_home else group.held_views(result)
         flags = self._flags_in(result)
         # A single rank needs no flags. A dry run (meta tensors) has no other ranks.
@@ -565,6 +568,22 @@ class Gradient:
                 self._maybe_unused.append(index)
         if self._maybe_unused and not is_home:
             self._flags_in(home.tensor).copy_(flags)
+
+    def _put_at_once(self, result: Tensor, into: Tensor) -> bool:
+        """As :meth:`_put`, in one operation; returns False unless every shard has this ``.grad``, or none has any."""
+        owned = [index for index, is_elsewhere in enumerate(self._is_elsewhere) if not is_elsewhere]
+        shards, views = self.group.shards, self.storage.views
+        grads = [shards[index].grad for index in owned]
+        if all(grad is None for grad in grads):
+            into.copy_(result)
+            for index in owned:
+                shards[index].grad = views[index]
+            return True
+        if all(grad is views[index] for grad, index in zip(grads, owned, strict=True)):
+            into.add_(result)
+            self.has_added = True
+            return True
+        return False
 
     def _flags_in(self, reduced: Tensor) -> Tensor:
         """Return the flags in this rank's slice of a reduced buffer, or in a tensor of the same layout."""
